@@ -1,0 +1,200 @@
+"""The contract between the decoder and an attention backend, and the paged KV cache they share.
+
+Owns: the block-major pool's index arithmetic, the per-step batch description, and the write of new keys and values.
+Does not know: models, requests, schedulers, or who allocated the pool's memory. Called by ``core.model.decoder`` once
+per layer (``write_kv`` then ``attend``) and by ``core.engine`` once per step and KV cache group (``plan``).
+
+A block holds all layers of its group as one contiguous run, so that it moves with one descriptor or one memcpy:
+
+    HND pool  [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    NHD pool  [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]      2 = key, value
+
+Invariants that every backend relies on:
+
+* Block 0 is the null block: padding rows write there, and table entries that no query can see point there.
+* Every slot of a page in a block table holds *finite* numbers, also past the sequence's end: masked slots get weight 0,
+  and 0 * NaN is NaN. The pool starts zeroed; its owner zeroes a block that may hold unverified bytes before reusing it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+
+NULL_BLOCK_ID = 0
+_POOL_DIMS = 6
+
+
+class KVLayout(StrEnum):
+    """Order of the axes inside one layer's keys of one block: heads first or tokens first."""
+
+    HND = "HND"
+    NHD = "NHD"
+
+
+class PagedKVCache:
+    """One worker's block-major KV pool, seen layer by layer.
+
+    ``pool`` is contiguous, six-dimensional (see the module's diagram) and owned by the engine; all views alias it.
+    Several KV cache groups may share it: each group's tables name its own blocks, and ``layer`` counts within a group.
+
+    Raises: ConfigError if the pool is not contiguous or has another rank.
+    """
+
+    def __init__(self, pool: Tensor, layout: KVLayout) -> None:
+        if pool.dim() != _POOL_DIMS or pool.shape[2] != 2 or not pool.is_contiguous():
+            raise ConfigError(f"KV pool must be contiguous [blocks, layers, 2, _, _, head_dim]: {tuple(pool.shape)}")
+        self.pool = pool
+        self.layout = layout
+        self.num_blocks = pool.shape[0]
+        self.num_layers = pool.shape[1]
+        heads_axis, tokens_axis = (3, 4) if layout is KVLayout.HND else (4, 3)
+        self.num_kv_heads = pool.shape[heads_axis]
+        self.block_size = pool.shape[tokens_axis]
+        self.head_dim = pool.shape[5]
+        row_width = self.head_dim if layout is KVLayout.HND else self.num_kv_heads * self.head_dim
+        flat = pool.view(-1, row_width)
+        rows_per_layer = flat.shape[0] // (self.num_blocks * self.num_layers)
+        # Each layer's view starts at its own first row of block 0, so that one row index serves all layers.
+        self._layer_rows = [flat[layer * rows_per_layer :] for layer in range(self.num_layers)]
+        self._rows_per_block = rows_per_layer * self.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the pool."""
+        return self.pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device that holds the pool."""
+        return self.pool.device
+
+    def key(self, layer: int) -> Tensor:
+        """Return the layer's keys as a strided view.
+
+        HND ``[num_blocks, num_kv_heads, block_size, head_dim]``, NHD ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        """
+        return self.pool[:, layer, 0]
+
+    def value(self, layer: int) -> Tensor:
+        """Return the layer's values as a strided view of the same shape as ``key``."""
+        return self.pool[:, layer, 1]
+
+    def layer_rows(self, layer: int) -> Tensor:
+        """Return the pool as rows from the layer's first row on; ``rows_of_slots`` indexes it.
+
+        HND ``[rows, head_dim]``, NHD ``[rows, num_kv_heads * head_dim]``.
+        """
+        return self._layer_rows[layer]
+
+    def rows_of_slots(self, slots: Tensor) -> Tensor:
+        """Return the rows of ``layer_rows`` that hold the slots' keys and values, in the order of ``[T, 2, Hkv, D]``.
+
+        ``slots``: int64 ``[num_tokens]``, ``block_id * block_size + offset``. Result: int64, flat.
+
+            row = block_id * rows_per_block + ((key_or_value * Hkv) + head) * block_size + offset       HND, [T, 2, Hkv]
+            row = block_id * rows_per_block +   key_or_value * block_size               + offset       NHD, [T, 2]
+        """
+        num_planes = 2 * self.num_kv_heads if self.layout is KVLayout.HND else 2
+        planes = torch.arange(num_planes, device=slots.device) * self.block_size
+        first = slots // self.block_size * self._rows_per_block + slots % self.block_size
+        return (first[:, None] + planes).flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer attends: a query at position i sees the keys j <= i, within the window or chunk where one is set.
+
+    sliding_window: j > i - sliding_window. chunk_size: i // chunk_size == j // chunk_size. At most one of them is set.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError on a combination that no backend serves."""
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.sliding_window is not None and self.chunk_size is not None:
+            raise ConfigError("a layer has either sliding_window or chunk_size, not both")
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """The tokens of one step as one KV cache group sees them. Host arrays; the backend copies them where it needs them.
+
+    query_start_loc: int32 ``[num_seqs + 1]``; sequence s owns the query rows from ``query_start_loc[s]`` up to
+        ``query_start_loc[s + 1]``, at least one.
+    seq_lens: int32 ``[num_seqs]``, tokens in the KV cache after this step's writes; the queries are the last positions.
+    block_tables: int32 ``[num_seqs, >= ceil(max(seq_lens) / block_size)]``; entries past a sequence's end are ignored.
+        May be a view of the engine's persistent table: ``plan`` reads it and keeps no reference to it.
+    slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of every query row.
+
+    A padding row is a sequence of length 1 whose table is ``[NULL_BLOCK_ID]`` and whose slot is 0.
+    """
+
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """Index tensors of one step, shared by all layers of a group. Backends extend it; callers treat it as opaque.
+
+    write_rows: int64, the rows of ``PagedKVCache.layer_rows`` that ``write_kv`` fills.
+    """
+
+    write_rows: Tensor
+
+
+class AttentionBackend(ABC):
+    """Writes and reads one paged KV cache. Not thread-safe: scratch buffers are reused between calls."""
+
+    name: ClassVar[str]
+    preferred_layout: ClassVar[KVLayout]
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache = cache
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of the pool this instance works on."""
+        return self.cache.layout
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Prepare every index tensor of a step; call it once per step and KV cache group."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
+        """Return the attention output ``[T, num_heads, head_dim]`` of ``query``, same shape, in the query's dtype.
+
+        The step's keys and values are already written. The result may alias a scratch buffer, valid until the next call.
+        """
+
+    def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
+        """Write the step's keys and values ``[T, 2, num_kv_heads, head_dim]`` into the pool.
+
+        One tensor, because one ``index_copy_`` costs half of two. It may be a strided view of the fused qkv output whose
+        key part was rotated in place; callers that hold two tensors pass ``torch.stack((key, value), dim=1)``.
+        """
+        rows = self.cache.layer_rows(layer)
+        rows.index_copy_(0, plan.write_rows, key_value.reshape(-1, rows.shape[1]).to(rows.dtype))
+
+    def _write_rows(self, batch: AttentionBatch) -> Tensor:
+        return self.cache.rows_of_slots(torch.from_numpy(batch.slot_mapping).to(self.cache.device))
