@@ -1,0 +1,48 @@
+# kvferry: everything a fresh machine needs (Python 3.11+, gcc, make).
+#   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
+#   make test    the whole suite, as CI runs it
+#   make check   the quick suite (no model, no clusters) and the linters
+#   make bench   the benchmarks of docs/benchmarks.md
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check lint bench install install-test clean
+
+demo: install
+	$(BIN)/kvferry demo
+
+test: install-test
+	$(BIN)/python -m pytest
+
+check: install-test lint
+	$(BIN)/python -m pytest -m "not slow and not e2e"
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install-test
+	$(BIN)/python benchmarks/run_all.py
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+
+# torch first and spelled exactly: any other spelling may pull gigabytes of CUDA libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[nixl]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --editable '.[nixl,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Hand-over of KV blocks from a prefill to a decode worker."""

@@ -1,0 +1,1 @@
+"""How block bytes move: tcp, shm, nixl."""

@@ -1,0 +1,94 @@
+"""Connectors by name: what a worker asks for, and where third parties plug in.
+
+A connector is a bundle of a scheduler side, a worker side and whatever runs in the worker's event loop. Names come from the
+entry point group ``kvferry.connectors``; each entry point is a callable ``(ConnectorContext) -> Connector``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from prometheus_client import CollectorRegistry
+
+from core.clock import Clock
+from core.config import ConnectorSection
+from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.errors import ConfigError
+from core.ids import IdSource
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import Role
+
+ENTRY_POINT_GROUP = "kvferry.connectors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorContext:
+    """Everything a connector may know about the worker it lives in."""
+
+    role: Role
+    engine_id: str
+    incarnation: int
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    config: ConnectorSection
+    control_address: str  # where to bind the control socket (producers)
+    advertise_host: str
+    clock: Clock
+    ids: IdSource
+    metrics: CollectorRegistry
+
+
+class Connector(ABC):
+    """Both sides of a connector and its life in the worker's event loop.
+
+    ``scheduler`` and ``worker`` are handed to the engine and called on its thread only; ``start``, ``stop`` and the hand-over
+    calls run in the event loop.
+    """
+
+    scheduler: KVConnectorScheduler
+    worker: KVConnectorWorker
+
+    @property
+    @abstractmethod
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work here, in order of preference; empty if the connector has none."""
+
+    async def start(self) -> None:
+        """Bind sockets and start tasks. The KV pool is registered by now.
+
+        Raises:
+            ConnectorUnavailable: a library or device is missing.
+        """
+
+    async def stop(self) -> None:
+        """End tasks and threads, close sockets."""
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """End these hand-overs, because nobody will read them. Idempotent."""
+
+    def renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep these hand-overs for another while."""
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+        return 0
+
+
+ConnectorFactory = Callable[[ConnectorContext], Connector]
+
+
+def connector_factory(name: str) -> ConnectorFactory:
+    """Return the factory registered under ``name``.
+
+    Raises:
+        ConfigError: no such connector; lists the ones there are.
+    """
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none installed"
+        raise ConfigError(f"connector.name = {name!r}: no such connector; known: {known}", param="connector.name")
+    factory: ConnectorFactory = found[name].load()
+    return factory

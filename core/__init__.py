@@ -1,0 +1,1 @@
+"""What both roles need: wire messages, KV cache, scheduler, attention, model, engine."""

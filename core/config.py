@@ -1,0 +1,239 @@
+"""Every setting of kvferry, its default, and its range.
+
+A process gets one ``KVFerryConfig``; each part of the code receives only its section. This is the only module that reads
+the environment. Files (YAML or TOML), ``--set a.b=c`` and flags all go through ``load_config``, so a wrong key or value is
+refused in one place, with its path and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from core.errors import ConfigError
+
+HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+def default_cache_dir() -> str:
+    """Return the folder for models: ``$KVFERRY_CACHE``, else ``$XDG_CACHE_HOME/kvferry``, else ``~/.cache/kvferry``."""
+    explicit = os.environ.get("KVFERRY_CACHE")
+    if explicit:
+        return explicit
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "kvferry")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the configuration sections."""
+
+
+class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how it is computed."""
+
+    name: str = "smollm2-135m"  # alias, folder, GGUF file, or Hugging Face id
+    served_name: str = ""  # the name clients use; empty = ``name``
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds
+    cache_dir: str = msgspec.field(default_factory=default_cache_dir)
+
+
+class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The KV pool of a worker."""
+
+    block_size: Positive = 64  # tokens; a multiple of HASH_BLOCK_SIZE
+    memory_bytes: Positive = 1 << 30  # of the pool on CPU
+    num_blocks: NonNegative = 0  # 0 = from memory_bytes
+    enable_prefix_caching: bool = True
+    watermark: Fraction = 0.0  # share of the pool kept free when a waiting request is admitted beside running ones
+
+
+class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Continuous batching."""
+
+    max_num_batched_tokens: Positive = 256  # per step; keeps a CPU step, and with it an abort, well under a second
+    max_num_seqs: Positive = 64
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: NonNegative = 0  # largest chunk of one prompt while others are live; 0 = off
+
+
+class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prefill, decode or aggregated worker process."""
+
+    engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
+    router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
+    control_address: str = "tcp://127.0.0.1:0"  # prefill: where decode workers shake hands; port 0 = any
+    advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
+    ops_host: str = "127.0.0.1"
+    ops_port: Port = 0  # /health /ready /metrics /drain; 0 = any
+    cpu_threads: NonNegative = 0  # torch threads; 0 = cores // workers_on_host, at least 1
+    workers_on_host: Positive = 1
+    pin_cpus: bool = True
+    drain_timeout_s: Seconds = 30.0
+    max_waiting_requests: Positive = 1024  # more are refused with 429
+
+
+class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How KV leaves and enters a worker."""
+
+    name: str = "p2p"
+    transports: tuple[str, ...] = ("shm", "tcp")  # of the p2p connector, in order of preference
+    kv_load_failure_policy: Literal["fail"] = "fail"
+    transfer_deadline_s: Seconds = 30.0
+    handshake_timeout_s: Seconds = 5.0
+    lease_s: Seconds = 30.0
+    lease_renew_interval_s: Seconds = 5.0
+    lease_max_s: Seconds = 600.0
+    extra: dict[str, Any] = {}  # for connectors from outside
+
+
+class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The OpenAI front and the workers' meeting point."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    worker_address: str = "tcp://127.0.0.1:5570"  # ZeroMQ ROUTER; port 0 = any
+    heartbeat_interval_s: Seconds = 1.0
+    heartbeat_timeout_s: Seconds = 5.0
+    request_timeout_s: Seconds = 600.0
+    max_body_bytes: Positive = 8 << 20
+    max_requests: Positive = 4096  # in flight; more are refused with 429
+    api_key: str = ""  # if set, clients send it as a bearer token
+
+
+class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kvferry serve``: a whole cluster on this machine."""
+
+    num_prefill: NonNegative = 1
+    num_decode: NonNegative = 1
+    aggregated: bool = False
+    ready_timeout_s: Seconds = 120.0
+    restart_backoff_s: Seconds = 0.5
+    restart_backoff_max_s: Seconds = 30.0
+
+
+class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log output."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All sections."""
+
+    model: ModelSection = ModelSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    worker: WorkerSection = WorkerSection()
+    connector: ConnectorSection = ConnectorSection()
+    router: RouterSection = RouterSection()
+    local: LocalSection = LocalSection()
+    log: LogSection = LogSection()
+
+    def __post_init__(self) -> None:
+        if self.cache.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(
+                f"cache.block_size = {self.cache.block_size} is not a multiple of the hash block size {HASH_BLOCK_SIZE}",
+                param="cache.block_size",
+            )
+
+
+def load_config(
+    path: Path | None = None,
+    assignments: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> KVFerryConfig:
+    """Merge a file, then ``a.b=c`` assignments, then overrides by dotted path (flags), and validate the result.
+
+    Raises:
+        ConfigError: the file cannot be read, a key does not exist, or a value is out of range; names its path and what is
+            allowed.
+    """
+    tree = _read_file(path) if path else {}
+    for assignment in assignments:
+        key, sign, text = assignment.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {assignment!r}: expected a.b=value", param=assignment)
+        _put(tree, key.strip(), _parse_value(text))
+    for key, value in (overrides or {}).items():
+        _put(tree, key, value)
+    _check_keys(tree, KVFerryConfig, "")
+    try:
+        return msgspec.convert(tree, KVFerryConfig, strict=False)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise _explain(error) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error}", param=str(path)) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration file {path}: expected a mapping of sections", param=str(path))
+    return tree
+
+
+def _parse_value(text: str) -> Any:  # noqa: ANN401 - any configuration value
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - any configuration value
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{key}: {parent} is a value, not a section", param=key)
+    node[leaf] = value
+
+
+def _check_keys(tree: Mapping[str, Any], section: type[Section], prefix: str) -> None:
+    """Refuse unknown keys with their path and the nearest known one."""
+    hints = get_type_hints(section)
+    known = section.__struct_fields__
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}? " if near else ""
+            raise ConfigError(f"unknown configuration key {path}: {hint}known keys: {', '.join(known)}", param=path)
+        kind = hints[key]
+        if isinstance(kind, type) and issubclass(kind, Section):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path} is a section, expected a mapping, got {value!r}", param=path)
+            _check_keys(value, kind, f"{path}.")
+
+
+def _explain(error: msgspec.ValidationError) -> ConfigError:
+    """Turn msgspec's message into one with the dotted path and the allowed values."""
+    what, _, where = str(error).partition(" - at `$.")
+    path = where.rstrip("`")
+    kind: Any = KVFerryConfig
+    for part in path.split("."):
+        kind = get_type_hints(kind).get(part.partition("[")[0]) if hasattr(kind, "__struct_fields__") else None
+    allowed = f"; allowed: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
+    return ConfigError(f"{path}: {what[0].lower()}{what[1:]}{allowed}", param=path)

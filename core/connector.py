@@ -1,0 +1,150 @@
+"""The two interfaces that a KV connector implements, one per side, and what passes between the sides.
+
+The scheduler side decides *what* is loaded and kept; it runs on the engine thread, inside ``Scheduler``. The worker side moves
+bytes; its methods are called by the runner, also on the engine thread, and must not block: long work belongs to the transfer
+thread. The sides share nothing but ``KVConnectorMetadata`` (one object per step, scheduler → worker) and ``KVConnectorOutput``
+(worker → scheduler). Contracts follow vLLM's ``KVConnectorBase_V1``; here each side is a class of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from core.kv.events import KVCacheEvent
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.wire.kv import KVHandoff, KVLayoutInfo
+
+
+class KVConnectorMetadata:
+    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolRegion:
+    """The memory of a worker's block-major KV pool: ``num_blocks`` contiguous runs of ``block_bytes``.
+
+    ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
+    behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
+    """
+
+    base_address: int
+    num_blocks: int
+    block_bytes: int
+    layout: KVLayoutInfo
+    device: str = "cpu"
+    buffer: memoryview | None = None
+    memory_fd: int | None = None
+
+
+class KVConnectorScheduler(ABC):
+    """The side inside the scheduler. All calls come from the engine thread."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """True if a request must not finish on output of a step whose blocks may be gone (producers)."""
+        return False
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Receive the manager, once, before any request."""
+
+    def on_new_request(self, request: Request) -> None:
+        """See a request once, when it is added."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens beyond ``num_computed_tokens`` can be loaded now, and whether the load is asynchronous.
+
+        May be called many times for one request and must be idempotent. None = ask again in a later step. The flag must be
+        False when the count is 0.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Learn that all ``blocks`` of the request are allocated and that ``num_external_tokens`` of them shall be loaded.
+
+        Called after every successful allocation of a waiting request, also with 0, and a second time (with 0) when an
+        asynchronous load has ended and the request starts to run.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return this step's message to the worker side and reset per-step state. Called for empty steps too."""
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See the worker side's report before the scheduler applies it."""
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
+        """Decide, once per request and before its blocks are freed, whether their free is delayed.
+
+        Returns (True, hand-over or None) to keep the blocks until the request id is reported in ``finished_sending``.
+        ``block_ids`` covers the computed tokens only, one list per group; all empty for a request that never ran.
+        """
+        return False, None
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Return and forget the connector's own KV events."""
+        return ()
+
+    def has_pending_push_work(self) -> bool:
+        """True if the engine must keep stepping for the connector's sake."""
+        return False
+
+    def has_pending_block_frees(self) -> bool:
+        """True if blocks are about to come back, so that preempting would be premature."""
+        return False
+
+    def shutdown(self) -> None:
+        """Release everything; nothing is called afterwards."""
+
+
+class KVConnectorWorker(ABC):
+    """The side beside the model runner. All calls come from the engine thread.
+
+    Per step: ``handle_preemptions`` → ``start_load_kv`` (before the forward pass if the step has synchronous loads, after its
+    launch otherwise) → per layer ``wait_for_layer_load`` / ``save_kv_layer`` → ``wait_for_save`` → ``get_transfer_results`` →
+    ``get_block_ids_with_load_errors``. Empty steps run the same sequence without layers.
+    """
+
+    @abstractmethod
+    def register_kv_caches(self, pool: KVPoolRegion) -> None:
+        """Receive the pool, once, before any step."""
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Receive a thread-safe callback that wakes an idle engine when there is something to report."""
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        """Finish with blocks of preempted requests before this step may overwrite them."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Start the loads that the scheduler side asked for."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Return once the layer's synchronous loads are in place."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Start saving a layer that the step has just computed."""
+
+    def wait_for_save(self) -> None:
+        """Return once this step's blocks may be overwritten."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the ids whose sending and whose receiving ended; see ``get_transfer_results``."""
+        return set(), set()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """Report what ended since the last call; each id once. ``finished_req_ids`` left the scheduler in this step."""
+        sending, recving = self.get_finished(finished_req_ids)
+        return KVConnectorOutput(finished_sending=sending, finished_recving=recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return and forget the blocks whose content must not be used."""
+        return set()
+
+    def shutdown(self) -> None:
+        """Stop threads and release memory registrations; nothing is called afterwards."""

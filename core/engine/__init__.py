@@ -1,0 +1,1 @@
+"""Schedule, execute, update: the engine of one worker."""

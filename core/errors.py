@@ -1,0 +1,194 @@
+"""Every error that kvferry raises on purpose, as one tree.
+
+    KVFerryError
+    ├── ConfigError                a wrong configuration key or value; names the field and the fix
+    ├── RequestError               this request cannot be served
+    │   ├── InvalidRequest         400  malformed or unsupported input; ``param`` names the field
+    │   │   └── ContextTooLong     400  prompt (+ max_tokens) exceeds what the model or the pool can hold
+    │   ├── ModelNotFound          404
+    │   ├── Overloaded             429  admission refused for now
+    │   ├── NoWorker               503  nobody can serve it at the moment
+    │   ├── DeadlineExceeded       504  the request's own budget is used up
+    │   └── Cancelled              499  the client went away, or an operator aborted it
+    ├── TransferError              a hand-over of KV blocks failed
+    │   ├── PeerUnreachable · TransferTimeout · LayoutMismatch · LeaseExpired · StaleBlock · CorruptBlock
+    ├── StoreError                 a KV store or tier failed
+    │   ├── NotFound · Unavailable · Full
+    ├── ProtocolError              a peer broke the wire protocol
+    ├── EngineDead                 the engine thread has ended; the worker must restart
+    └── ConnectorUnavailable       a connector or transport cannot run here (library or device missing)
+
+``code`` is stable: it is the label of the error counter and the ``code`` of an HTTP error body. ``retryable`` says whether
+the same request may succeed on another worker or later. Errors cross processes as ``core.wire.messages.ErrorInfo``.
+They are caught in three places only: request boundary, transfer boundary, worker main loop.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KVFerryError(Exception):
+    """Base of all errors of kvferry."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param  # the configuration key or request field at fault, if there is one
+
+
+class ConfigError(KVFerryError):
+    """A configuration key or value is wrong; the message names its path, the value and what is allowed."""
+
+    code = "config_error"
+
+
+class RequestError(KVFerryError):
+    """Base of the errors that end one request."""
+
+    code = "request_error"
+
+
+class InvalidRequest(RequestError):
+    """The client sent something malformed or unsupported."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and output together exceed the context length, or can never fit the KV pool."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this cluster does not serve."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class Overloaded(RequestError):
+    """Admission refused for now; the client should come back."""
+
+    code = "overloaded"
+    http_status = 429
+    retryable = True
+
+
+class NoWorker(RequestError):
+    """No worker, or no compatible pair of workers, can take the request at the moment."""
+
+    code = "no_worker"
+    http_status = 503
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own time budget is used up."""
+
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+class Cancelled(RequestError):
+    """The client disconnected or an operator aborted the request."""
+
+    code = "cancelled"
+    http_status = 499
+
+
+class TransferError(KVFerryError):
+    """Base of the failures of a KV hand-over."""
+
+    code = "transfer_error"
+    http_status = 502
+    retryable = True
+
+
+class PeerUnreachable(TransferError):
+    """The peer refused the connection, vanished, or was never there."""
+
+    code = "peer_lost"
+
+
+class TransferTimeout(TransferError):
+    """The transfer did not end before its deadline."""
+
+    code = "deadline"
+
+
+class LayoutMismatch(TransferError):
+    """The two pools differ and no converter exists; the message holds both values."""
+
+    code = "layout"
+    retryable = False
+
+
+class LeaseExpired(TransferError):
+    """The prefill worker no longer holds the blocks."""
+
+    code = "lease_expired"
+
+
+class StaleBlock(TransferError):
+    """A block's seal is not the expected one: it was reused, or belongs to another incarnation or prompt."""
+
+    code = "stale"
+
+
+class CorruptBlock(TransferError):
+    """A block's bytes do not match the digest of its seal."""
+
+    code = "digest"
+
+
+class StoreError(KVFerryError):
+    """Base of the failures of a KV store or tier."""
+
+    code = "store_error"
+    retryable = True
+
+
+class NotFound(StoreError):
+    """The store does not hold the key."""
+
+    code = "store_miss"
+
+
+class Unavailable(StoreError):
+    """The store cannot be reached."""
+
+    code = "store_unavailable"
+
+
+class Full(StoreError):
+    """The store cannot take more, and nothing may be evicted."""
+
+    code = "store_full"
+
+
+class ProtocolError(KVFerryError):
+    """A peer sent a frame that is malformed, oversized, of another version, or out of order."""
+
+    code = "protocol_error"
+    http_status = 502
+
+
+class EngineDead(KVFerryError):
+    """The engine thread ended; the worker has to be restarted."""
+
+    code = "engine_dead"
+    http_status = 503
+    retryable = True
+
+
+class ConnectorUnavailable(KVFerryError):
+    """A connector or transport cannot run here; the message says what is missing."""
+
+    code = "connector_unavailable"

@@ -1,0 +1,285 @@
+"""Requests and the types of one engine step: what the scheduler, the runner and the connectors tell each other.
+
+Torch-free. Only the engine thread touches these objects. Names and meanings follow vLLM V1.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from core.kv.hashing import BlockHasher
+from core.wire.kv import KVHandoff
+from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
+from core.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from core.connector import KVConnectorMetadata
+
+
+class RequestStatus(IntEnum):
+    """Where a request is. The order matters: everything after ``PREEMPTED`` is finished."""
+
+    WAITING = 0
+    WAITING_FOR_REMOTE_KVS = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the request has left the scheduler's queues for good."""
+        return self > RequestStatus.PREEMPTED
+
+
+FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """Where the prompt's KV came from: a snapshot at first admission, never changed afterwards, taken once.
+
+    The three counts are non-negative and ``num_local_cached_tokens + num_external_cached_tokens <= num_prompt_tokens``.
+    """
+
+    num_prompt_tokens: int
+    num_local_cached_tokens: int
+    num_external_cached_tokens: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed here."""
+        return self.num_local_cached_tokens + self.num_external_cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What a worker needs to build a ``Request``: one choice of one ``Generate`` message.
+
+    ``output_token_ids`` are the tokens that other workers have already put out. ``stop_token_ids`` holds every token that
+    ends the text, end-of-sequence included unless the client asked to ignore it.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    output_token_ids: Sequence[int] = ()
+    choice_index: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+    needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
+    kv_handoff: KVHandoff | None = None  # decode worker: where the prompt's KV lies
+
+
+class Request:
+    """One sequence from admission to its last token.
+
+    ``num_computed_tokens`` is optimistic: it advances when a step is scheduled, before the step has run.
+    ``num_in_flight_tokens`` are scheduled tokens whose step has not been processed yet. ``block_hashes`` holds one
+    16-byte chain value per full run of ``hash_block_size`` tokens and grows with the tokens.
+    """
+
+    __slots__ = (
+        "_hasher",
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "choice_index",
+        "extra_keys",
+        "kv_handoff",
+        "max_tokens",
+        "needs_handoff",
+        "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_output_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prefill_stats",
+        "priority",
+        "request_id",
+        "sampling",
+        "skip_reading_prefix_cache",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+    )
+
+    def __init__(self, new: NewRequest, hasher: BlockHasher | None) -> None:
+        self.request_id = new.request_id
+        self.sampling = new.sampling
+        self.choice_index = new.choice_index
+        self.priority = new.priority
+        self.arrival_time = new.arrival_time
+        self.cache_salt = new.cache_salt
+        self.stop_token_ids = new.stop_token_ids
+        self.max_tokens = new.sampling.max_tokens
+        self.needs_handoff = new.needs_handoff
+        self.kv_handoff = new.kv_handoff
+
+        self.all_token_ids = array("i", new.prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.all_token_ids.extend(new.output_token_ids)
+        self.num_tokens = len(self.all_token_ids)
+        self.num_output_tokens = self.num_tokens - self.num_prompt_tokens
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_preemptions = 0
+        self.prefill_stats: PrefillStats | None = None
+        # Log-probabilities of prompt tokens need every position computed here.
+        self.skip_reading_prefix_cache = new.sampling.prompt_logprobs is not None
+
+        self._hasher = hasher
+        self.extra_keys: tuple[tuple[str, ...], ...] = (("cache_salt", new.cache_salt),) if new.cache_salt else ()
+        self.block_hashes: list[bytes] = []
+        self.update_block_hashes()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output so far, other workers' tokens included (a copy)."""
+        return self.all_token_ids[self.num_prompt_tokens :].tolist()
+
+    def append_output_token(self, token_id: int) -> None:
+        """Append one sampled token and, where it completes a run of ``hash_block_size``, its hash."""
+        self.all_token_ids.append(token_id)
+        self.num_tokens += 1
+        self.num_output_tokens += 1
+        if self._hasher is not None and self.num_tokens % self._hasher.hash_block_size == 0:
+            self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        """Append the hashes of all runs that are full by now."""
+        if self._hasher is not None:
+            self._hasher.extend(self.block_hashes, self.all_token_ids, self.extra_keys)
+
+    def take_prefill_stats(self) -> PrefillStats | None:
+        """Return the snapshot of the first admission, the first time only."""
+        stats, self.prefill_stats = self.prefill_stats, None
+        return stats
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id} {self.status.name} {self.num_computed_tokens}/{self.num_tokens})"
+
+
+# ---- scheduler → runner ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """A request that the runner sees for the first time, or again after a preemption.
+
+    ``token_ids`` are prompt and output so far; ``block_ids`` one table per KV cache group. The runner copies both.
+    """
+
+    request_id: str
+    token_ids: array[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choice_index: int
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class CachedRequestData:
+    """Requests that the runner already holds, as parallel lists.
+
+    ``new_block_ids[i]`` is appended to the tables of ``req_ids[i]``; None = nothing new, which is the common case.
+    """
+
+    req_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one step computes. ``num_scheduled_tokens`` keeps scheduling order."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    finished_req_ids: set[str] = field(default_factory=set)  # left since the last step; the runner drops them
+    preempted_req_ids: set[str] = field(default_factory=set)
+    has_sync_kv_loads: bool = False
+    kv_connector_metadata: KVConnectorMetadata | None = None
+
+
+# ---- runner → scheduler ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What the worker side of a connector has to report after a step.
+
+    ``finished_recving`` names every load that is terminal, failed ones included. ``failed_recving`` maps a request id to the
+    error of its load; its id must also appear in ``finished_recving``, in this output or a later one, once nothing can be
+    written into its blocks any more. ``invalid_block_ids`` are blocks whose content must not be used.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    failed_recving: dict[str, ErrorInfo] = field(default_factory=dict)
+    transfer_usage: dict[str, TransferUsage] = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to tell."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.invalid_block_ids
+            or self.failed_recving
+            or self.transfer_usage
+        )
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What one step produced.
+
+    ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
+    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+# ---- scheduler → worker ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """News of one request after a step. ``finish_reason`` is set in its last one."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prefill_stats: PrefillStats | None = None  # with the first output only
+    kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed to be handed over
+    transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
+    error: ErrorInfo | None = None

@@ -1,0 +1,1 @@
+"""Fakes and conformance suites, shipped with the product."""

@@ -1,0 +1,121 @@
+"""Messages of the KV control plane, between a decode worker and a prefill worker, and the hand-over descriptor.
+
+Carried by the prefill worker's control socket (ZeroMQ ROUTER). Block bytes never travel here: they take the transport.
+Every message is encoded by ``core.wire.codec`` behind a version byte and a size cap.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The physical blocks of one KV cache group of a hand-over, in table order.
+
+    ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is the chain value at
+    the block's end; the reader compares it with its own hashing of its own prompt.
+    """
+
+    group_id: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+
+
+class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one block of the pool looks like, in a form two workers can compare.
+
+    ``block_bytes`` is the contiguous run of one block over all layers.
+    """
+
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    order: str  # "HND" | "NHD"
+    block_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+    num_groups: int = 1
+
+
+class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the KV cache of a prompt lies on a prefill worker, and until when.
+
+    ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the hand-over and its
+    lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
+    """
+
+    transfer_id: str
+    engine_id: str
+    incarnation: int
+    control_address: str
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    groups: tuple[GroupBlocks, ...]
+    num_tokens: int
+    lease_ms: int
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):
+    """Decode worker → prefill worker: who I am, what I hold, which transports I speak, in order of preference."""
+
+    engine_id: str
+    incarnation: int
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    transports: tuple[str, ...]
+    host_id: str  # equal on two workers that share memory and a pid namespace
+
+
+class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
+    """Prefill worker → decode worker: accepted, with the chosen transport and what is needed to read by it.
+
+    ``transport_metadata`` is the transport's own msgpack (address, memory file, agent metadata); no one else decodes it.
+    """
+
+    engine_id: str
+    incarnation: int
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    transport: str
+    transport_metadata: bytes
+    num_blocks: int
+
+
+class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", omit_defaults=True):
+    """Prefill worker → decode worker: refused, with both values in the message."""
+
+    engine_id: str
+    incarnation: int
+    code: str
+    message: str
+
+
+class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_defaults=True):
+    """Decode worker → prefill worker: keep these hand-overs alive."""
+
+    transfer_ids: tuple[str, ...]
+
+
+class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
+    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more)."""
+
+    incarnation: int
+    left_ms: dict[str, int]
+
+
+class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
+    """Decode worker (or router) → prefill worker: done with these hand-overs. Idempotent; unknown ids are counted, no error."""
+
+    transfer_ids: tuple[str, ...]
+    reason: str = "loaded"
+
+
+class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_defaults=True):
+    """Answer to a frame that could not be understood; the sender is told and nothing else happens."""
+
+    code: str
+    message: str
+
+
+ControlMessage = Handshake | HandshakeReply | HandshakeRefused | LeaseRenew | LeaseState | LeaseRelease | ControlError

@@ -1,0 +1,222 @@
+"""Messages of the request plane, between the router and the workers.
+
+The router binds a ZeroMQ ROUTER socket; every worker connects a DEALER to every router address and registers itself. Every
+message is encoded by ``core.wire.codec`` behind a version byte and a size cap. Only the token stream is ``array_like``: it is
+the hot path, and a golden-bytes test pins it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.sampling import SamplingParams
+
+Role = Literal["prefill", "decode", "aggregated"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error of ``core.errors`` on its way to another process."""
+
+    code: str
+    message: str
+    http_status: int = 500
+    retryable: bool = False
+    param: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token itself first, then the top-N in order.
+
+    ``token_ids[0]`` is the sampled (or prompt) token with its rank in ``rank``; ``logprobs`` has the same length.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+# ---- worker → router -------------------------------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaults=True):
+    """A worker introduces itself; repeated until a ``Registered`` comes back, and after every reconnect."""
+
+    engine_id: str
+    incarnation: int
+    role: Role
+    model: str
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    connector: str = ""
+    transports: tuple[str, ...] = ()
+    ops_address: str = ""
+    pid: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
+    """A worker is alive, and how loaded it is. Sent about every second."""
+
+    engine_id: str
+    incarnation: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0..1
+    num_leased_blocks: int = 0
+    is_draining: bool = False
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
+    """A worker leaves on purpose; it has nothing in flight any more."""
+
+    engine_id: str
+    incarnation: int
+
+
+class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The first token of one choice. ``finish_reason`` is set if the choice ended with it."""
+
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id, if one ended it
+
+
+class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
+    """The prompt is computed: first token of every choice, and where the KV lies. No hand-over if every choice has ended."""
+
+    request_id: str
+    choices: tuple[PrefillChoice, ...]
+    kv_handoff: KVHandoff | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the hand-over of a request cost, as reported in ``usage.kv_transfer``."""
+
+    transport: str
+    transferred_tokens: int = 0
+    transferred_bytes: int = 0
+    transfer_ms: float = 0.0
+    queue_ms: float = 0.0  # on the decode worker, before its first step with the request
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one choice. The hot message: one per choice and step, all of one step together in one frame.
+
+    ``position`` is the index in the output of ``token_ids[0]``, so that a receiver detects a lost or repeated message.
+    """
+
+    request_id: str
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    usage: Usage | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the worker knows about a request; attached to the first and the last ``Tokens`` of a choice."""
+
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    kv_transfer: TransferUsage | None = None
+
+
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_defaults=True):
+    """The worker cannot go on with a request; everything it held for it is (being) freed."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
+    """Answer to a frame the worker could not understand or may not accept."""
+
+    error: ErrorInfo
+
+
+# ---- router → worker -------------------------------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_defaults=True):
+    """The router has the worker in its membership."""
+
+    router_id: str
+    heartbeat_interval_ms: int = 1000
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
+    """The router does not take the worker, or its frame; the message says why."""
+
+    error: ErrorInfo
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaults=True):
+    """Serve a request.
+
+    To a prefill worker: ``handoff`` is True, it stops after the first token of each choice. To a decode worker:
+    ``kv_handoff`` is set and ``choices`` holds what each live choice has put out so far; prompt and output stay apart because
+    penalties, limits, usage and random position depend on it. To an aggregated worker: neither.
+    ``deadline_ms`` is a duration from sending; 0 = none.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    handoff: bool = False
+    kv_handoff: KVHandoff | None = None
+    choices: tuple[ChoiceStart, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_ms: int = 0
+
+
+class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice that a decode worker goes on with."""
+
+    index: int
+    output_token_ids: tuple[int, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):
+    """Stop these requests, whatever state they are in, and free what they hold. Idempotent."""
+
+    request_ids: tuple[str, ...]
+    reason: str = "client"
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="rel", omit_defaults=True):
+    """Router → prefill worker: nobody will read these hand-overs. Idempotent."""
+
+    transfer_ids: tuple[str, ...]
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="ren", omit_defaults=True):
+    """Router → prefill worker: keep these hand-overs until the decode worker has accepted them."""
+
+    transfer_ids: tuple[str, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_defaults=True):
+    """Take no new request, finish what runs, then say goodbye."""
+
+    deadline_ms: int = 0
+
+
+# A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).
+WorkerMessage = Register | Heartbeat | Goodbye | PrefillDone | RequestFailed | Rejected
+RouterMessage = Registered | Refused | Generate | Abort | Release | Renew | Drain
