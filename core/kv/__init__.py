@@ -1,0 +1,1 @@
+"""Block pool, prefix cache and KV cache manager. Torch-free."""

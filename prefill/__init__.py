@@ -1,0 +1,1 @@
+"""The prefill role: computes KV and holds it under lease."""
