@@ -1,0 +1,122 @@
+"""The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
+
+Owns the pre-tokenizer names of llama.cpp and what each means for the ``tokenizers`` library. Called by ``core.model.gguf``.
+A ``tokenizer.json`` beside the GGUF file wins over the metadata: that is the way out for every kind not listed here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from core.errors import ConfigError
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) -> None:
+    """Write the tokenizer files of a GGUF's metadata into ``folder``.
+
+    Raises:
+        ConfigError: the tokenizer model or pre-tokenizer is not supported and no ``tokenizer.json`` lies beside the file.
+    """
+    beside = gguf_path.with_name("tokenizer.json")
+    if beside.is_file():
+        shutil.copyfile(beside, folder / "tokenizer.json")
+    else:
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    config: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
+    for name, kind in _SPECIAL_NAMES.items():
+        token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        config[name] = tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build a byte-level BPE tokenizer from ``tokenizer.ggml.*``.
+
+    Raises:
+        ConfigError: naming the key whose value is not supported.
+    """
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    _require(model, ("gpt2",), "tokenizer.ggml.model")
+    _require(pre, tuple(_PRE_TOKENIZERS), "tokenizer.ggml.pre")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = [_split_merge(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    for token, token_type in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+        if token_type == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    if metadata.get("tokenizer.ggml.add_bos_token", False):
+        bos_id = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
+        )
+    return tokenizer
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _require(value: object, supported: tuple[str, ...], key: str) -> None:
+    if value not in supported:
+        names = ", ".join(supported)
+        raise ConfigError(
+            f"GGUF {key}={value!r} is not supported; supported: {names}. Put the model's tokenizer.json beside the file.",
+            param=key,
+        )
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Split by a regular expression, then map bytes to the byte-level alphabet."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, _gpt2()])
+
+
+def _llama3() -> pre_tokenizers.PreTokenizer:
+    return _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_AND_SPACES)
+
+
+def _qwen2() -> pre_tokenizers.PreTokenizer:
+    return _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_AND_SPACES)
+
+
+_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": _llama3,
+    "qwen2": _qwen2,
+}

@@ -1,0 +1,92 @@
+"""Linear layers, packed for small batches where this build of torch can.
+
+The only file that touches torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
+``F.linear`` repacks it on each call from 3 rows on, which costs a factor of 2 to 3 at 4 to 16 rows and a seventh at 1024
+(docs/decisions.md). Everything else is ``F.linear``. The ops are detected, then compared with ``F.linear`` at load.
+Called by ``core.model.loader``; the decoder only calls the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PACK_ROWS = 16  # the batch size told to the packer; the layout it picks is good for all sizes
+_MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 1 row takes 1.25 times as long as 4
+_TOLERANCE = 1e-4
+
+logger = logging.getLogger(__name__)
+
+
+class Linear(Protocol):
+    """``y = x W^T + b`` for ``x`` ``[T, in_features]``; returns a new ``[T, out_features]``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        ...
+
+
+class DenseLinear:
+    """A linear layer on ``F.linear``: any dtype and device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """A linear layer whose weight lives in oneDNN's blocked layout only; fp32, CPU.
+
+    Raises: RuntimeError, AttributeError where this build of torch has no such ops.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._op = torch.ops.mkldnn._linear_pointwise.default
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        num_rows = x.shape[0]
+        if num_rows < _MIN_ROWS:
+            x = F.pad(x, (0, 0, 0, _MIN_ROWS - num_rows))
+            return self._apply(x)[:num_rows]
+        return self._apply(x)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        result: Tensor = self._op(x, self._packed, self._bias, "none", [], "")
+        return result
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Return the fastest layer that is right here; ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
+
+    The caller may drop ``weight`` afterwards: a packed layer holds its own copy.
+    """
+    dense = DenseLinear(weight, bias)
+    if not can_pack(weight):
+        return dense
+    packed = PackedLinear(weight, bias)
+    probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1)
+    if all(_agree(packed(x), dense(x)) for x in (probe, probe[:1])):
+        return packed
+    logger.warning("event=packed_linear_rejected shape=%s reason=differs_from_F.linear", tuple(weight.shape))
+    return dense
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Say whether ``weight`` qualifies for packing: fp32 on a CPU, with the private ops present."""
+    has_ops = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return has_ops and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
+def _agree(packed: Tensor, dense: Tensor) -> bool:
+    return torch.allclose(packed, dense, rtol=_TOLERANCE, atol=_TOLERANCE)
