@@ -1,0 +1,40 @@
+"""Drives a workload against a server: a closed loop of N clients, or arrivals at given times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from kvferry.bench.client import RequestResult, Target, send
+from kvferry.bench.workload import BenchRequest
+
+
+async def run_load(
+    target: Target,
+    requests: Sequence[BenchRequest],
+    *,
+    concurrency: int | None,
+    timeout_s: float,
+    on_done: Callable[[RequestResult], None] = lambda _result: None,
+) -> tuple[list[RequestResult], float]:
+    """Send all requests at their arrival times, at most ``concurrency`` at once (None = no bound).
+
+    Returns the results in the order of the requests, and the duration of the run in seconds.
+    """
+    gate = asyncio.Semaphore(concurrency or len(requests) or 1)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency or 256)
+    async with httpx.AsyncClient(timeout=httpx.Timeout(timeout_s), limits=limits) as client:
+        begin = time.perf_counter()
+
+        async def one(request: BenchRequest) -> RequestResult:
+            await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - begin)))
+            async with gate:
+                result = await send(client, target, request, time.perf_counter() - begin)
+            on_done(result)
+            return result
+
+        results = await asyncio.gather(*(one(request) for request in requests))
+        return list(results), time.perf_counter() - begin
