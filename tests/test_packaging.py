@@ -1,0 +1,57 @@
+"""The wheel holds every module, and each one imports from it alone."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("core", "router", "prefill", "decode", "connectors", "kvferry")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
+    subprocess.run(command, check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def modules_under(root):
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_of_the_tree(unpacked):
+    assert list(modules_under(unpacked)) == list(modules_under(ROOT))
+    assert not (unpacked / "tests").exists()
+
+
+@pytest.mark.slow
+def test_every_module_imports_from_the_wheel(unpacked):
+    names = [name for name in modules_under(unpacked) if name != "kvferry.__main__"]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    module = importlib.import_module(name)\n"
+        f"    assert module.__file__.startswith({str(unpacked)!r}), module.__file__\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(unpacked)}
+    run = subprocess.run([sys.executable, "-P", "-c", program], env=env, cwd="/", capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("module", ["core.sched.scheduler", "core.kv.manager", "core.wire.codec", "core.request", "router.app"])
+def test_control_plane_starts_without_torch(module):
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr or f"{module} imports torch"
