@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from core.wire.limits import BlockHashBytes, BlockId, Count, Name, Positive, Text, Unsigned64, WholeMilliseconds
+
 
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The physical blocks of one KV cache group of a hand-over, in table order.
@@ -16,10 +18,14 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     the block's end; the reader compares it with its own hashing of its own prompt.
     """
 
-    group_id: int
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    block_hashes: tuple[bytes, ...]
+    group_id: Count
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[Unsigned64, ...]
+    block_hashes: tuple[BlockHashBytes, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids) == len(self.generations) == len(self.block_hashes):
+            raise ValueError("block_ids, generations and block_hashes differ in length")
 
 
 class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,14 +34,14 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``block_bytes`` is the contiguous run of one block over all layers.
     """
 
-    dtype: str  # "float32" | "bfloat16" | "float16"
-    order: str  # "HND" | "NHD"
-    block_size: int  # tokens
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_bytes: int
-    num_groups: int = 1
+    dtype: Name  # "float32" | "bfloat16" | "float16"
+    order: Name  # "HND" | "NHD"
+    block_size: Positive  # tokens
+    num_layers: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    block_bytes: Positive
+    num_groups: Positive = 1
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,26 +51,26 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
     """
 
-    transfer_id: str
-    engine_id: str
-    incarnation: int
-    control_address: str
+    transfer_id: Name
+    engine_id: Name
+    incarnation: Unsigned64
+    control_address: Text
     model_fingerprint: bytes
     layout: KVLayoutInfo
     groups: tuple[GroupBlocks, ...]
-    num_tokens: int
-    lease_ms: int
+    num_tokens: Count
+    lease_ms: WholeMilliseconds
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):
     """Decode worker → prefill worker: who I am, what I hold, which transports I speak, in order of preference."""
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Unsigned64
     model_fingerprint: bytes
     layout: KVLayoutInfo
-    transports: tuple[str, ...]
-    host_id: str  # equal on two workers that share memory and a pid namespace
+    transports: tuple[Name, ...]
+    host_id: Name  # equal on two workers that share memory and a pid namespace
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
@@ -73,48 +79,48 @@ class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omi
     ``transport_metadata`` is the transport's own msgpack (address, memory file, agent metadata); no one else decodes it.
     """
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Unsigned64
     model_fingerprint: bytes
     layout: KVLayoutInfo
-    transport: str
+    transport: Name
     transport_metadata: bytes
-    num_blocks: int
+    num_blocks: Positive
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", omit_defaults=True):
     """Prefill worker → decode worker: refused, with both values in the message."""
 
-    engine_id: str
-    incarnation: int
-    code: str
+    engine_id: Name
+    incarnation: Unsigned64
+    code: Name
     message: str
 
 
 class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_defaults=True):
     """Decode worker → prefill worker: keep these hand-overs alive."""
 
-    transfer_ids: tuple[str, ...]
+    transfer_ids: tuple[Name, ...]
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
     """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more)."""
 
-    incarnation: int
-    left_ms: dict[str, int]
+    incarnation: Unsigned64
+    left_ms: dict[str, WholeMilliseconds]
 
 
 class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
     """Decode worker (or router) → prefill worker: done with these hand-overs. Idempotent; unknown ids are counted, no error."""
 
-    transfer_ids: tuple[str, ...]
-    reason: str = "loaded"
+    transfer_ids: tuple[Name, ...]
+    reason: Text = "loaded"
 
 
 class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_defaults=True):
     """Answer to a frame that could not be understood; the sender is told and nothing else happens."""
 
-    code: str
+    code: Name
     message: str
 
 

@@ -12,6 +12,20 @@ from typing import Literal
 import msgspec
 
 from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.limits import (
+    ChoiceIndex,
+    Count,
+    Fraction,
+    HttpStatus,
+    Milliseconds,
+    Name,
+    NumChoices,
+    Positive,
+    Text,
+    TokenId,
+    Unsigned64,
+    WholeMilliseconds,
+)
 from core.wire.sampling import SamplingParams
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -21,9 +35,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error of ``core.errors`` on its way to another process."""
 
-    code: str
+    code: Name
     message: str
-    http_status: int = 500
+    http_status: HttpStatus = 500
     retryable: bool = False
     param: str | None = None
 
@@ -34,9 +48,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ``token_ids[0]`` is the sampled (or prompt) token with its rank in ``rank``; ``logprobs`` has the same length.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     logprobs: tuple[float, ...]
-    rank: int
+    rank: Count
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            raise ValueError("token_ids and logprobs are empty or differ in length")
 
 
 # ---- worker → router -------------------------------------------------------------------------------------------------
@@ -45,70 +63,70 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaults=True):
     """A worker introduces itself; repeated until a ``Registered`` comes back, and after every reconnect."""
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Unsigned64
     role: Role
-    model: str
+    model: Name
     model_fingerprint: bytes
     layout: KVLayoutInfo
-    max_model_len: int
-    max_num_seqs: int
-    num_blocks: int
-    connector: str = ""
+    max_model_len: Positive
+    max_num_seqs: Positive
+    num_blocks: Positive
+    connector: Text = ""
     transports: tuple[str, ...] = ()
-    ops_address: str = ""
-    pid: int = 0
+    ops_address: Text = ""
+    pid: Count = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
     """A worker is alive, and how loaded it is. Sent about every second."""
 
-    engine_id: str
-    incarnation: int
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0  # 0..1
-    num_leased_blocks: int = 0
+    engine_id: Name
+    incarnation: Unsigned64
+    num_running: Count = 0
+    num_waiting: Count = 0
+    kv_cache_usage: Fraction = 0.0  # 0..1
+    num_leased_blocks: Count = 0
     is_draining: bool = False
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
     """A worker leaves on purpose; it has nothing in flight any more."""
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Unsigned64
 
 
 class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first token of one choice. ``finish_reason`` is set if the choice ended with it."""
 
-    index: int
-    token_id: int
+    index: ChoiceIndex
+    token_id: TokenId
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token id, if one ended it
+    stop_reason: TokenId | None = None  # the stop token id, if one ended it
 
 
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
     """The prompt is computed: first token of every choice, and where the KV lies. No hand-over if every choice has ended."""
 
-    request_id: str
+    request_id: Name
     choices: tuple[PrefillChoice, ...]
     kv_handoff: KVHandoff | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
+    num_cached_tokens: Count = 0
+    queue_ms: Milliseconds = 0.0
+    prefill_ms: Milliseconds = 0.0
 
 
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the hand-over of a request cost, as reported in ``usage.kv_transfer``."""
 
-    transport: str
-    transferred_tokens: int = 0
-    transferred_bytes: int = 0
-    transfer_ms: float = 0.0
-    queue_ms: float = 0.0  # on the decode worker, before its first step with the request
+    transport: Name
+    transferred_tokens: Count = 0
+    transferred_bytes: Count = 0
+    transfer_ms: Milliseconds = 0.0
+    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
@@ -117,12 +135,12 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     ``position`` is the index in the output of ``token_ids[0]``, so that a receiver detects a lost or repeated message.
     """
 
-    request_id: str
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
+    request_id: Name
+    index: ChoiceIndex
+    position: Count
+    token_ids: tuple[TokenId, ...]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: TokenId | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     usage: Usage | None = None
 
@@ -130,7 +148,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the worker knows about a request; attached to the first and the last ``Tokens`` of a choice."""
 
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     kv_transfer: TransferUsage | None = None
 
@@ -138,7 +156,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_defaults=True):
     """The worker cannot go on with a request; everything it held for it is (being) freed."""
 
-    request_id: str
+    request_id: Name
     error: ErrorInfo
 
 
@@ -154,8 +172,8 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaul
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_defaults=True):
     """The router has the worker in its membership."""
 
-    router_id: str
-    heartbeat_interval_ms: int = 1000
+    router_id: Name
+    heartbeat_interval_ms: WholeMilliseconds = 1000
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
@@ -173,48 +191,48 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     ``deadline_ms`` is a duration from sending; 0 = none.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
+    request_id: Name
+    prompt_token_ids: tuple[TokenId, ...]
     sampling: SamplingParams
-    n: int = 1
+    n: NumChoices = 1
     handoff: bool = False
     kv_handoff: KVHandoff | None = None
     choices: tuple[ChoiceStart, ...] = ()
     priority: int = 0
     cache_salt: str = ""
-    deadline_ms: int = 0
+    deadline_ms: WholeMilliseconds = 0
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One choice that a decode worker goes on with."""
 
-    index: int
-    output_token_ids: tuple[int, ...]
+    index: ChoiceIndex
+    output_token_ids: tuple[TokenId, ...]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):
     """Stop these requests, whatever state they are in, and free what they hold. Idempotent."""
 
-    request_ids: tuple[str, ...]
-    reason: str = "client"
+    request_ids: tuple[Name, ...]
+    reason: Text = "client"
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="rel", omit_defaults=True):
     """Router → prefill worker: nobody will read these hand-overs. Idempotent."""
 
-    transfer_ids: tuple[str, ...]
+    transfer_ids: tuple[Name, ...]
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="ren", omit_defaults=True):
     """Router → prefill worker: keep these hand-overs until the decode worker has accepted them."""
 
-    transfer_ids: tuple[str, ...]
+    transfer_ids: tuple[Name, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_defaults=True):
     """Take no new request, finish what runs, then say goodbye."""
 
-    deadline_ms: int = 0
+    deadline_ms: WholeMilliseconds = 0
 
 
 # A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).

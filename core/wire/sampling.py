@@ -6,7 +6,16 @@ never reach a worker: the router owns the text.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+from core.wire.limits import Count, Fraction, TokenId
+
+NonNegative = Annotated[float, Meta(ge=0, le=1e6)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -17,22 +26,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     first token sampled on a prefill worker and the next on a decode worker continue one stream.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Count = 16
+    min_tokens: Count = 0
+    temperature: NonNegative = 1.0
+    top_p: Fraction = 1.0
+    top_k: Count = 0
+    min_p: Fraction = 0.0
+    seed: Seed = 0
+    repetition_penalty: NonNegative = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[TokenId, float] = {}
+    allowed_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # top-N per sampled token beside the sampled one; None = none at all
-    prompt_logprobs: int | None = None  # the same for prompt tokens
+    logprobs: Count | None = None  # top-N per sampled token beside the sampled one; None = none at all
+    prompt_logprobs: Count | None = None  # the same for prompt tokens
 
     @property
     def is_greedy(self) -> bool:

@@ -1,0 +1,176 @@
+"""One sample of every message of the wire, with every field set to something that is not its default."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from core.wire.kv import (
+    ControlError,
+    GroupBlocks,
+    Handshake,
+    HandshakeRefused,
+    HandshakeReply,
+    KVHandoff,
+    KVLayoutInfo,
+    LeaseRelease,
+    LeaseRenew,
+    LeaseState,
+)
+from core.wire.messages import (
+    Abort,
+    ChoiceStart,
+    Drain,
+    ErrorInfo,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    PrefillChoice,
+    PrefillDone,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    Renew,
+    RequestFailed,
+    TokenLogprobs,
+    Tokens,
+    TransferUsage,
+    Usage,
+)
+from core.wire.sampling import SamplingParams
+
+LAYOUT = KVLayoutInfo(
+    dtype="float32", order="HND", block_size=64, num_layers=2, num_kv_heads=3, head_dim=4, block_bytes=12288, num_groups=2
+)
+HANDOFF = KVHandoff(
+    transfer_id="t1",
+    engine_id="p0",
+    incarnation=2**64 - 1,
+    control_address="tcp://127.0.0.1:5",
+    model_fingerprint=b"model",
+    layout=LAYOUT,
+    groups=(GroupBlocks(group_id=1, block_ids=(3, 4), generations=(7, 8), block_hashes=(b"a" * 16, b"b" * 16)),),
+    num_tokens=100,
+    lease_ms=30000,
+)
+SAMPLING = SamplingParams(
+    max_tokens=5,
+    min_tokens=1,
+    temperature=0.5,
+    top_p=0.25,
+    top_k=3,
+    min_p=0.125,
+    seed=9,
+    repetition_penalty=1.5,
+    presence_penalty=-1.0,
+    frequency_penalty=2.0,
+    logit_bias={4: -100.0},
+    allowed_token_ids=(1, 2),
+    stop_token_ids=(0,),
+    ignore_eos=True,
+    logprobs=2,
+    prompt_logprobs=1,
+)
+LOGPROBS = TokenLogprobs((5, 6), (-0.5, -1.5), 1)
+ERROR = ErrorInfo(code="digest", message="bad", http_status=502, retryable=True, param="prompt")
+TRANSFER = TransferUsage(transport="shm", transferred_tokens=1, transferred_bytes=2, transfer_ms=3.5, queue_ms=4.5)
+
+WORKER_MESSAGES = {
+    "register": Register(
+        engine_id="p0",
+        incarnation=1,
+        role="prefill",
+        model="m",
+        model_fingerprint=b"model",
+        layout=LAYOUT,
+        max_model_len=2048,
+        max_num_seqs=8,
+        num_blocks=10,
+        connector="p2p",
+        transports=("shm", "tcp"),
+        ops_address="http://127.0.0.1:1",
+        pid=7,
+    ),
+    "heartbeat": Heartbeat(
+        engine_id="p0",
+        incarnation=1,
+        num_running=1,
+        num_waiting=2,
+        kv_cache_usage=0.5,
+        num_leased_blocks=3,
+        is_draining=True,
+    ),
+    "goodbye": Goodbye(engine_id="p0", incarnation=1),
+    "prefill_done": PrefillDone(
+        request_id="r1",
+        choices=(PrefillChoice(index=0, token_id=5, logprobs=LOGPROBS, finish_reason="stop", stop_reason=2),),
+        kv_handoff=HANDOFF,
+        prompt_logprobs=(None, LOGPROBS),
+        num_cached_tokens=16,
+        queue_ms=1.5,
+        prefill_ms=2.5,
+    ),
+    "request_failed": RequestFailed(request_id="r1", error=ERROR),
+    "rejected": Rejected(error=ERROR),
+}
+TOKENS = {
+    "tokens": [
+        Tokens("r1", 0, 1, (5,)),
+        Tokens(
+            "r1",
+            1,
+            2,
+            (6, 7),
+            "stop",
+            7,
+            (LOGPROBS, LOGPROBS),
+            Usage(num_cached_tokens=3, prompt_logprobs=(None, LOGPROBS), kv_transfer=TRANSFER),
+        ),
+    ],
+}
+ROUTER_MESSAGES = {
+    "registered": Registered(router_id="router", heartbeat_interval_ms=500),
+    "refused": Refused(error=ERROR),
+    "generate": Generate(
+        request_id="r1",
+        prompt_token_ids=(1, 2, 300),
+        sampling=SAMPLING,
+        n=2,
+        handoff=True,
+        kv_handoff=HANDOFF,
+        choices=(ChoiceStart(index=0, output_token_ids=(5,)),),
+        priority=-1,
+        cache_salt="salt",
+        deadline_ms=1000,
+    ),
+    "abort": Abort(request_ids=("r1",), reason="timeout"),
+    "release": Release(transfer_ids=("t1",)),
+    "renew": Renew(transfer_ids=("t1",)),
+    "drain": Drain(deadline_ms=10),
+}
+CONTROL_MESSAGES = {
+    "handshake": Handshake(
+        engine_id="d0", incarnation=2, model_fingerprint=b"model", layout=LAYOUT, transports=("tcp",), host_id="h"
+    ),
+    "handshake_reply": HandshakeReply(
+        engine_id="p0",
+        incarnation=1,
+        model_fingerprint=b"model",
+        layout=LAYOUT,
+        transport="tcp",
+        transport_metadata=b"meta",
+        num_blocks=10,
+    ),
+    "handshake_refused": HandshakeRefused(engine_id="p0", incarnation=1, code="layout", message="64 != 16"),
+    "lease_renew": LeaseRenew(transfer_ids=("t1", "t2")),
+    "lease_state": LeaseState(incarnation=1, left_ms={"t1": 0}),
+    "lease_release": LeaseRelease(transfer_ids=("t1",), reason="aborted"),
+    "control_error": ControlError(code="protocol_error", message="bad"),
+}
+
+
+@pytest.fixture
+def wire_samples() -> dict[str, dict[str, msgspec.Struct | list[Tokens]]]:
+    return {"worker": WORKER_MESSAGES, "tokens": TOKENS, "router": ROUTER_MESSAGES, "control": CONTROL_MESSAGES}
