@@ -1,7 +1,7 @@
 """Every setting of kvferry, its default, and its range.
 
 A process gets one ``KVFerryConfig``; each part of the code receives only its section. This is the only module that reads
-the environment. Files (YAML or TOML), ``--set a.b=c`` and flags all go through ``load_config``, so a wrong key or value is
+the environment. Files (YAML, TOML or JSON), ``--set a.b=c`` and flags all go through ``load_config``, so a wrong key or value is
 refused in one place, with its path and what is allowed.
 """
 
@@ -82,6 +82,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ops_port: Port = 0  # /health /ready /metrics /drain; 0 = any
     cpu_threads: NonNegative = 0  # torch threads; 0 = cores // workers_on_host, at least 1
     workers_on_host: Positive = 1
+    host_slot: NonNegative = 0  # which of the workers on this host this one is; picks its cores
     pin_cpus: bool = True
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
@@ -181,11 +182,19 @@ def load_config(
         raise _explain(error) from None
 
 
+def dump_config(config: KVFerryConfig) -> str:
+    """Return every setting as JSON that ``load_config`` reads back; how a supervisor tells its children."""
+    return msgspec.json.format(msgspec.json.encode(config)).decode()
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        if path.suffix == ".json":
+            tree = msgspec.json.decode(text)
+        else:
+            tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read configuration file {path}: {error}", param=str(path)) from None
     if tree is None:
         return {}

@@ -1,0 +1,98 @@
+"""What a worker counts, under vLLM's metric names with the prefix ``kvferry_``.
+
+Owns names, units and labels. Knows nothing about who counts: gauges are read by callables when ``/metrics`` is asked, so that
+an idle worker does nothing; counters are moved by ``core.engine.worker``. The registry is injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+PREFIX = "kvferry_"
+_LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+# name → (documentation); read at scrape time
+WORKER_GAUGES: Mapping[str, str] = {
+    "num_requests_running": "Requests in the running batch.",
+    "num_requests_waiting": "Requests that wait for admission.",
+    "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
+    "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
+    "leased_blocks": "Blocks of finished prompts that are held for a reader.",
+    "parked_blocks": "Blocks of ended requests whose release is delayed.",
+    "loading_blocks": "Blocks that a transfer may still write.",
+    "leaked_blocks": "Blocks in use that no request, lease or transfer accounts for; anything but 0 is a bug.",
+    "draining": "1 while the worker takes no new requests.",
+    "registered_routers": "Routers that have this worker in their membership.",
+}
+
+
+def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
+    """Register a gauge whose value is ``read()`` at the moment of a scrape."""
+    Gauge(PREFIX + name, documentation, registry=registry).set_function(read)
+
+
+class WorkerMetrics:
+    """Counters of one worker, and its gauges.
+
+    ``gauges`` maps names of ``WORKER_GAUGES`` to what reads them; a name that is not a known gauge is our own bug.
+    """
+
+    def __init__(self, registry: CollectorRegistry, gauges: Mapping[str, Callable[[], float]]) -> None:
+        for name, read in gauges.items():
+            read_gauge(registry, name, WORKER_GAUGES[name], read)
+        self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of admitted choices.", registry=registry)
+        self._cached_tokens = Counter(
+            f"{PREFIX}prompt_tokens_cached", "Prompt tokens that were not computed here.", ["source"], registry=registry
+        )
+        self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
+        self._finished = Counter(
+            f"{PREFIX}request_success", "Choices that ended well, by reason.", ["finished_reason"], registry=registry
+        )
+        self._failed = Counter(
+            f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
+        )
+        self._rejected = Counter(f"{PREFIX}rejected_frames", "Frames that could not be understood.", registry=registry)
+        self._first_token_s = Histogram(
+            f"{PREFIX}time_to_first_token_seconds",
+            "From the arrival at this worker to the first token.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._latency_s = Histogram(
+            f"{PREFIX}e2e_request_latency_seconds",
+            "From the arrival at this worker to the last token of the last choice.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+
+    def count_prompt(self, num_prompt_tokens: int, num_local_cached_tokens: int, num_external_cached_tokens: int) -> None:
+        """Count the prompt of a choice at its first output."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.labels("local").inc(num_local_cached_tokens)
+        self._cached_tokens.labels("external").inc(num_external_cached_tokens)
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Count tokens put out."""
+        self._generation_tokens.inc(num_tokens)
+
+    def count_finished(self, finish_reason: str) -> None:
+        """Count a choice that ended by ``finish_reason``."""
+        self._finished.labels(finish_reason).inc()
+
+    def count_failed(self, code: str) -> None:
+        """Count a request that ended in the error ``code``."""
+        self._failed.labels(code).inc()
+
+    def count_rejected(self) -> None:
+        """Count a frame that was answered by ``Rejected``."""
+        self._rejected.inc()
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Record the time to the first token of a request."""
+        self._first_token_s.observe(seconds)
+
+    def observe_latency(self, seconds: float) -> None:
+        """Record the time a request spent here, when it has ended well."""
+        self._latency_s.observe(seconds)

@@ -1,0 +1,115 @@
+"""Configuration: where values come from, and how wrong ones are refused."""
+
+import pytest
+
+from core.config import KVFerryConfig, default_cache_dir, dump_config, load_config
+from core.errors import ConfigError
+
+
+def test_defaults_are_valid():
+    assert load_config() == KVFerryConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "cache:\n  block_size: 16\nrouter: {port: 9000}\n"),
+        ("c.toml", "[cache]\nblock_size = 16\n[router]\nport = 9000\n"),
+        ("c.json", '{"cache": {"block_size": 16}, "router": {"port": 9000}}'),
+    ],
+)
+def test_reads_yaml_toml_and_json(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    config = load_config(path)
+    assert (config.cache.block_size, config.router.port) == (16, 9000)
+
+
+def test_empty_file_means_defaults(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load_config(path) == KVFerryConfig()
+
+
+def test_assignment_beats_file_and_flag_beats_assignment(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("router: {port: 1, host: a}\nlog: {level: DEBUG}\n")
+    config = load_config(path, ["router.port=2", "router.host=b"], {"router.port": 3})
+    assert (config.router.port, config.router.host, config.log.level) == (3, "b", "DEBUG")
+
+
+def test_assignment_parses_lists_numbers_and_booleans():
+    config = load_config(
+        assignments=[
+            "connector.transports=[tcp]",
+            "worker.router_addresses=[tcp://r1:1, tcp://r2:1]",
+            "worker.pin_cpus=false",
+            "connector.lease_s=2.5",
+        ]
+    )
+    assert config.connector.transports == ("tcp",)
+    assert config.worker.router_addresses == ("tcp://r1:1", "tcp://r2:1")
+    assert config.worker.pin_cpus is False
+    assert config.connector.lease_s == 2.5
+
+
+def test_connector_extra_takes_any_keys():
+    config = load_config(assignments=["connector.extra.bucket.name=x"])
+    assert config.connector.extra == {"bucket": {"name": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "param", "hint"),
+    [
+        ("cache.blok_size=16", "cache.blok_size", "did you mean cache.block_size?"),
+        ("cahce.block_size=16", "cahce", "did you mean cache?"),
+        ("cache.block_size=0", "cache.block_size", "expected `int` >= 1"),
+        ("cache.block_size=24", "cache.block_size", "not a multiple of the hash block size 16"),
+        ("router.port=70000", "router.port", "<= 65535"),
+        ("log.level=loud", "log.level", "allowed: DEBUG, INFO, WARNING, ERROR"),
+        ("cache=3", "cache", "is a section"),
+        ("cache.block_size.x=3", "cache.block_size", "expected `int`"),
+        ("cache.block_size", "cache.block_size", "expected a.b=value"),
+        ("worker.router_addresses=tcp://r1:1", "worker.router_addresses", "expected `array`"),
+    ],
+)
+def test_wrong_key_or_value_is_refused_with_its_path_and_what_is_allowed(assignment, param, hint):
+    with pytest.raises(ConfigError) as caught:
+        load_config(assignments=[assignment])
+    assert caught.value.param == param
+    assert hint in caught.value.message
+
+
+def test_value_below_a_value_is_refused():
+    with pytest.raises(ConfigError, match="block_size is a value, not a section"):
+        load_config(assignments=["cache.block_size=16", "cache.block_size.x=3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.yaml", "a: [1"), ("c.toml", "a = "), ("c.json", "{"), ("c.yaml", "- 1"), ("c.yaml", "\xff\x00")]
+)
+def test_broken_file_is_refused_with_its_path(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=name):
+        load_config(path)
+
+
+def test_missing_file_is_refused_with_its_path(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_dump_is_read_back_equal(tmp_path):
+    config = load_config(assignments=["connector.transports=[tcp]", "connector.extra.a=1", "worker.engine_id=p0"])
+    path = tmp_path / "dump.json"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def test_cache_dir_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.delenv("KVFERRY_CACHE", raising=False)
+    assert default_cache_dir() == "/xdg/kvferry"
+    monkeypatch.setenv("KVFERRY_CACHE", "/explicit")
+    assert default_cache_dir() == "/explicit"

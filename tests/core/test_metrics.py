@@ -1,0 +1,41 @@
+"""A worker's metrics carry vLLM's names and read gauges only when scraped."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from core.metrics import WorkerMetrics
+
+
+def test_gauges_are_read_at_scrape_time():
+    registry, running = CollectorRegistry(), [1.0]
+    WorkerMetrics(registry, {"num_requests_running": lambda: running[0]})
+    running[0] = 5.0
+    assert registry.get_sample_value("kvferry_num_requests_running") == 5.0
+
+
+def test_unknown_gauge_is_refused():
+    with pytest.raises(KeyError):
+        WorkerMetrics(CollectorRegistry(), {"num_request_running": lambda: 0.0})
+
+
+def test_counters_have_the_names_that_dashboards_of_vllm_use():
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry, {})
+    metrics.count_prompt(100, 64, 16)
+    metrics.count_generated(3)
+    metrics.count_finished("stop")
+    metrics.count_failed("engine_dead")
+    value = registry.get_sample_value
+    assert value("kvferry_prompt_tokens_total") == 100
+    assert value("kvferry_prompt_tokens_cached_total", {"source": "local"}) == 64
+    assert value("kvferry_prompt_tokens_cached_total", {"source": "external"}) == 16
+    assert value("kvferry_generation_tokens_total") == 3
+    assert value("kvferry_request_success_total", {"finished_reason": "stop"}) == 1
+    assert value("kvferry_request_failure_total", {"code": "engine_dead"}) == 1
+
+
+def test_two_workers_of_one_process_do_not_share_counters():
+    first, second = CollectorRegistry(), CollectorRegistry()
+    WorkerMetrics(first, {}).count_generated(2)
+    WorkerMetrics(second, {})
+    assert second.get_sample_value("kvferry_generation_tokens_total") == 0
