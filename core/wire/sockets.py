@@ -1,0 +1,123 @@
+"""ZeroMQ sockets for asyncio with the options that every plane needs, and name resolution.
+
+Owns socket options and addresses. Knows nothing of messages, retries or membership: callers decide what to do when a peer is
+slow, silent or gone. Heartbeats here are ZeroMQ's own, which notice a dead TCP connection; that a process still answers is
+for the planes' own heartbeats to find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from core.errors import ConfigError, PeerUnreachable
+
+AsyncSocket = zmq.asyncio.Socket
+AsyncContext = zmq.asyncio.Context
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    """How a socket behaves towards its peers; times in milliseconds.
+
+    ``high_water_mark`` messages are queued per peer before sending fails. ``max_message_bytes`` is the size at which ZeroMQ
+    drops the connection of a peer, before the message is in memory; pass the cap of the plane.
+    """
+
+    max_message_bytes: int
+    high_water_mark: int = 10_000
+    heartbeat_interval_ms: int = 1_000
+    heartbeat_timeout_ms: int = 5_000
+    reconnect_ms: int = 50
+    reconnect_max_ms: int = 2_000
+    connect_timeout_ms: int = 5_000
+
+
+def router_socket(context: AsyncContext, options: SocketOptions) -> AsyncSocket:
+    """Return a ROUTER socket that raises on sending to a peer that is gone, instead of dropping silently."""
+    found = context.socket(zmq.ROUTER)
+    _apply(found, options)
+    found.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return found
+
+
+def dealer_socket(context: AsyncContext, options: SocketOptions) -> AsyncSocket:
+    """Return a DEALER socket that queues only for live connections, so that a dead peer's queue does not fill."""
+    found = context.socket(zmq.DEALER)
+    _apply(found, options)
+    found.setsockopt(zmq.IMMEDIATE, 1)
+    return found
+
+
+def bind(bound: AsyncSocket, address: str) -> str:
+    """Bind and return the actual address, with the port that ``:0`` was given.
+
+    Raises:
+        ConfigError: the address is malformed, in use, or not of this machine.
+    """
+    try:
+        bound.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot bind {address}: {error.strerror}", param="address") from None
+    endpoint: bytes = bound.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+    return endpoint.rstrip(b"\0").decode()
+
+
+def split_tcp(address: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port`` or ``tcp://[v6]:port``.
+
+    Raises:
+        ConfigError: the address has another form.
+    """
+    scheme, _, rest = address.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if scheme != "tcp" or not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"address {address!r} is not of the form tcp://host:port (IPv6 in brackets)", param="address")
+    return host, int(port)
+
+
+def join_tcp(host: str, port: int) -> str:
+    """Return ``tcp://host:port``, with brackets where the host is an IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+async def resolve(address: str, timeout_s: float = 5.0) -> list[str]:
+    """Return the address of every machine that the host name stands for, sorted; other schemes than tcp as they are.
+
+    A headless Kubernetes service resolves to one address per router. IPv4 and IPv6 both count.
+
+    Raises:
+        ConfigError: the address is malformed.
+        PeerUnreachable: the name does not resolve (yet), or not within ``timeout_s``.
+    """
+    if not address.startswith("tcp://"):
+        return [address]
+    host, port = split_tcp(address)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            rows = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
+        raise PeerUnreachable(f"{host} does not resolve: {error or 'timed out'}") from None
+    return sorted({join_tcp(str(row[4][0]), port) for row in rows})
+
+
+def _apply(target: AsyncSocket, options: SocketOptions) -> None:
+    target.setsockopt(zmq.LINGER, 0)
+    target.setsockopt(zmq.SNDHWM, options.high_water_mark)
+    target.setsockopt(zmq.RCVHWM, options.high_water_mark)
+    target.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+    target.setsockopt(zmq.HEARTBEAT_IVL, options.heartbeat_interval_ms)
+    target.setsockopt(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
+    target.setsockopt(zmq.RECONNECT_IVL, options.reconnect_ms)
+    target.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
+    target.setsockopt(zmq.CONNECT_TIMEOUT, options.connect_timeout_ms)
+    target.setsockopt(zmq.IPV6, 1)
