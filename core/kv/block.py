@@ -1,0 +1,73 @@
+"""One physical KV cache block and the states it passes through.
+
+Owns the metadata of a block, never its bytes: those lie in the pool tensor of the engine, at row ``block_id``.
+Written only by ``core.kv.pool``; read by the KV cache managers, the seal writer and the connectors.
+
+Life cycle. The state is derived from the fields, so that it can never disagree with them:
+
+| state     | fields               | enters by                               | leaves by                                |
+|-----------|----------------------|-----------------------------------------|------------------------------------------|
+| NULL      | is_null              | pool construction (block 0)             | never; stands for "no block" in a table  |
+| FREE      | ref_cnt = 0, no hash | construction, free of an unhashed block | allocation                               |
+| ALLOCATED | ref_cnt > 0, no hash | allocation (generation + 1)             | hashing, free                            |
+| FULL      | ref_cnt > 0, hashed  | hashing, or a hit on an EVICTABLE block | free, loss of the hash                   |
+| EVICTABLE | ref_cnt = 0, hashed  | free of a FULL block                    | a hit (same generation), reuse (new one) |
+
+A hit is not a reallocation: it adds a reference and keeps the generation. A lease, a pin or a transfer in flight is one more
+reference held by someone who is not a request (``BlockPool.touch``, later ``BlockPool.free_blocks``). While it lasts the block
+cannot be reused, whatever happens to its request. The states of a remote load are told apart by the holder of that
+reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again; its generation grows when it
+will be rewritten in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+NULL_BLOCK_ID = 0
+
+
+class BlockState(Enum):
+    """Where a block is in its life; see the table above."""
+
+    NULL = "null"
+    FREE = "free"
+    ALLOCATED = "allocated"
+    FULL = "full"
+    EVICTABLE = "evictable"
+
+
+@dataclass(slots=True, eq=False)
+class KVCacheBlock:
+    """Metadata of one physical block.
+
+    ``ref_cnt`` counts references: block tables, leases, pins. ``block_hash`` is the 16-byte chain value at the block's end and
+    ``group_id`` the KV cache group it was hashed for; both are meaningful only together. ``generation`` grows at every
+    allocation and before every recompute in place, so (block_id, generation) names one content for ever.
+    """
+
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None
+    group_id: int = 0
+    generation: int = 0
+    is_null: bool = False
+    prev_free_block: KVCacheBlock | None = None
+    next_free_block: KVCacheBlock | None = None
+
+    @property
+    def state(self) -> BlockState:
+        """State of the life cycle, derived from the fields."""
+        if self.is_null:
+            return BlockState.NULL
+        if self.block_hash is None:
+            return BlockState.ALLOCATED if self.ref_cnt else BlockState.FREE
+        return BlockState.FULL if self.ref_cnt else BlockState.EVICTABLE
+
+    def __repr__(self) -> str:
+        block_hash = None if self.block_hash is None else self.block_hash.hex()[:8]
+        return (
+            f"KVCacheBlock(id={self.block_id}, {self.state.value}, refs={self.ref_cnt}, "
+            f"hash={block_hash}, generation={self.generation})"
+        )

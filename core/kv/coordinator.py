@@ -1,0 +1,151 @@
+"""Keeps the groups of one KV cache in step: one request, one block table per group, one pool for all.
+
+Owns the pool and one manager per group; adds up demand and makes every group move together. Does not decide whether a
+request may have blocks: ``core.kv.manager``, its only caller, does. Which subclass serves a cache depends on how its prefix
+hits are found: none, or in one group. Several groups with prefix caching need a subclass that reconciles their hits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from core.kv.block import KVCacheBlock
+from core.kv.pool import BlockPool
+from core.kv.single_type import get_manager_for_kv_cache_spec
+from core.kv.spec import KVCacheConfig
+
+GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
+
+
+def _check_divisible(what: str, value: int, by: str, divisor: int) -> None:
+    if value < 1 or divisor < 1 or value % divisor:
+        raise ValueError(f"{what} {value} must be a positive multiple of {by} {divisor}")
+
+
+class KVCacheCoordinator(ABC):
+    """The groups of one KV cache.
+
+    Prefix hits end at multiples of ``scheduler_block_size``, which every group's block size divides; every block size is a
+    multiple of ``hash_block_size``, so that a block's hash is a value of the chain.
+    Raises: ValueError, naming both sizes, where one of these does not hold.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        enable_caching: bool,
+        enable_kv_cache_events: bool = False,
+    ) -> None:
+        _check_divisible("scheduler_block_size", scheduler_block_size, "hash_block_size", hash_block_size)
+        for index, group in enumerate(kv_cache_config.groups):
+            name = f"block_size of group {index},"
+            _check_divisible(name, group.spec.block_size, "hash_block_size", hash_block_size)
+            _check_divisible("scheduler_block_size", scheduler_block_size, name, group.spec.block_size)
+        self.scheduler_block_size = scheduler_block_size
+        self.hash_block_size = hash_block_size
+        self.enable_caching = enable_caching
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, enable_caching, hash_block_size, enable_kv_cache_events)
+        self.managers = tuple(
+            get_manager_for_kv_cache_spec(group.spec, self.block_pool, index)
+            for index, group in enumerate(kv_cache_config.groups)
+        )
+        self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
+
+    @abstractmethod
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+        """Return the cached blocks per group of the longest common prefix, and its length in tokens."""
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: GroupBlocks, apply_admission_cap: bool = False
+    ) -> int:
+        """Return how many free blocks all groups together take for ``num_tokens`` slots of the request."""
+        return sum(
+            manager.get_num_blocks_to_allocate(request_id, num_tokens, blocks, apply_admission_cap)
+            for manager, blocks in zip(self.managers, new_computed_blocks, strict=True)
+        )
+
+    def allocate_new_computed_blocks(
+        self, request_id: str, new_computed_blocks: GroupBlocks, num_computed_tokens: int
+    ) -> GroupBlocks:
+        """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
+
+        In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
+        a hit that nobody references yet. Returns the blocks of the second phase.
+        """
+        for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):
+            manager.add_local_computed_blocks(request_id, blocks)
+        return self.allocate_new_blocks(request_id, num_computed_tokens)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> GroupBlocks:
+        """Extend every table to ``num_tokens`` slots; return the blocks added."""
+        return tuple(manager.allocate_new_blocks(request_id, num_tokens) for manager in self.managers)
+
+    def has_request(self, request_id: str) -> bool:
+        """Tell whether the request holds tables."""
+        return request_id in self.managers[0].req_to_blocks
+
+    def get_blocks(self, request_id: str) -> GroupBlocks:
+        """Return the tables of the request, empty ones if it has none. They are live: do not change them."""
+        return tuple(manager.req_to_blocks.get(request_id, ()) for manager in self.managers)
+
+    def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
+        """Give back blocks that no token after ``num_processed_tokens`` attends to."""
+        for manager in self.managers:
+            manager.remove_skipped_blocks(request_id, num_processed_tokens)
+
+    def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Make the full blocks of the first ``num_tokens`` tokens hits, in every group."""
+        for manager in self.managers:
+            manager.cache_blocks(request_id, block_hashes, num_tokens)
+
+    def truncate(self, request_id: str, num_tokens: int) -> GroupBlocks:
+        """Unhash what lies beyond ``num_tokens`` and give it a new generation; return those blocks."""
+        beyond = tuple(manager.truncate(request_id, num_tokens) for manager in self.managers)
+        for blocks in beyond:
+            self.block_pool.invalidate_blocks(blocks)
+        return beyond
+
+    def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """End the request in every group; return its blocks in the order in which they may be evicted."""
+        return [block for manager in self.managers for block in manager.pop_blocks(request_id)]
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Any number of groups, never a hit."""
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+        """Return no blocks."""
+        return self.no_blocks, 0
+
+    def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Do nothing: no block is ever hashed."""
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """One group: its hits are the hits."""
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+        """Ask the only group."""
+        manager = self.managers[0]
+        blocks = manager.find_longest_cache_hit(block_hashes, max_length, self.scheduler_block_size)
+        return (blocks,), len(blocks) * manager.block_size
+
+
+def get_kv_cache_coordinator(
+    kv_cache_config: KVCacheConfig,
+    scheduler_block_size: int,
+    hash_block_size: int,
+    enable_caching: bool,
+    enable_kv_cache_events: bool = False,
+) -> KVCacheCoordinator:
+    """Build the coordinator that a cache needs.
+
+    Raises: ValueError for block sizes that do not fit together, and for prefix caching over several groups.
+    """
+    kind: type[KVCacheCoordinator] = UnitaryKVCacheCoordinator if enable_caching else KVCacheCoordinatorNoPrefixCache
+    if enable_caching and len(kv_cache_config.groups) > 1:
+        raise ValueError(f"prefix caching works with one KV cache group, not {len(kv_cache_config.groups)}: disable it")
+    return kind(kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events)

@@ -1,0 +1,36 @@
+"""What changed in the prefix cache of one worker, for routers and shared stores that follow it.
+
+The stream describes a set of (block hash, group id): replaying it gives exactly the keys that are hits now. ``BlockStored``
+may repeat a key that is present already (two blocks can hold the same content); ``BlockRemoved`` comes only when the last
+copy of a key is gone. Produced by ``core.kv.pool``, drained by ``BlockPool.take_events``; ordered, never reordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class BlockStored:
+    """Consecutive full blocks became hits; ``parent_hash`` precedes the first one (None at the start of a sequence)."""
+
+    block_hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+    block_size: int
+    group_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class BlockRemoved:
+    """These blocks are no hits any more."""
+
+    block_hashes: tuple[bytes, ...]
+    group_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class AllBlocksCleared:
+    """The whole prefix cache was dropped."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,256 @@
+"""The KV cache as the scheduler sees it: prefix hits, slots for tokens, and their end.
+
+Decides whether a request may have blocks; owns no block itself (``core.kv.coordinator`` does) and knows no queue, budget or
+priority. Called by the scheduler, and read by the scheduler sides of connectors. One thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.kv.block import KVCacheBlock
+from core.kv.coordinator import GroupBlocks, get_kv_cache_coordinator
+from core.kv.events import KVCacheEvent
+from core.kv.spec import KVCacheConfig, ceil_div
+from core.kv.stats import PrefixCacheStats
+
+
+class KVCacheRequest(Protocol):
+    """What the KV cache reads of a request.
+
+    ``num_tokens`` = prompt and output so far; ``num_computed_tokens`` have KV, or will have after the steps already scheduled;
+    ``num_in_flight_tokens`` of them are in steps whose output is not processed; ``block_hashes`` has one value per 16 tokens.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Key of the block tables."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens with KV."""
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Scheduled tokens whose step has not been processed."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """The hash chain."""
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """True if every token must be computed here."""
+
+
+@dataclass(slots=True, frozen=True)
+class KVCacheBlocks:
+    """Blocks of one request, one sequence per KV cache group, in token order."""
+
+    blocks: GroupBlocks
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Ids per group."""
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Ids per group of the blocks that are no hits yet: those that a load from elsewhere fills."""
+        return [[block.block_id for block in group if block.block_hash is None and not block.is_null] for group in self.blocks]
+
+
+class KVCacheManager:
+    """Hands out KV slots and finds cached prefixes.
+
+    ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps (default:
+    ``max_model_len``, the safe upper bound). ``watermark`` is the share of the pool that the admission of a request must leave
+    free while others run, so that they are not preempted at once.
+    Raises: ValueError for sizes that do not fit together.
+    """
+
+    def __init__(  # noqa: PLR0913  the signature is vLLM's
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        *,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        enable_kv_cache_events: bool = False,
+        watermark: float = 0.0,
+    ) -> None:
+        if max_model_len < 1:
+            raise ValueError(f"max_model_len must be positive, not {max_model_len}")
+        if not 0.0 <= watermark < 1.0:
+            raise ValueError(f"watermark is a share of the pool from 0 to below 1, not {watermark}")
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.max_in_flight_tokens = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+        self.enable_caching = enable_caching
+        self.coordinator = get_kv_cache_coordinator(
+            kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events
+        )
+        self.block_pool = self.coordinator.block_pool
+        self.empty_kv_cache_blocks = KVCacheBlocks(self.coordinator.no_blocks)
+        self.prefix_cache_stats = PrefixCacheStats()
+        self._watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are referenced, 0 to 1."""
+        return self.block_pool.usage
+
+    def get_computed_blocks(self, request: KVCacheRequest) -> tuple[KVCacheBlocks, int]:
+        """Return the cached blocks of the longest known prefix and its length in tokens. Takes no reference.
+
+        At most ``num_tokens - 1`` tokens, since at least one must be computed to sample from.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        blocks, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        if not num_tokens:
+            return self.empty_kv_cache_blocks, 0
+        return KVCacheBlocks(blocks), num_tokens
+
+    def allocate_slots(  # noqa: PLR0913  the signature is vLLM's; a parameter object would cost more than the call
+        self,
+        request: KVCacheRequest,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
+        """Give the request slots for its next ``num_new_tokens`` tokens; return the blocks allocated now.
+
+            | computed | new computed | external | new | lookahead |
+            |  in KV   |  local hits  |  loaded  | to compute now  |
+
+        ``new_computed_blocks``, the hits of ``get_computed_blocks``, are adopted and not among the blocks returned. With
+        ``delay_cache_blocks`` (a load that has only begun) nothing is hashed; ``cache_blocks`` does it when the data is there.
+        ``full_sequence_must_fit`` demands room for all ``num_tokens``; ``reserved_blocks`` must stay free. The watermark
+        applies when a request without blocks joins others that run.
+
+        Returns None, with no reference, table or hash changed, if there are not enough free blocks.
+        Raises: ValueError if there is nothing to do.
+        """
+        if num_new_tokens < 0 or not (num_new_tokens or num_new_computed_tokens or num_external_computed_tokens):
+            raise ValueError(f"{request.request_id}: nothing to allocate for {num_new_tokens} new tokens")
+        request_id = request.request_id
+        coordinator = self.coordinator
+        is_admission = not coordinator.has_request(request_id)
+        hits = coordinator.no_blocks if new_computed_blocks is None else new_computed_blocks.blocks
+        assert is_admission or not any(hits), f"{request_id} adopts hits although it has blocks already"
+
+        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        num_computed = min(num_computed, self.max_model_len)
+        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        watermark = self._watermark_blocks if is_admission and has_scheduled_reqs else 0
+        pool = self.block_pool
+        if full_sequence_must_fit:
+            num_sequence = min(request.num_tokens, self.max_model_len)
+            num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_sequence, hits, True)
+            if num_needed + watermark > pool.num_free_blocks:
+                return None
+        coordinator.remove_skipped_blocks(request_id, max(0, num_computed - request.num_in_flight_tokens))
+        num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits)
+        if num_needed + watermark > pool.num_free_blocks - reserved_blocks:
+            return None
+
+        new_blocks = self.empty_kv_cache_blocks
+        if is_admission:
+            external = coordinator.allocate_new_computed_blocks(request_id, hits, num_computed)
+            fresh = coordinator.allocate_new_blocks(request_id, num_slots)
+            new_blocks = KVCacheBlocks(tuple([*first, *rest] for first, rest in zip(external, fresh, strict=True)))
+        elif num_needed:
+            new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_slots))
+        if not delay_cache_blocks:
+            num_known = min(num_computed + num_new_tokens, request.num_tokens)
+            coordinator.cache_blocks(request_id, request.block_hashes, num_known)
+        return new_blocks
+
+    def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
+        """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
+        self.coordinator.cache_blocks(request.request_id, request.block_hashes, num_computed_tokens)
+
+    def free(self, request: KVCacheRequest) -> None:
+        """Drop the request's references, last block first, so that its head stays cached longest. Idempotent."""
+        self.block_pool.free_blocks(self.coordinator.pop_blocks(request.request_id))
+
+    def pop_blocks_for_free(self, request: KVCacheRequest) -> list[KVCacheBlock]:
+        """End the request but keep its references; the caller passes the blocks to ``BlockPool.free_blocks`` later.
+
+        For blocks that a step or a transfer in flight may still write.
+        """
+        return self.coordinator.pop_blocks(request.request_id)
+
+    def truncate(self, request: KVCacheRequest, num_tokens: int) -> KVCacheBlocks:
+        """Prepare to recompute everything from token ``num_tokens`` on in place; return the blocks concerned.
+
+        They lose their hashes, so that nobody hits them, and get a new generation, so that nobody who knows the old one
+        accepts them; the caller breaks their seals. They are hashed again by ``cache_blocks`` as usual.
+        """
+        return KVCacheBlocks(self.coordinator.truncate(request.request_id, num_tokens))
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Tell whether a request of ``num_tokens`` tokens could run if it were alone."""
+        num_slots = min(num_tokens, self.max_model_len)
+        num_blocks = sum(
+            min(
+                ceil_div(num_slots, group.spec.block_size),
+                group.spec.max_admission_blocks_per_request(self.max_in_flight_tokens, self.max_model_len),
+            )
+            for group in self.kv_cache_config.groups
+        )
+        return num_blocks <= self.block_pool.num_usable_blocks
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Return all blocks of the request, none for an unknown one. The sequences are live views."""
+        return KVCacheBlocks(self.coordinator.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the ids of all blocks of the request, per group."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """Return the ids of the blocks that hold the first ``num_computed_tokens`` tokens, lookahead slots left out."""
+        return tuple(
+            ids[: ceil_div(num_computed_tokens, group.spec.block_size)]
+            for ids, group in zip(self.get_block_ids(request_id), self.kv_cache_config.groups, strict=True)
+        )
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Drop the hashes of these blocks; their references stay.
+
+        Raises: ValueError for an id outside the pool.
+        """
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, with nothing changed, while any block is referenced."""
+        return self.block_pool.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the prefix cache events since the last call, oldest first."""
+        return self.block_pool.take_events()
+
+    def record_prefix_cache_stats(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        """Count the lookup of an admitted request. The scheduler calls it once per successful admission."""
+        if self.enable_caching:
+            self.prefix_cache_stats.record(num_tokens, num_hits, preempted)
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats:
+        """Return the counts since the last call."""
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        return stats
