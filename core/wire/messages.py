@@ -170,10 +170,15 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaul
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_defaults=True):
-    """The router has the worker in its membership."""
+    """The router has the worker in its membership: the answer to ``Register`` and to every ``Heartbeat`` of a member.
+
+    ``router_id`` is new at every start of a router. A worker that hears nothing from a router for ``heartbeat_timeout_ms``
+    aborts that router's requests. A heartbeat of a stranger is answered by ``Refused``; the worker then registers again.
+    """
 
     router_id: Name
     heartbeat_interval_ms: WholeMilliseconds = 1000
+    heartbeat_timeout_ms: WholeMilliseconds = 5000
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):

@@ -50,19 +50,22 @@ def dealer_socket(context: AsyncContext, options: SocketOptions) -> AsyncSocket:
     found = context.socket(zmq.DEALER)
     _apply(found, options)
     found.setsockopt(zmq.IMMEDIATE, 1)
+    found.setsockopt(zmq.IPV6, 1)
     return found
 
 
 def bind(bound: AsyncSocket, address: str) -> str:
-    """Bind and return the actual address, with the port that ``:0`` was given.
+    """Bind and return the actual address, with the port that ``:0`` was given. ``*`` is every IPv4 and IPv6 address.
 
     Raises:
         ConfigError: the address is malformed, in use, or not of this machine.
     """
+    is_dual_stack = "*" in address or "[" in address  # an IPv4 address would come back as [::ffff:127.0.0.1]
+    bound.setsockopt(zmq.IPV6, int(is_dual_stack))
     try:
         bound.bind(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot bind {address}: {error.strerror}", param="address") from None
+        raise ConfigError(f"cannot bind {address}: {zmq.strerror(error.errno or 0)}", param="address") from None
     endpoint: bytes = bound.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
     return endpoint.rstrip(b"\0").decode()
 
@@ -120,4 +123,3 @@ def _apply(target: AsyncSocket, options: SocketOptions) -> None:
     target.setsockopt(zmq.RECONNECT_IVL, options.reconnect_ms)
     target.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
     target.setsockopt(zmq.CONNECT_TIMEOUT, options.connect_timeout_ms)
-    target.setsockopt(zmq.IPV6, 1)

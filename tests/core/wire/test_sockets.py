@@ -32,6 +32,17 @@ async def test_dealer_and_router_exchange_messages(zmq_context):
         assert await client.recv() == b"HELLO"
 
 
+async def test_a_router_on_every_address_is_reached_by_ipv4(zmq_context):
+    options = SocketOptions(max_message_bytes=1000)
+    server = router_socket(zmq_context, options)
+    _, port = split_tcp(bind(server, "tcp://*:0"))
+    client = dealer_socket(zmq_context, options)
+    client.connect(join_tcp("127.0.0.1", port))
+    async with asyncio.timeout(DEADLINE_S):
+        await client.send(b"hello")
+        assert (await server.recv_multipart())[1] == b"hello"
+
+
 async def test_an_oversized_message_never_arrives(zmq_context):
     server = router_socket(zmq_context, SocketOptions(max_message_bytes=100))
     address = bind(server, "tcp://127.0.0.1:0")
