@@ -51,36 +51,24 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
 ) -> None:
     """Load an OpenAI-compatible server and report TTFT, ITL, E2E percentiles, throughput and goodput."""
     slos = parse_slos(goodput or [])
-    if trace is not None:
-        requests = trace_workload(
-            trace,
-            TraceShape(
-                num_requests=num_requests,
-                length_scale=length_scale,
-                time_scale=time_scale,
-                max_prompt_tokens=max_prompt_tokens,
-                max_output_tokens=max_output_tokens,
-                text=text,
-            ),
-        )
-    else:
+    if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens, "prompt-tokens")
         output_low, output_high = parse_range(output_tokens, "output-tokens")
-        requests = synthetic_workload(
-            SyntheticShape(
-                num_requests=num_requests,
-                prompt_low=prompt_low,
-                prompt_high=prompt_high,
-                output_low=output_low,
-                output_high=output_high,
-                num_shared_prefix=shared_prefix,
-                rate_per_s=rate,
-                text=text,
-            ),
-            seed,
+        shape = SyntheticShape(
+            num_requests=num_requests,
+            prompt_low=prompt_low,
+            prompt_high=prompt_high,
+            output_low=output_low,
+            output_high=output_high,
+            num_shared_prefix=shared_prefix,
+            rate_per_s=rate,
+            text=text,
         )
-        if rate is None and concurrency is None:
-            concurrency = 8
+        requests = synthetic_workload(shape, seed)
+        concurrency = concurrency or (8 if rate is None else None)
+    else:
+        cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text)
+        requests = trace_workload(trace, cut)
     base_url = url.rstrip("/").removesuffix("/v1")
     target = Target(base_url=base_url, model=model or _first_model(base_url, api_key), api_key=api_key, ignore_eos=ignore_eos)
     results, duration_s = _run(target, requests, concurrency, timeout_s)

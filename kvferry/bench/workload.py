@@ -88,7 +88,7 @@ class _TraceLine(msgspec.Struct, frozen=True):
     hash_ids: list[int] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TraceShape:
     """How a trace is cut and scaled to the server at hand.
 
@@ -129,16 +129,14 @@ def trace_workload(path: Path, shape: TraceShape) -> list[BenchRequest]:
 def _read_trace(path: Path, count: int) -> Iterable[_TraceLine]:
     decoder = msgspec.json.Decoder(_TraceLine)
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if number > count:
-                    return
-                try:
-                    yield decoder.decode(line)
-                except msgspec.MsgspecError as error:
-                    raise ConfigError(f"{path}:{number}: {error}", param="trace") from None
+        lines = path.read_bytes().splitlines()[:count]
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error}", param="trace") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path}:{number}: {error}", param="trace") from None
 
 
 def _trace_tokens(line: _TraceLine, length: int, block: int, vocab_size: int) -> list[int]:
