@@ -1,8 +1,8 @@
 """Every setting of kvferry, its default, and its range.
 
 A process gets one ``KVFerryConfig``; each part of the code receives only its section. This is the only module that reads
-the environment. Files (YAML, TOML or JSON), ``--set a.b=c`` and flags all go through ``load_config``, so a wrong key or value is
-refused in one place, with its path and what is allowed.
+the environment. Files (YAML, TOML or JSON), ``--set a.b=c`` and flags all go through ``load_config``, so a wrong key or
+value is refused in one place, with its path and what is allowed.
 """
 
 from __future__ import annotations

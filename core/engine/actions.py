@@ -1,0 +1,77 @@
+"""What the worker's state machine asks for: the actions that ``core.engine.worker`` carries out, in order.
+
+Owns the types between the synchronous protocol (``core.engine.worker_state``) and whoever runs it: the asyncio shell in a
+process, the simulation under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.request import NewRequest
+from core.wire.messages import Tokens, WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message, or the tokens of one step in one frame, to the router behind a link."""
+
+    link: str
+    message: WorkerMessage | list[Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAdd:
+    """Hand new requests to the engine."""
+
+    requests: list[NewRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAbort:
+    """Stop requests of the engine."""
+
+    engine_request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTransfers:
+    """Let go of hand-overs that nobody will read."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RenewTransfers:
+    """Keep hand-overs for another while."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process with this exit code, once everything before it is sent."""
+
+    exit_code: int
+
+
+Action = Send | SubmitAdd | SubmitAbort | ReleaseTransfers | RenewTransfers | Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, as told to the routers."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_leased_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """How many choices a worker holds at most, and how long it takes to leave."""
+
+    max_num_seqs: int
+    max_waiting_requests: int
+    drain_timeout_s: float

@@ -1,0 +1,97 @@
+"""What a role does with a worker's requests: the interface between the worker shell and prefill, decode or aggregated serving.
+
+Owns the types in between. Hands are pure: messages and engine outputs in, new requests and replies out, no sockets, no
+threads, no clock of their own. ``core.engine.worker_state`` calls them; ``prefill.worker`` and ``decode.worker`` implement
+them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.errors import KVFerryError
+from core.request import EngineCoreOutput, NewRequest
+from core.wire.messages import ErrorInfo, Generate, PrefillDone, RequestFailed, Tokens
+
+Reply = PrefillDone | RequestFailed | Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the hands must know of the engine that serves the model."""
+
+    max_model_len: int  # tokens, prompt and output together
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class HandsOutput:
+    """What follows from an event.
+
+    ``ended`` names the requests of which the hands will say nothing more; ``abort_ids`` engine requests that nobody needs any
+    more; ``release_transfer_ids`` hand-overs that nobody will read.
+    """
+
+    replies: list[Reply] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    abort_ids: list[str] = field(default_factory=list)
+    release_transfer_ids: list[str] = field(default_factory=list)
+
+
+class RoleHands(ABC):
+    """Turns requests of routers into requests of the engine, and the engine's outputs into replies."""
+
+    @abstractmethod
+    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
+        """Accept a request and return one engine request per choice, named by ``choice_id``.
+
+        Raises:
+            RequestError: this role cannot serve it; nothing is kept.
+        """
+
+    @abstractmethod
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+        """Digest the news of one engine step; outputs of requests that are not held are ignored."""
+
+    @abstractmethod
+    def on_abort(self, request_id: str) -> HandsOutput:
+        """Forget a request, in whatever state, without a reply. Idempotent."""
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """Return the name of one choice of a request inside the worker."""
+    return f"{request_id}/{index}"
+
+
+def split_choice_id(engine_request_id: str) -> tuple[str, int]:
+    """Return request id and choice index of a name made by ``choice_id``."""
+    request_id, _, index = engine_request_id.rpartition("/")
+    return request_id, int(index)
+
+
+def stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
+    """Return every token that ends the text: the client's, and the model's own unless the client ignores them."""
+    chosen = frozenset(message.sampling.stop_token_ids)
+    return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids
+
+
+def error_info(error: KVFerryError) -> ErrorInfo:
+    """Return an error in the form in which it crosses processes."""
+    return ErrorInfo(
+        code=error.code,
+        message=error.message,
+        http_status=error.http_status,
+        retryable=error.retryable,
+        param=error.param,
+    )
+
+
+def output_error(output: EngineCoreOutput) -> ErrorInfo | None:
+    """Return why the engine gave a request up, None if it did not; an end without a reason is an internal error."""
+    if output.error is not None:
+        return output.error
+    if output.finish_reason in {"error", "abort"}:
+        return ErrorInfo(code="internal_error", message=f"the engine ended the request with {output.finish_reason!r}")
+    return None

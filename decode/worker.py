@@ -1,0 +1,136 @@
+"""The decode role, and the aggregated one: generate tokens, after loading the prompt's KV cache or computing it here.
+
+Owns the bookkeeping of requests between ``Generate`` and their last ``Tokens``: positions, usage, and which choices are live.
+Knows nothing of sockets or transfers: the shell carries the messages, the connector loads the blocks. Called by
+``core.engine.worker_state``; ``run`` is the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from core.engine.hands import (
+    EngineFacts,
+    HandsOutput,
+    RoleHands,
+    choice_id,
+    output_error,
+    split_choice_id,
+    stop_token_ids,
+)
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, NewRequest
+from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, Usage
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``."""
+
+    position: int
+    usage: Usage | None = None
+    has_told_usage: bool = False
+
+
+class DecodeHands(RoleHands):
+    """One engine request per live choice; every step's tokens go out at once."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._live: dict[str, dict[int, _Choice]] = {}
+
+    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
+        """Go on with the choices of a hand-over, or start all of them here.
+
+        Raises:
+            InvalidRequest: the request is one for a prefill worker, or names a choice twice.
+        """
+        if message.handoff:
+            raise InvalidRequest("a decode worker does not hand requests over")
+        starts = message.choices or tuple(ChoiceStart(index=index, output_token_ids=()) for index in range(message.n))
+        choices = {start.index: _Choice(position=len(start.output_token_ids)) for start in starts}
+        if len(choices) < len(starts):
+            raise InvalidRequest("a choice is named twice", param="choices")
+        self._live[message.request_id] = choices
+        without_prompt = msgspec.structs.replace(message.sampling, prompt_logprobs=None)
+        return [
+            NewRequest(
+                request_id=choice_id(message.request_id, start.index),
+                prompt_token_ids=message.prompt_token_ids,
+                sampling=message.sampling if start is starts[0] and message.kv_handoff is None else without_prompt,
+                output_token_ids=start.output_token_ids,
+                choice_index=start.index,
+                stop_token_ids=stop_token_ids(message, self._facts),
+                priority=message.priority,
+                arrival_time=now,
+                cache_salt=message.cache_salt,
+                kv_handoff=message.kv_handoff,
+            )
+            for start in starts
+        ]
+
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+        """Pass new tokens on; a choice that failed takes its request along."""
+        result = HandsOutput()
+        for output in outputs:
+            request_id, index = split_choice_id(output.request_id)
+            choices = self._live.get(request_id)
+            if choices is None or index not in choices:
+                continue
+            error = output_error(output)
+            if error is None:
+                self._pass_on(request_id, index, output, result)
+            else:
+                result.abort_ids += [choice_id(request_id, other) for other in choices if other != index]
+                result.replies.append(RequestFailed(request_id=request_id, error=error))
+                choices.clear()
+            if not choices:
+                result.ended.append(request_id)
+                del self._live[request_id]
+        return result
+
+    def on_abort(self, request_id: str) -> HandsOutput:
+        """Stop all live choices."""
+        choices = self._live.pop(request_id, {})
+        return HandsOutput(abort_ids=[choice_id(request_id, index) for index in choices])
+
+    def _pass_on(self, request_id: str, index: int, output: EngineCoreOutput, result: HandsOutput) -> None:
+        choices = self._live[request_id]
+        choice = choices[index]
+        self._learn_usage(choice, output)
+        if not output.new_token_ids and output.finish_reason is None:
+            return
+        is_last = output.finish_reason is not None
+        usage = choice.usage if is_last or not choice.has_told_usage else None
+        if output.prompt_logprobs is not None:
+            usage = msgspec.structs.replace(usage or Usage(), prompt_logprobs=output.prompt_logprobs)
+        result.replies.append(
+            Tokens(
+                request_id=request_id,
+                index=index,
+                position=choice.position,
+                token_ids=tuple(output.new_token_ids),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                logprobs=tuple(output.logprobs) if output.logprobs else None,
+                usage=usage,
+            )
+        )
+        choice.has_told_usage = True
+        choice.position += len(output.new_token_ids)
+        if is_last:
+            del choices[index]
+
+    def _learn_usage(self, choice: _Choice, output: EngineCoreOutput) -> None:
+        """Keep what the first outputs say about the prompt, to repeat it with the last ones."""
+        if output.prefill_stats is None and output.transfer_usage is None:
+            return
+        known = choice.usage or Usage()
+        stats = output.prefill_stats
+        choice.usage = Usage(
+            num_cached_tokens=stats.num_cached_tokens if stats is not None else known.num_cached_tokens,
+            kv_transfer=output.transfer_usage or known.kv_transfer,
+        )

@@ -1,0 +1,176 @@
+"""The prefill role: compute a prompt, put out the first token of each choice, keep the KV blocks for a decode worker.
+
+Owns the bookkeeping of requests between ``Generate`` and ``PrefillDone``, and which hand-over belongs to which request, so that
+an abort that crosses ``PrefillDone`` still frees the blocks. Knows nothing of sockets or leases: the shell carries the
+messages, the connector holds the blocks. Called by ``core.engine.worker_state``; ``run`` is the process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from core.engine.hands import (
+    EngineFacts,
+    HandsOutput,
+    RoleHands,
+    choice_id,
+    output_error,
+    split_choice_id,
+    stop_token_ids,
+)
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, NewRequest
+from core.wire.kv import KVHandoff
+from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
+
+MAX_REMEMBERED_HANDOFFS = 4096  # of answered requests; beyond it the lease alone frees the blocks of a crossed abort
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One request on its way to ``PrefillDone``."""
+
+    message: Generate
+    arrival_time: float
+    choices: dict[int, PrefillChoice] = field(default_factory=dict)
+    kv_handoff: KVHandoff | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    queue_ms: float = 0.0
+
+    def choice_ids(self) -> list[str]:
+        """Return the engine requests that have not ended yet."""
+        indices = (index for index in range(self.message.n) if index not in self.choices)
+        return [choice_id(self.message.request_id, index) for index in indices]
+
+
+class PrefillHands(RoleHands):
+    """One engine request per choice, each limited to one token; the first one keeps the blocks."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._live: dict[str, _Prefill] = {}
+        self._handed_over: OrderedDict[str, str] = OrderedDict()  # request id → transfer id
+
+    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
+        """Ask for one token per choice.
+
+        Raises:
+            InvalidRequest: the request is not one for a prefill worker.
+        """
+        if not message.handoff or message.kv_handoff is not None or message.choices:
+            raise InvalidRequest("a prefill worker only takes requests that are handed over after the first token")
+        self._live[message.request_id] = _Prefill(message, now)
+        # One token ends every choice, so a longer minimum only means that it must not be a stop token.
+        sampling = msgspec.structs.replace(message.sampling, max_tokens=1, min_tokens=min(1, message.sampling.min_tokens))
+        return [
+            NewRequest(
+                request_id=choice_id(message.request_id, index),
+                prompt_token_ids=message.prompt_token_ids,
+                sampling=sampling if index == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None),
+                choice_index=index,
+                stop_token_ids=stop_token_ids(message, self._facts),
+                priority=message.priority,
+                arrival_time=now,
+                cache_salt=message.cache_salt,
+                needs_handoff=index == 0,
+            )
+            for index in range(message.n)
+        ]
+
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+        """Collect first tokens; answer when every choice has its own."""
+        result = HandsOutput()
+        for output in outputs:
+            request_id, index = split_choice_id(output.request_id)
+            prefill = self._live.get(request_id)
+            if prefill is None:
+                if output.kv_handoff is not None:
+                    result.release_transfer_ids.append(output.kv_handoff.transfer_id)
+                continue
+            self._collect(prefill, index, output)
+            error = output_error(output)
+            if error is not None:
+                self._fail(prefill, index, error, result)
+            elif len(prefill.choices) == prefill.message.n:
+                self._answer(prefill, now, result)
+        return result
+
+    def on_abort(self, request_id: str) -> HandsOutput:
+        """Stop computing, or let go of the blocks if the answer is already on its way."""
+        prefill = self._live.pop(request_id, None)
+        transfer_id = self._handed_over.pop(request_id, None)
+        if prefill is not None:
+            handoff = prefill.kv_handoff
+            transfer_id = handoff.transfer_id if handoff is not None else None
+        return HandsOutput(
+            abort_ids=prefill.choice_ids() if prefill is not None else [],
+            release_transfer_ids=[transfer_id] if transfer_id is not None else [],
+        )
+
+    def _collect(self, prefill: _Prefill, index: int, output: EngineCoreOutput) -> None:
+        if output.kv_handoff is not None:
+            prefill.kv_handoff = output.kv_handoff
+        if output.prompt_logprobs is not None:
+            prefill.prompt_logprobs = output.prompt_logprobs
+        if index == 0 and output.prefill_stats is not None:
+            prefill.num_cached_tokens = output.prefill_stats.num_cached_tokens
+        if not output.new_token_ids:
+            return
+        prefill.choices[index] = PrefillChoice(
+            index=index,
+            token_id=output.new_token_ids[0],
+            logprobs=output.logprobs[0] if output.logprobs else None,
+            finish_reason=self._finish_reason(prefill.message, output),
+            stop_reason=output.stop_reason,
+        )
+
+    def _finish_reason(self, message: Generate, output: EngineCoreOutput) -> FinishReason | None:
+        """Return why the choice has ended for the client, None if a decode worker goes on with it."""
+        if output.finish_reason == "stop":
+            return "stop"
+        is_full = len(message.prompt_token_ids) + 1 >= self._facts.max_model_len
+        return "length" if message.sampling.max_tokens == 1 or is_full else None
+
+    def _answer(self, prefill: _Prefill, now: float, result: HandsOutput) -> None:
+        request_id, handoff = prefill.message.request_id, prefill.kv_handoff
+        choices = tuple(prefill.choices[index] for index in range(prefill.message.n))
+        if handoff is not None and all(choice.finish_reason is not None for choice in choices):
+            result.release_transfer_ids.append(handoff.transfer_id)
+            handoff = None
+        if handoff is not None:
+            self._remember(request_id, handoff.transfer_id)
+        total_ms = (now - prefill.arrival_time) * 1e3
+        result.replies.append(
+            PrefillDone(
+                request_id=request_id,
+                choices=choices,
+                kv_handoff=handoff,
+                prompt_logprobs=prefill.prompt_logprobs,
+                num_cached_tokens=prefill.num_cached_tokens,
+                queue_ms=prefill.queue_ms,
+                prefill_ms=max(0.0, total_ms - prefill.queue_ms),
+            )
+        )
+        result.ended.append(request_id)
+        del self._live[request_id]
+
+    def _remember(self, request_id: str, transfer_id: str) -> None:
+        self._handed_over[request_id] = transfer_id
+        if len(self._handed_over) > MAX_REMEMBERED_HANDOFFS:
+            self._handed_over.popitem(last=False)
+
+    def _fail(self, prefill: _Prefill, index: int, error: ErrorInfo, result: HandsOutput) -> None:
+        """One choice is lost: so is the request, as the client gets all choices or an error."""
+        request_id = prefill.message.request_id
+        failed = choice_id(request_id, index)
+        result.abort_ids += [engine_id for engine_id in prefill.choice_ids() if engine_id != failed]
+        if prefill.kv_handoff is not None:
+            result.release_transfer_ids.append(prefill.kv_handoff.transfer_id)
+        result.replies.append(RequestFailed(request_id=request_id, error=error))
+        result.ended.append(request_id)
+        del self._live[request_id]

@@ -1,0 +1,147 @@
+"""What the decode and aggregated roles make of requests, tokens and aborts."""
+
+import pytest
+
+from core.engine.hands import EngineFacts
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, PrefillStats
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import ChoiceStart, ErrorInfo, Generate, RequestFailed, TokenLogprobs, Tokens, TransferUsage, Usage
+from core.wire.sampling import SamplingParams
+from decode.worker import DecodeHands
+
+HANDOFF = KVHandoff(
+    transfer_id="t1",
+    engine_id="p0",
+    incarnation=1,
+    control_address="tcp://127.0.0.1:1",
+    model_fingerprint=b"f",
+    layout=KVLayoutInfo(
+        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
+    ),
+    groups=(),
+    num_tokens=3,
+    lease_ms=1000,
+)
+TRANSFER = TransferUsage(transport="shm", transferred_tokens=3)
+
+
+def generate(request_id="r", **fields):
+    defaults = {"prompt_token_ids": (5, 6, 7), "sampling": SamplingParams(max_tokens=8, prompt_logprobs=1)}
+    return Generate(request_id=request_id, **{**defaults, **fields})
+
+
+def handed_over(*indices):
+    starts = tuple(ChoiceStart(index=index, output_token_ids=(90 + index,)) for index in indices)
+    return generate(kv_handoff=HANDOFF, choices=starts, n=4)
+
+
+@pytest.fixture
+def hands():
+    return DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2})))
+
+
+def test_goes_on_with_the_live_choices_only(hands):
+    requests = hands.on_generate(handed_over(0, 3), 2.0)
+    assert [(request.request_id, request.choice_index) for request in requests] == [("r/0", 0), ("r/3", 3)]
+    assert [request.output_token_ids for request in requests] == [(90,), (93,)]
+    assert all(request.kv_handoff is HANDOFF for request in requests)
+    assert all(request.sampling.max_tokens == 8 for request in requests)
+    assert all(request.stop_token_ids == {2} for request in requests)
+
+
+def test_prompt_logprobs_come_from_the_worker_that_computes_the_prompt(hands):
+    assert [r.sampling.prompt_logprobs for r in hands.on_generate(generate("own", n=2), 0.0)] == [1, None]
+    assert [r.sampling.prompt_logprobs for r in hands.on_generate(handed_over(0, 1), 0.0)] == [None, None]
+
+
+def test_aggregated_request_starts_all_choices_here(hands):
+    requests = hands.on_generate(generate(n=2), 0.0)
+    assert [(request.request_id, request.output_token_ids) for request in requests] == [("r/0", ()), ("r/1", ())]
+
+
+@pytest.mark.parametrize("message", [generate(handoff=True), handed_over(1, 1)])
+def test_refuses_what_is_not_for_a_decode_worker(hands, message):
+    with pytest.raises(InvalidRequest):
+        hands.on_generate(message, 0.0)
+    assert hands.on_abort("r").abort_ids == []
+
+
+def test_positions_continue_after_the_tokens_of_the_prefill_worker(hands):
+    hands.on_generate(handed_over(0), 0.0)
+    first = hands.on_outputs([EngineCoreOutput("r/0", [11])], 0.0).replies
+    second = hands.on_outputs([EngineCoreOutput("r/0", [12, 13])], 0.0).replies
+    third = hands.on_outputs([EngineCoreOutput("r/0", [14])], 0.0).replies
+    assert [(reply.position, reply.token_ids) for reply in first + second + third] == [(1, (11,)), (2, (12, 13)), (4, (14,))]
+
+
+def test_usage_travels_with_the_first_and_the_last_tokens(hands):
+    hands.on_generate(handed_over(0), 0.0)
+    outputs = [
+        EngineCoreOutput("r/0", [11], prefill_stats=PrefillStats(3, 0, 3), transfer_usage=TRANSFER),
+        EngineCoreOutput("r/0", [12]),
+        EngineCoreOutput("r/0", [13], finish_reason="length"),
+    ]
+    usages = [hands.on_outputs([output], 0.0).replies[0].usage for output in outputs]
+    assert usages == [Usage(num_cached_tokens=3, kv_transfer=TRANSFER), None, usages[0]]
+
+
+def test_usage_that_comes_before_the_first_token_is_not_lost(hands):
+    hands.on_generate(handed_over(0), 0.0)
+    assert hands.on_outputs([EngineCoreOutput("r/0", [], transfer_usage=TRANSFER)], 0.0).replies == []
+    (reply,) = hands.on_outputs([EngineCoreOutput("r/0", [11], prefill_stats=PrefillStats(3, 0, 3))], 0.0).replies
+    assert reply.usage == Usage(num_cached_tokens=3, kv_transfer=TRANSFER)
+
+
+def test_prompt_logprobs_are_told_once(hands):
+    hands.on_generate(generate(), 0.0)
+    row = (None, TokenLogprobs((6,), (-0.5,), 1), TokenLogprobs((7,), (-0.1,), 1))
+    first = hands.on_outputs([EngineCoreOutput("r/0", [11], prompt_logprobs=row)], 0.0).replies[0]
+    last = hands.on_outputs([EngineCoreOutput("r/0", [12], finish_reason="stop", stop_reason=12)], 0.0).replies[0]
+    assert first.usage.prompt_logprobs == row
+    assert last.usage is None
+    assert (last.finish_reason, last.stop_reason) == ("stop", 12)
+
+
+def test_request_ends_with_its_last_choice(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    assert hands.on_outputs([EngineCoreOutput("r/1", [4], finish_reason="stop")], 0.0).ended == []
+    assert hands.on_outputs([EngineCoreOutput("r/0", [4], finish_reason="length")], 0.0).ended == ["r"]
+
+
+def test_tokens_of_one_step_keep_their_order(hands):
+    hands.on_generate(generate("a"), 0.0)
+    hands.on_generate(generate("b"), 0.0)
+    result = hands.on_outputs([EngineCoreOutput("b/0", [1]), EngineCoreOutput("a/0", [2])], 0.0)
+    assert [reply.request_id for reply in result.replies] == ["b", "a"]
+
+
+def test_failed_choice_fails_the_request_and_stops_the_others(hands):
+    hands.on_generate(handed_over(0, 1, 2), 0.0)
+    error = ErrorInfo(code="peer_lost", message="p0 is gone", retryable=True)
+    result = hands.on_outputs(
+        [EngineCoreOutput("r/1", [], finish_reason="error", error=error), EngineCoreOutput("r/2", [1])], 0.0
+    )
+    assert result.replies == [RequestFailed(request_id="r", error=error)]
+    assert result.ended == ["r"]
+    assert result.abort_ids == ["r/0", "r/2"]
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_end_without_a_reason_is_an_error_not_silence(hands, reason):
+    hands.on_generate(generate(), 0.0)
+    (reply,) = hands.on_outputs([EngineCoreOutput("r/0", [], finish_reason=reason)], 0.0).replies
+    assert reply.error.code == "internal_error"
+
+
+def test_outputs_after_an_abort_are_ignored(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    assert hands.on_abort("r").abort_ids == ["r/0", "r/1"]
+    assert hands.on_outputs([EngineCoreOutput("r/0", [1])], 0.0).replies == []
+
+
+def test_request_ids_may_contain_slashes(hands):
+    hands.on_generate(generate("a/b/c"), 0.0)
+    (reply,) = hands.on_outputs([EngineCoreOutput("a/b/c/0", [1])], 0.0).replies
+    assert isinstance(reply, Tokens)
+    assert (reply.request_id, reply.index) == ("a/b/c", 0)

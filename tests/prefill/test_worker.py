@@ -1,0 +1,174 @@
+"""What the prefill role makes of requests, first tokens and aborts."""
+
+import pytest
+
+from core.engine.hands import EngineFacts
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, PrefillStats
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, RequestFailed
+from core.wire.sampling import SamplingParams
+from prefill.worker import MAX_REMEMBERED_HANDOFFS, PrefillHands
+
+EOS = 2
+LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
+
+
+def handoff(transfer_id="t1"):
+    return KVHandoff(
+        transfer_id=transfer_id,
+        engine_id="p0",
+        incarnation=1,
+        control_address="tcp://127.0.0.1:1",
+        model_fingerprint=b"f",
+        layout=LAYOUT,
+        groups=(),
+        num_tokens=3,
+        lease_ms=1000,
+    )
+
+
+def generate(request_id="r", *, n=1, prompt=(5, 6, 7), is_handoff=True, **sampling):
+    params = SamplingParams(**{"max_tokens": 8, **sampling})
+    return Generate(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params, n=n, handoff=is_handoff)
+
+
+def first_token(engine_request_id, token_id, finish_reason="length", **more):
+    return EngineCoreOutput(engine_request_id, [token_id], finish_reason=finish_reason, **more)
+
+
+@pytest.fixture
+def hands():
+    return PrefillHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({EOS})))
+
+
+def test_one_engine_request_per_choice_of_which_the_first_keeps_the_blocks(hands):
+    requests = hands.on_generate(generate(n=3, min_tokens=4), 1.5)
+    assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
+    assert [request.choice_index for request in requests] == [0, 1, 2]
+    assert [request.needs_handoff for request in requests] == [True, False, False]
+    assert {request.sampling.max_tokens for request in requests} == {1}
+    assert {request.sampling.min_tokens for request in requests} == {1}
+    assert {request.arrival_time for request in requests} == {1.5}
+
+
+def test_prompt_logprobs_are_computed_once(hands):
+    requests = hands.on_generate(generate(n=2, prompt_logprobs=3), 0.0)
+    assert [request.sampling.prompt_logprobs for request in requests] == [3, None]
+
+
+def test_stop_tokens_are_the_clients_and_the_models(hands):
+    (request,) = hands.on_generate(generate("a", stop_token_ids=(9,)), 0.0)
+    (ignoring,) = hands.on_generate(generate("b", stop_token_ids=(9,), ignore_eos=True), 0.0)
+    assert request.stop_token_ids == {9, EOS}
+    assert ignoring.stop_token_ids == {9}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        generate(is_handoff=False),
+        Generate(
+            request_id="r",
+            prompt_token_ids=(1,),
+            sampling=SamplingParams(),
+            handoff=True,
+            choices=(ChoiceStart(index=0, output_token_ids=(1,)),),
+        ),
+        Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), handoff=True, kv_handoff=handoff()),
+    ],
+)
+def test_refuses_what_is_not_for_a_prefill_worker(hands, message):
+    with pytest.raises(InvalidRequest):
+        hands.on_generate(message, 0.0)
+
+
+def test_answers_once_when_every_choice_has_its_first_token(hands):
+    hands.on_generate(generate(n=2), 1.0)
+    early = hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff(), prefill_stats=PrefillStats(3, 2, 0))], 1.1)
+    assert early.replies == []
+    late = hands.on_outputs([first_token("r/1", 12, prefill_stats=PrefillStats(3, 3, 0))], 1.25)
+    (done,) = late.replies
+    assert isinstance(done, PrefillDone)
+    assert [(choice.index, choice.token_id, choice.finish_reason) for choice in done.choices] == [(0, 11, None), (1, 12, None)]
+    assert done.kv_handoff == handoff()
+    assert done.num_cached_tokens == 2
+    assert done.queue_ms + done.prefill_ms == pytest.approx(250.0)
+    assert late.ended == ["r"]
+    assert late.release_transfer_ids == []
+
+
+def test_finish_reason_follows_the_original_limit_not_the_forced_one(hands):
+    hands.on_generate(generate("one", max_tokens=1), 0.0)
+    hands.on_generate(generate("more", max_tokens=2), 0.0)
+    result = hands.on_outputs([first_token("one/0", 11), first_token("more/0", 11)], 0.0)
+    assert [reply.choices[0].finish_reason for reply in result.replies] == ["length", None]
+
+
+def test_stop_token_ends_the_choice(hands):
+    hands.on_generate(generate(), 0.0)
+    (done,) = hands.on_outputs([first_token("r/0", EOS, "stop", stop_reason=EOS)], 0.0).replies
+    assert (done.choices[0].finish_reason, done.choices[0].stop_reason) == ("stop", EOS)
+
+
+def test_context_that_is_full_after_the_first_token_ends_the_choice(hands):
+    hands.on_generate(generate(prompt=range(63)), 0.0)
+    (done,) = hands.on_outputs([first_token("r/0", 11)], 0.0).replies
+    assert done.choices[0].finish_reason == "length"
+
+
+def test_releases_the_blocks_at_once_if_every_choice_has_ended(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    result = hands.on_outputs([first_token("r/0", EOS, "stop", kv_handoff=handoff()), first_token("r/1", EOS, "stop")], 0.0)
+    assert result.replies[0].kv_handoff is None
+    assert result.release_transfer_ids == ["t1"]
+
+
+def test_keeps_the_blocks_if_one_choice_goes_on(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    result = hands.on_outputs([first_token("r/0", EOS, "stop", kv_handoff=handoff()), first_token("r/1", 9)], 0.0)
+    assert result.replies[0].kv_handoff == handoff()
+    assert result.release_transfer_ids == []
+
+
+def test_failed_choice_fails_the_request_and_frees_everything(hands):
+    hands.on_generate(generate(n=3), 0.0)
+    error = ErrorInfo(code="overloaded", message="full")
+    hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    result = hands.on_outputs([EngineCoreOutput("r/1", [], finish_reason="error", error=error)], 0.0)
+    assert result.replies == [RequestFailed(request_id="r", error=error)]
+    assert result.ended == ["r"]
+    assert result.abort_ids == ["r/2"]
+    assert result.release_transfer_ids == ["t1"]
+
+
+def test_abort_before_the_answer_stops_what_still_runs(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    result = hands.on_abort("r")
+    assert result.abort_ids == ["r/1"]
+    assert result.release_transfer_ids == ["t1"]
+    assert hands.on_abort("r") == type(result)()
+
+
+def test_abort_that_crosses_the_answer_releases_the_blocks(hands):
+    hands.on_generate(generate(), 0.0)
+    hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    assert hands.on_abort("r").release_transfer_ids == ["t1"]
+    assert hands.on_abort("r").release_transfer_ids == []
+
+
+def test_handoff_of_an_aborted_request_is_released_when_it_appears(hands):
+    hands.on_generate(generate(), 0.0)
+    hands.on_abort("r")
+    result = hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    assert result.replies == []
+    assert result.release_transfer_ids == ["t1"]
+
+
+def test_memory_of_answered_requests_is_bounded(hands):
+    for number in range(MAX_REMEMBERED_HANDOFFS + 1):
+        hands.on_generate(generate(f"r{number}"), 0.0)
+        hands.on_outputs([first_token(f"r{number}/0", 11, kv_handoff=handoff(f"t{number}"))], 0.0)
+    assert hands.on_abort("r0").release_transfer_ids == []
+    assert hands.on_abort("r1").release_transfer_ids == ["t1"]
