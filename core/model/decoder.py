@@ -64,24 +64,34 @@ class Decoder:
         self._places = _layer_places(arch)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, plans: Sequence[AttentionPlan]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        plans: Sequence[AttentionPlan],
+        output_rows: Tensor | None = None,
     ) -> Tensor:
-        """Run the tokens of one step, write their KV, and return the normalized hidden states ``[T, hidden_size]``.
+        """Run the tokens of one step, write their KV, and return normalized hidden states ``[T or R, hidden_size]``.
 
         Args:
             input_ids: int32 or int64 ``[T]``, all sequences of the step one after another.
             positions: int32 or int64 ``[T]``, each token's place in its own sequence.
             attention: writes and reads the KV cache.
             plans: one per entry of ``arch.kv_groups``, in that order.
+            output_rows: int64 ``[R]``, the rows to return, in this order; None for all. Behind its attention the last layer
+                then computes these rows only, which saves most of one layer in a prefill step. May be empty.
         """
         hidden = F.embedding(input_ids, self._weights.embedding)
         cos, sin = self._rotary.angles(positions)
+        last_place = self._places[-1]
         for layer, place in zip(self._weights.layers, self._places, strict=True):
             normed = rms_norm(hidden, layer.input_norm, self.arch.rms_norm_eps)
             query, key_value = self._query_key_value(layer, normed, cos, sin)
             plan = plans[place.group_id]
             attention.write_kv(place.index_in_group, key_value, plan)
             attended = attention.attend(place.index_in_group, query, place.spec, plan)
+            if place is last_place and output_rows is not None:
+                hidden, attended = hidden[output_rows], attended[output_rows]
             hidden.add_(layer.output(attended.flatten(1)))
             normed = rms_norm(hidden, layer.post_attention_norm, self.arch.rms_norm_eps)
             hidden.add_(layer.down(silu_and_mul(layer.gate_up(normed))))

