@@ -9,11 +9,9 @@ A block holds all layers of its group as one contiguous run, so that it moves wi
     HND pool  [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     NHD pool  [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]      2 = key, value
 
-Invariants that every backend relies on:
-
 * Block 0 is the null block: padding rows write there, and table entries that no query can see point there.
-* Every slot of a page in a block table holds *finite* numbers, also past the sequence's end: masked slots get weight 0,
-  and 0 * NaN is NaN. The pool starts zeroed; its owner zeroes a block that may hold unverified bytes before reusing it.
+* A slot that no query of a sequence sees never reaches its output, whatever bits it holds. Giving it weight 0 is not enough
+  (0 * NaN is NaN): reused blocks hold stale bytes, and a failed transfer may have left anything in them.
 """
 
 from __future__ import annotations
@@ -131,6 +129,14 @@ class AttentionSpec:
         if self.sliding_window is not None and self.chunk_size is not None:
             raise ConfigError("a layer has either sliding_window or chunk_size, not both")
 
+    def first_visible(self, position: int) -> int:
+        """Return the lowest key position that the query at ``position`` sees; it never falls as ``position`` grows."""
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1)
+        if self.chunk_size is not None:
+            return position // self.chunk_size * self.chunk_size
+        return 0
+
 
 @dataclass(slots=True)
 class AttentionBatch:
@@ -140,7 +146,7 @@ class AttentionBatch:
         ``query_start_loc[s + 1]``, at least one.
     seq_lens: int32 ``[num_seqs]``, tokens in the KV cache after this step's writes; the queries are the last positions.
     block_tables: int32 ``[num_seqs, >= ceil(max(seq_lens) / block_size)]``; entries past a sequence's end are ignored.
-        May be a view of the engine's persistent table: ``plan`` reads it and keeps no reference to it.
+        May be a view of the engine's persistent table: ``plan`` copies what it needs. Pass no more columns than needed.
     slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of every query row.
 
     A padding row is a sequence of length 1 whose table is ``[NULL_BLOCK_ID]`` and whose slot is 0.
@@ -150,6 +156,36 @@ class AttentionBatch:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sequence of a batch. ``block_ids``: int64 ``[ceil(seq_len / block_size)]``, a copy on the host."""
+
+    query_start: int
+    query_end: int
+    seq_len: int
+    block_ids: npt.NDArray[np.int64]
+
+    @property
+    def num_queries(self) -> int:
+        """Number of query rows."""
+        return self.query_end - self.query_start
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first query."""
+        return self.seq_len - self.num_queries
+
+
+def split_sequences(batch: AttentionBatch, block_size: int) -> list[Sequence]:
+    """Return the batch's sequences in batch order, with their part of the block table."""
+    tables = batch.block_tables.astype(np.int64)  # a copy: the engine goes on writing to its table
+    starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    return [
+        Sequence(starts[s], starts[s + 1], seq_len, tables[s, : -(-seq_len // block_size)])
+        for s, seq_len in enumerate(seq_lens)
+    ]
 
 
 @dataclass(slots=True)
@@ -184,7 +220,7 @@ class AttentionBackend(ABC):
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """Return the attention output ``[T, num_heads, head_dim]`` of ``query``, same shape, in the query's dtype.
 
-        The step's keys and values are already written. The result may alias a scratch buffer, valid until the next call.
+        The step's keys and values are already written.
         """
 
     def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:

@@ -12,27 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec, KVLayout
-
-
-@dataclass(slots=True)
-class SequencePages:
-    """Where one sequence's queries and keys are.
-
-    ``block_ids``: int64 ``[ceil(seq_len / block_size)]`` on the pool's device.
-    """
-
-    query_start: int
-    query_end: int
-    seq_len: int
-    block_ids: Tensor
+from core.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    Sequence,
+    split_sequences,
+)
 
 
 @dataclass(slots=True)
 class SdpaPlan(AttentionPlan):
-    """One entry per sequence of the batch."""
+    """Each sequence with its block ids, int64 ``[num_blocks_of_sequence]``, on the pool's device."""
 
-    sequences: list[SequencePages]
+    sequences: list[tuple[Sequence, Tensor]]
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
@@ -54,37 +49,37 @@ class SdpaBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Copy each sequence's part of the block table to the pool's device."""
-        block_tables = torch.from_numpy(batch.block_tables).to(device=self.cache.device, dtype=torch.int64)
-        starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         sequences = [
-            SequencePages(starts[s], starts[s + 1], seq_len, block_tables[s, : -(-seq_len // self.cache.block_size)])
-            for s, seq_len in enumerate(seq_lens)
+            (sequence, torch.from_numpy(sequence.block_ids).to(self.cache.device))
+            for sequence in split_sequences(batch, self.cache.block_size)
         ]
         return SdpaPlan(self._write_rows(batch), sequences)
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """See ``AttentionBackend.attend``."""
         assert isinstance(plan, SdpaPlan)
-        output = torch.empty_like(query)
-        for sequence in plan.sequences:
+        output = query.new_empty(query.shape)
+        for sequence, block_ids in plan.sequences:
             rows = slice(sequence.query_start, sequence.query_end)
-            output[rows] = self._attend_one(layer, query[rows], spec, sequence)
+            lowest = spec.first_visible(sequence.first_position)
+            key = self._gather(self.cache.key(layer), block_ids)[:, lowest : sequence.seq_len].to(query.dtype)
+            value = self._gather(self.cache.value(layer), block_ids)[:, lowest : sequence.seq_len].to(query.dtype)
+            key_positions = torch.arange(lowest, sequence.seq_len, device=query.device)
+            mask = visible(key_positions[-sequence.num_queries :], key_positions, spec)
+            attended = F.scaled_dot_product_attention(
+                query[rows].transpose(0, 1)[None],
+                key[None],
+                value[None],
+                attn_mask=mask,
+                scale=spec.scale,
+                enable_gqa=True,
+            )
+            output[rows] = attended[0].transpose(0, 1)
         return output
 
-    def _attend_one(self, layer: int, query: Tensor, spec: AttentionSpec, sequence: SequencePages) -> Tensor:
-        key = self._gather(self.cache.key(layer), sequence).to(query.dtype)
-        value = self._gather(self.cache.value(layer), sequence).to(query.dtype)
-        positions = torch.arange(sequence.seq_len, device=query.device)
-        mask = visible(positions[sequence.seq_len - len(query) :], positions, spec)
-        query = query.transpose(0, 1)  # [num_heads, num_queries, head_dim]
-        output = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, scale=spec.scale, enable_gqa=True
-        )
-        return output[0].transpose(0, 1)
-
-    def _gather(self, pages: Tensor, sequence: SequencePages) -> Tensor:
-        """Return the sequence's keys or values, ``[num_kv_heads, seq_len, head_dim]``."""
-        picked = pages[sequence.block_ids]
+    def _gather(self, pages: Tensor, block_ids: Tensor) -> Tensor:
+        """Return the pages' keys or values one after the other, ``[num_kv_heads, num_slots, head_dim]``."""
+        picked = pages[block_ids]
         if self.cache.layout is KVLayout.NHD:
             picked = picked.transpose(1, 2)
-        return picked.transpose(0, 1).flatten(1, 2)[:, : sequence.seq_len]
+        return picked.transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,89 @@
+"""The CPU backend: decode rows through the row kernel, prefill chunks by gather + SDPA, in any mixture.
+
+Owns: the split of a batch between the two kernels. Does not know: how either of them works.
+Called through ``core.attention.base.AttentionBackend``.
+
+The rule: a sequence with one query goes to ``DecodeRows`` if the pool is fp32, everything else to ``GatherKernel``. The row
+kernel was the fastest of all candidates at every batch size (1 to 16) and context (256 to 4096) that was measured, so the
+rule needs no thresholds. bf16 pools decode by gather + SDPA: ``sampled_addmm`` has no bf16 on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from core.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    PagedKVCache,
+    Sequence,
+    split_sequences,
+)
+from core.attention.decode_rows import DecodeIndex, DecodeRows
+from core.attention.gathered import GatherIndex, GatherKernel
+
+
+@dataclass(slots=True)
+class MaskedStep:
+    """One step under one mask. ``decode_rows``: int64, the query rows of the decode sequences, or None if all rows are."""
+
+    decode: DecodeIndex | None
+    decode_rows: Tensor | None
+    gathers: list[GatherIndex]
+
+
+@dataclass(slots=True)
+class PagedCpuPlan(AttentionPlan):
+    """The batch's sequences, and one ``MaskedStep`` per distinct layer spec, made when a layer first asks for it."""
+
+    sequences: list[Sequence]
+    steps: dict[AttentionSpec, MaskedStep] = field(default_factory=dict)
+
+
+class PagedCpuBackend(AttentionBackend):
+    """Paged attention with plain torch operators."""
+
+    name = "paged_cpu"
+    preferred_layout = KVLayout.HND
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        super().__init__(cache)
+        self._gather = GatherKernel(cache)
+        self._decode = DecodeRows(cache) if cache.dtype is torch.float32 else None
+
+    def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
+        """See ``AttentionBackend.plan``."""
+        return PagedCpuPlan(self._write_rows(batch), split_sequences(batch, self.cache.block_size))
+
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        assert isinstance(plan, PagedCpuPlan)
+        step = plan.steps.get(spec)
+        if step is None:
+            step = plan.steps[spec] = self._masked_step(plan.sequences, spec)
+        if step.decode is not None and step.decode_rows is None:
+            return self._attend_decode(layer, query, spec.scale, step.decode)
+        output = query.new_empty(query.shape)
+        if step.decode is not None and step.decode_rows is not None:
+            decoded = self._attend_decode(layer, query[step.decode_rows], spec.scale, step.decode)
+            output.index_copy_(0, step.decode_rows, decoded)
+        for index in step.gathers:
+            output[index.rows] = self._gather.attend(layer, query[index.rows], spec.scale, index)
+        return output
+
+    def _attend_decode(self, layer: int, query: Tensor, scale: float, index: DecodeIndex) -> Tensor:
+        assert self._decode is not None
+        return self._decode.attend(layer, query.to(self.cache.dtype), scale, index).to(query.dtype)
+
+    def _masked_step(self, sequences: list[Sequence], spec: AttentionSpec) -> MaskedStep:
+        decoding = [s for s in sequences if s.num_queries == 1] if self._decode is not None else []
+        gathered = [s for s in sequences if s.num_queries > 1 or self._decode is None]
+        decode = self._decode.index(decoding, spec) if self._decode is not None and decoding else None
+        rows = torch.tensor([s.query_start for s in decoding]) if gathered and decoding else None
+        return MaskedStep(decode, rows, [self._gather.index(s, spec) for s in gathered])
