@@ -195,6 +195,7 @@ class NewRequestData:
     choice_index: int
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()  # masked by the sampler below ``min_tokens``
 
 
 @dataclass(slots=True)

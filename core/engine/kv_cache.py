@@ -1,0 +1,168 @@
+"""The KV pool of a worker: one block-major run of memory, allocated once, shared by attention and connectors.
+
+Owns the memory. Does not know who holds which block (``core.kv``). On CPU the pool is an anonymous memory file, so that a
+process of the same host can map it; every page is present before the first request, and stays mapped while the worker serves.
+
+    [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]     HND; NHD swaps heads and tokens
+
+Block 0 is the null block. Slots past a sequence's end in its last block are zero: ``core.engine.runner`` zeroes a block in
+the step that first writes into it, if that step does not fill it. So at most one block per sequence is cleared every
+``block_size`` tokens (0.1 % of the time it takes to compute them), nothing has to be cleared at a hand-over, and whatever a
+failed transfer has left in a freed block is gone before it can be read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from core.attention.base import KVLayout, PagedKVCache
+from core.config import CacheSection
+from core.connector import KVPoolRegion
+from core.errors import ConfigError
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.model.arch import ModelArch
+from core.wire.kv import KVLayoutInfo
+
+_MEMORY_FILE_NAME = "kvferry-kv"
+
+
+def kv_cache_config(arch: ModelArch, section: CacheSection, dtype: torch.dtype) -> KVCacheConfig:
+    """Return the groups of a model and the number of blocks that the configured memory holds.
+
+    Windowed layers keep all blocks of a sequence, as full ones do; their window is applied by attention.
+
+    Raises:
+        ConfigError: the groups differ in size, or the memory holds no usable block.
+    """
+    groups = arch.kv_groups
+    if len({len(layers) for layers in groups}) > 1:
+        raise ConfigError(f"layers per attention window differ: {[len(layers) for layers in groups]}", param="model.name")
+    spec = FullAttentionSpec(
+        block_size=section.block_size,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        dtype_bytes=dtype.itemsize,
+    )
+    block_bytes = len(groups[0]) * spec.page_size_bytes
+    num_blocks = section.num_blocks or section.memory_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV pool holds {num_blocks} blocks of {block_bytes} bytes (cache.memory_bytes = {section.memory_bytes}, "
+            f"cache.num_blocks = {section.num_blocks}); at least 2 are needed",
+            param="cache.num_blocks" if section.num_blocks else "cache.memory_bytes",
+        )
+    return KVCacheConfig(num_blocks, tuple(KVCacheGroup(layers, spec) for layers in groups))
+
+
+def layout_info(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout) -> KVLayoutInfo:
+    """Return what two workers compare before one reads the other's blocks."""
+    group = config.groups[0]
+    return KVLayoutInfo(
+        dtype=str(dtype).removeprefix("torch."),
+        order=layout.value,
+        block_size=group.spec.block_size,
+        num_layers=len(group.layer_indices),
+        num_kv_heads=group.spec.num_kv_heads,
+        head_dim=group.spec.head_dim,
+        block_bytes=group.block_bytes,
+        num_groups=len(config.groups),
+    )
+
+
+@dataclass(slots=True)
+class KVPool:
+    """The allocated pool: ``cache`` is what attention sees of it, ``region`` what connectors see."""
+
+    config: KVCacheConfig
+    cache: PagedKVCache
+    region: KVPoolRegion
+
+    @property
+    def layout(self) -> KVLayoutInfo:
+        """What one block looks like."""
+        return self.region.layout
+
+    def zero_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill whole blocks with zeros, all layers at once: one contiguous run each."""
+        for block_id in block_ids:
+            self.cache.pool[block_id].zero_()
+
+    def close(self) -> None:
+        """Close the memory file. The mapping lives until the last tensor or view of it is gone."""
+        if self.region.memory_fd is not None:
+            os.close(self.region.memory_fd)
+
+
+def allocate_kv_pool(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout, device: torch.device) -> KVPool:
+    """Allocate the pool, zeroed, with every page present.
+
+    Raises:
+        ConfigError: the memory is not there.
+    """
+    info = layout_info(config, dtype, layout)
+    inner = (info.num_kv_heads, info.block_size) if layout is KVLayout.HND else (info.block_size, info.num_kv_heads)
+    shape = (config.num_blocks, info.num_layers, 2, *inner, info.head_dim)
+    if device.type != "cpu":
+        return _allocate_on_device(config, torch.empty(0, dtype=dtype, device=device), shape, layout, info)
+    memory_fd, memory = _anonymous_memory(config.num_blocks * info.block_bytes)
+    pool = torch.frombuffer(memory, dtype=dtype).view(shape)
+    region = KVPoolRegion(
+        base_address=pool.data_ptr(),
+        num_blocks=config.num_blocks,
+        block_bytes=info.block_bytes,
+        layout=info,
+        buffer=memoryview(memory),
+        memory_fd=memory_fd,
+    )
+    return KVPool(config, PagedKVCache(pool, layout), region)
+
+
+def _allocate_on_device(
+    config: KVCacheConfig, like: torch.Tensor, shape: tuple[int, ...], layout: KVLayout, info: KVLayoutInfo
+) -> KVPool:
+    try:
+        pool = like.new_zeros(shape)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(config.num_blocks * info.block_bytes, error) from None
+    region = KVPoolRegion(
+        base_address=pool.data_ptr(),
+        num_blocks=config.num_blocks,
+        block_bytes=info.block_bytes,
+        layout=info,
+        device=str(like.device),
+    )
+    return KVPool(config, PagedKVCache(pool, layout), region)
+
+
+def _anonymous_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Return the descriptor and the mapping of a new memory file, all pages allocated, zero and mapped."""
+    # The kernel would rather kill a process than refuse a page, so a pool that cannot fit is refused before the first one.
+    available = _available_bytes()
+    if num_bytes > available:
+        raise _no_memory(num_bytes, f"{available} bytes of memory are available")
+    memory_fd = os.memfd_create(_MEMORY_FILE_NAME, os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(memory_fd, 0, num_bytes)
+        return memory_fd, mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as error:
+        os.close(memory_fd)
+        raise _no_memory(num_bytes, error) from None
+
+
+def _available_bytes() -> int:
+    """Return how much memory the host can give without swapping (``MemAvailable``, see proc(5))."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable: the size of the KV pool cannot be checked")
+
+
+def _no_memory(num_bytes: int, reason: object) -> ConfigError:
+    return ConfigError(f"cannot allocate a KV pool of {num_bytes} bytes: {reason}", param="cache.memory_bytes")

@@ -1,0 +1,118 @@
+import mmap
+import os
+
+import pytest
+import torch
+
+from core.attention.base import KVLayout
+from core.config import CacheSection
+from core.engine.kv_cache import allocate_kv_pool, kv_cache_config
+from core.errors import ConfigError
+from core.model.arch import parse_arch
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 8 * 4  # layers, key and value, heads, tokens, head_dim, float32
+
+
+@pytest.fixture
+def pool():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("section", "num_blocks"),
+    [
+        (CacheSection(block_size=16, memory_bytes=10 * BLOCK_BYTES), 10),
+        (CacheSection(block_size=16, memory_bytes=11 * BLOCK_BYTES - 1), 10),
+        (CacheSection(block_size=16, memory_bytes=10 * BLOCK_BYTES, num_blocks=7), 7),
+        (CacheSection(block_size=32, memory_bytes=10 * BLOCK_BYTES), 5),
+    ],
+)
+def test_block_count_comes_from_memory_unless_it_is_set(section, num_blocks):
+    config = kv_cache_config(parse_arch(CONFIG), section, torch.float32)
+    assert config.num_blocks == num_blocks
+    assert config.groups[0].layer_indices == (0, 1, 2)
+
+
+@pytest.mark.parametrize("section", [CacheSection(block_size=16, memory_bytes=2 * BLOCK_BYTES - 1), CacheSection(num_blocks=1)])
+def test_memory_for_less_than_one_usable_block_is_refused(section):
+    with pytest.raises(ConfigError, match="at least 2"):
+        kv_cache_config(parse_arch(CONFIG), section, torch.float32)
+
+
+def test_windows_of_unequal_groups_are_refused():
+    arch = parse_arch(
+        CONFIG | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1, "max_position_embeddings": 64}
+    )
+    with pytest.raises(ConfigError, match="window"):
+        kv_cache_config(arch, CacheSection(block_size=16, num_blocks=4), torch.float32)
+
+
+def test_layout_describes_one_block(pool):
+    layout = pool.layout
+    assert (layout.dtype, layout.order, layout.block_size) == ("float32", "HND", 16)
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (3, 2, 8)
+    assert layout.block_bytes == BLOCK_BYTES == pool.region.block_bytes
+    assert pool.cache.pool.shape == (5, 3, 2, 2, 16, 8)
+
+
+def test_pool_starts_zeroed_and_all_views_alias_it(pool):
+    assert not pool.cache.pool.any()
+    pool.cache.key(1)[3, 0, 2, 5] = 7.0
+    region = torch.frombuffer(pool.region.buffer, dtype=torch.float32)
+    assert region.view_as(pool.cache.pool)[3, 1, 0, 0, 2, 5] == 7.0
+    assert pool.region.base_address == pool.cache.pool.data_ptr()
+
+
+def test_another_mapping_of_the_memory_file_sees_a_block_as_one_run(pool):
+    pool.cache.pool[2] = 3.0
+    with mmap.mmap(os.dup(pool.region.memory_fd), 0) as other:
+        assert len(other) == 5 * BLOCK_BYTES
+        block = bytes(other[2 * BLOCK_BYTES : 3 * BLOCK_BYTES])
+    assert torch.equal(torch.frombuffer(bytearray(block), dtype=torch.float32), torch.full((BLOCK_BYTES // 4,), 3.0))
+
+
+def test_nhd_swaps_heads_and_tokens():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.bfloat16)
+    pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.NHD, torch.device("cpu"))
+    assert pool.cache.pool.shape == (2, 3, 2, 16, 2, 8)
+    assert (pool.layout.order, pool.layout.dtype) == ("NHD", "bfloat16")
+    pool.close()
+
+
+def test_zeroing_a_block_leaves_its_neighbours(pool):
+    pool.cache.pool.fill_(1.0)
+    pool.zero_blocks([1, 3])
+    assert [bool(pool.cache.pool[block].any()) for block in range(5)] == [True, False, True, False, True]
+
+
+def test_pages_are_present_before_first_use(pool):
+    # Allocated pages of the memory file, in units of 512 bytes.
+    assert os.fstat(pool.region.memory_fd).st_blocks * 512 >= 5 * BLOCK_BYTES
+
+
+def test_memory_that_is_not_there_is_a_configuration_error():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=1 << 42), torch.float32)
+    with pytest.raises(ConfigError, match="bytes of memory are available"):
+        allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
+
+
+def test_closing_keeps_the_memory_of_living_tensors():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
+    tensor = pool.cache.pool
+    pool.close()
+    del pool
+    tensor.fill_(2.0)
+    assert float(tensor.sum()) == 2.0 * tensor.numel()
