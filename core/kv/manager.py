@@ -102,6 +102,11 @@ class KVCacheManager:
         self._watermark_blocks = int(watermark * kv_cache_config.num_blocks)
 
     @property
+    def hash_block_size(self) -> int:
+        """Tokens per value of the hash chain; every block size is a multiple."""
+        return self.coordinator.hash_block_size
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that are referenced, 0 to 1."""
         return self.block_pool.usage
@@ -214,6 +219,11 @@ class KVCacheManager:
             for group in self.kv_cache_config.groups
         )
         return num_blocks <= self.block_pool.num_usable_blocks
+
+    def get_num_missing_blocks(self, request: KVCacheRequest) -> int:
+        """Return how many blocks the request still takes until all its tokens have slots."""
+        coordinator = self.coordinator
+        return coordinator.get_num_blocks_to_allocate(request.request_id, request.num_tokens, coordinator.no_blocks, True)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Return all blocks of the request, none for an unknown one. The sequences are live views."""

@@ -1,0 +1,176 @@
+"""The second pass of a step: requests that wait get blocks and start to run, or start to load.
+
+Called by ``Scheduler.schedule``, and only if nothing was preempted in the step. Knows the connector's scheduler side: it asks
+what can be loaded, and tells what was allocated.
+
+Holders first: a request that holds blocks while it waits (it loads, or has loaded) comes before any that holds none, and one
+that cannot get its next block lets other holders try but nobody else. Otherwise blocks would be pinned behind a request that
+waits for just these blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from core.kv.manager import KVCacheBlocks
+from core.request import PrefillStats, Request, RequestStatus
+from core.sched.remote_kv import promote_loaded_request
+from core.sched.running import chunk_of
+from core.sched.state import SchedulerState, Step
+
+
+class _Outcome(Enum):
+    """What became of a waiting request in this pass."""
+
+    RUNS = auto()
+    LOADS = auto()  # holds blocks now; the connector fills them while others run
+    SKIPPED = auto()  # not its turn: KV not here yet, or the connector wants to be asked again
+    NO_BLOCKS = auto()
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """The part of a waiting request that need not be computed: local hits, then tokens that the connector loads."""
+
+    blocks: KVCacheBlocks | None = None
+    num_local_tokens: int = 0
+    num_external_tokens: int = 0
+    load_kv_async: bool = False
+
+
+def schedule_waiting(state: SchedulerState, step: Step) -> None:
+    """Admit waiting requests, in order, while the budget, the running slots and the blocks last."""
+    step_skipped_waiting: deque[Request] = deque()
+    step_skipped_kv_holding: deque[Request] = deque()
+    holder_lacks_blocks = False
+    while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
+        if state.kv_holding_waiting:
+            request = state.kv_holding_waiting.pop_request()
+            outcome = _resume_holder(state, step, request)
+            if outcome is not _Outcome.RUNS:
+                step_skipped_kv_holding.appendleft(request)
+                holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
+        elif state.waiting and not holder_lacks_blocks:
+            request = state.waiting.pop_request()
+            outcome = _admit(state, step, request)
+            if outcome is _Outcome.LOADS:
+                step_skipped_kv_holding.appendleft(request)
+            elif outcome is not _Outcome.RUNS:
+                step_skipped_waiting.appendleft(request)
+            if outcome is _Outcome.NO_BLOCKS:
+                break
+        else:
+            break
+    # Each deque is newest first, and prepending one by one reverses it: the original order is back, ahead of the unvisited.
+    state.waiting.prepend_requests(step_skipped_waiting)
+    state.kv_holding_waiting.prepend_requests(step_skipped_kv_holding)
+
+
+def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outcome:
+    """Let a request run whose load has ended. It has its blocks and is not looked up again."""
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not promote_loaded_request(state, request):
+        return _Outcome.SKIPPED
+    return _allocate_and_start(state, step, request, _Prefix())
+
+
+def _admit(state: SchedulerState, step: Step, request: Request) -> _Outcome:
+    """Give a request without blocks its first ones, or again after a preemption."""
+    prefix = _look_up_prefix(state, request)
+    if prefix is None:
+        return _Outcome.SKIPPED
+    return _allocate_and_start(state, step, request, prefix)
+
+
+def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
+    """Find what is cached here and what the connector can add; None if the connector cannot tell yet."""
+    blocks, num_local_tokens = state.kv_cache_manager.get_computed_blocks(request)
+    prefix = _Prefix(blocks, num_local_tokens)
+    if state.connector is None:
+        return prefix
+    num_external_tokens, load_kv_async = state.connector.get_num_new_matched_tokens(request, num_local_tokens)
+    if num_external_tokens is None:
+        return None
+    if request.skip_reading_prefix_cache or num_external_tokens == 0:
+        return prefix
+    assert 0 < num_external_tokens <= request.num_tokens - num_local_tokens, (
+        f"{request!r}: the connector offers {num_external_tokens} tokens beyond {num_local_tokens}"
+    )
+    if not load_kv_async:  # runs in this step, so at least the last token must be left to compute
+        num_external_tokens = min(num_external_tokens, request.num_tokens - 1 - num_local_tokens)
+    prefix.num_external_tokens = num_external_tokens
+    prefix.load_kv_async = load_kv_async
+    return prefix
+
+
+def _allocate_and_start(state: SchedulerState, step: Step, request: Request, prefix: _Prefix) -> _Outcome:
+    """Allocate, tell the connector, and start the request: in this step, or as a load."""
+    manager = state.kv_cache_manager
+    num_cached_tokens = prefix.num_local_tokens + prefix.num_external_tokens
+    num_computed_tokens = request.num_computed_tokens + num_cached_tokens
+    num_new_tokens = 0
+    if not prefix.load_kv_async:
+        num_new_tokens = chunk_of(state, step, request.num_tokens - num_computed_tokens)
+    new_blocks = manager.allocate_slots(
+        request,
+        num_new_tokens,
+        num_new_computed_tokens=prefix.num_local_tokens,
+        new_computed_blocks=prefix.blocks,
+        num_external_computed_tokens=prefix.num_external_tokens,
+        delay_cache_blocks=prefix.num_external_tokens > 0,  # no hit before the data is there
+        full_sequence_must_fit=True,
+        reserved_blocks=_reserved_blocks(state) if prefix.load_kv_async else 0,
+        has_scheduled_reqs=bool(state.running),
+    )
+    if new_blocks is None:
+        return _Outcome.NO_BLOCKS
+    if state.connector is not None:
+        all_blocks = manager.get_blocks(request.request_id)
+        state.connector.update_state_after_alloc(request, all_blocks, prefix.num_external_tokens)
+    if prefix.blocks is not None:
+        _record_admission(state, request, prefix)
+    request.num_computed_tokens = num_computed_tokens
+    if num_computed_tokens + num_new_tokens < request.num_tokens or prefix.load_kv_async:
+        state.inflight_prefills[request.request_id] = request
+    if prefix.load_kv_async:
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return _Outcome.LOADS
+    if prefix.num_external_tokens:
+        step.output.has_sync_kv_loads = True
+        state.synchronous_loads.append(request)
+    step.add_new(request, num_new_tokens, manager.get_block_ids(request.request_id))
+    request.status = RequestStatus.RUNNING
+    state.running.append(request)
+    return _Outcome.RUNS
+
+
+def _reserved_blocks(state: SchedulerState) -> int:
+    """Count the blocks that in-flight prefills and loads still need.
+
+    A load pins its blocks without making progress and cannot be preempted, so it must not take what they rely on.
+    """
+    manager = state.kv_cache_manager
+    return sum(manager.get_num_missing_blocks(request) for request in state.inflight_prefills.values())
+
+
+def _record_admission(state: SchedulerState, request: Request, prefix: _Prefix) -> None:
+    """Count hits, and snapshot where the prompt came from at the first admission.
+
+    The snapshot is never changed later: a preemption or a failed load must not turn its differences negative.
+    """
+    num_local, num_external = prefix.num_local_tokens, prefix.num_external_tokens
+    was_preempted = request.num_preemptions > 0
+    if not request.skip_reading_prefix_cache:
+        state.kv_cache_manager.record_prefix_cache_stats(request.num_tokens, num_local, was_preempted)
+        if state.connector is not None:
+            state.connector_prefix_cache_stats.record(request.num_tokens - num_local, num_external, was_preempted)
+    if was_preempted or request.prefill_stats is not None:
+        return
+    num_prompt_tokens = request.num_prompt_tokens  # hits may reach into the output of a request taken over
+    num_local_cached = min(num_local, num_prompt_tokens)
+    request.prefill_stats = PrefillStats(
+        num_prompt_tokens=num_prompt_tokens,
+        num_local_cached_tokens=num_local_cached,
+        num_external_cached_tokens=min(num_external, num_prompt_tokens - num_local_cached),
+    )

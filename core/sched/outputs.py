@@ -1,0 +1,85 @@
+"""What one step produced, request by request: new tokens, ends, and what goes out with them.
+
+Called by ``Scheduler.update_from_output`` for each request that the step computed. The loop is a hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from core.request import FINISH_REASONS, EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from core.sched.release import finish_requests, free_request, remove_from_running
+from core.sched.state import SchedulerState
+from core.sched.stop import append_output_tokens
+from core.wire.messages import ErrorInfo
+
+
+def process_sampled_tokens(
+    state: SchedulerState,
+    scheduler_output: SchedulerOutput,
+    model_output: ModelRunnerOutput,
+    failed: Mapping[str, ErrorInfo],
+) -> list[EngineCoreOutput]:
+    """Append the step's tokens and end the requests that stop; return one output per request with news.
+
+    ``failed`` requests and those that left or were preempted since the step was scheduled get nothing: their tokens rest on
+    KV that is not theirs any more.
+    """
+    outputs: list[EngineCoreOutput] = []
+    stopped: list[Request] = []
+    requests, sampled, running = state.requests, model_output.sampled_token_ids, RequestStatus.RUNNING
+    max_model_len, has_extras = state.max_model_len, bool(model_output.logprobs or model_output.prompt_logprobs)
+    for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        request = requests.get(request_id)
+        if request is None:
+            continue
+        request.num_in_flight_tokens -= num_scheduled
+        token_ids = sampled.get(request_id)
+        if not token_ids or request.status is not running or request_id in failed:
+            continue
+        output = EngineCoreOutput(request_id, append_output_tokens(request, token_ids, max_model_len))
+        if request.prefill_stats is not None:
+            output.prefill_stats = request.take_prefill_stats()
+        if state.transfer_usage:
+            output.transfer_usage = state.transfer_usage.pop(request_id, None)
+        if has_extras:
+            _attach_logprobs(output, model_output)
+        if request.status is not running:
+            stopped.append(request)
+            output.finish_reason = FINISH_REASONS[request.status]
+            output.stop_reason = request.stop_reason
+            output.kv_handoff = free_request(state, request)
+        outputs.append(output)
+    remove_from_running(state, stopped)
+    return outputs
+
+
+def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) -> None:
+    logprobs = model_output.logprobs.get(output.request_id)
+    output.logprobs = None if logprobs is None else logprobs[: len(output.new_token_ids)]
+    output.prompt_logprobs = model_output.prompt_logprobs.get(output.request_id)
+
+
+def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> list[EngineCoreOutput]:
+    """End these requests with their errors; return their last outputs."""
+    usage = {request_id: state.transfer_usage.get(request_id) for request_id in failed}
+    return [
+        EngineCoreOutput(
+            request_id,
+            [],
+            finish_reason=FINISH_REASONS[RequestStatus.FINISHED_ERROR],
+            transfer_usage=usage[request_id],
+            error=failed[request_id],
+        )
+        for request_id in finish_requests(state, failed, RequestStatus.FINISHED_ERROR)
+    ]
+
+
+def cache_synchronous_loads(state: SchedulerState, failed: Iterable[str]) -> None:
+    """Make the blocks of synchronous loads hits, now that the step has run and the loads are known to be good."""
+    loads, state.synchronous_loads = state.synchronous_loads, []
+    bad = set(failed)
+    for request in loads:
+        if request.status is RequestStatus.RUNNING and request.request_id not in bad:
+            num_confirmed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+            state.kv_cache_manager.cache_blocks(request, min(num_confirmed_tokens, request.num_tokens))

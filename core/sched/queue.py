@@ -1,0 +1,141 @@
+"""Queues of requests that wait for admission: first come first served, or by priority.
+
+Own the order and nothing else: no status, no blocks, no budget. Only ``core.sched`` touches them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from core.request import Request
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+PriorityKey = tuple[int, float, str]
+
+
+def priority_key(request: Request) -> PriorityKey:
+    """Return what requests are ordered by: the smallest key goes first and is preempted last."""
+    return request.priority, request.arrival_time, request.request_id
+
+
+class RequestQueue(ABC):
+    """Requests in the order in which they will be admitted. Iteration follows that order and changes nothing."""
+
+    @abstractmethod
+    def add_request(self, request: Request) -> None:
+        """Queue a request behind those that came before it."""
+
+    @abstractmethod
+    def peek_request(self) -> Request:
+        """Return the next request and leave it. Raises: IndexError if there is none."""
+
+    @abstractmethod
+    def pop_request(self) -> Request:
+        """Take the next request. Raises: IndexError if there is none."""
+
+    @abstractmethod
+    def prepend_request(self, request: Request) -> None:
+        """Give a request back that was taken, to be the next one where the policy lets it."""
+
+    @abstractmethod
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Prepend one after the other, so that the *last* one given comes first."""
+
+    @abstractmethod
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Drop these requests, wherever they are; those not queued are ignored. One pass for all of them."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class FCFSRequestQueue(RequestQueue):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Append."""
+        self._requests.append(request)
+
+    def peek_request(self) -> Request:
+        """Return the oldest."""
+        return self._requests[0]
+
+    def pop_request(self) -> Request:
+        """Take the oldest."""
+        return self._requests.popleft()
+
+    def prepend_request(self, request: Request) -> None:
+        """Make it the next one."""
+        self._requests.appendleft(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Put them in front in reverse order."""
+        self._requests.extendleft(requests)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Keep all others, in order."""
+        removed = set(requests)
+        if removed:
+            self._requests = deque(request for request in self._requests if request not in removed)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+
+class PriorityRequestQueue(RequestQueue):
+    """Smallest (priority, arrival time, request id) first. There is no front to prepend to: the key alone decides."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[PriorityKey, Request]] = []
+
+    def add_request(self, request: Request) -> None:
+        """Put it where its key belongs."""
+        heapq.heappush(self._heap, (priority_key(request), request))
+
+    def peek_request(self) -> Request:
+        """Return the most urgent."""
+        return self._heap[0][1]
+
+    def pop_request(self) -> Request:
+        """Take the most urgent."""
+        return heapq.heappop(self._heap)[1]
+
+    def prepend_request(self, request: Request) -> None:
+        """Put it where its key belongs."""
+        self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Put each where its key belongs."""
+        for request in requests:
+            self.add_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Rebuild the heap without them."""
+        removed = set(requests)
+        if removed:
+            self._heap = [entry for entry in self._heap if entry[1] not in removed]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+
+
+def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
+    """Return an empty queue of this policy."""
+    return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()

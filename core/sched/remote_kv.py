@@ -1,0 +1,54 @@
+"""Requests whose KV comes from, or is read by, somebody else: the end of loads and of sends.
+
+    WAITING --(asynchronous load)--> WAITING_FOR_REMOTE_KVS --(finished_recving, next pass)--> WAITING --> RUNNING
+
+Called by admission (promotion) and by ``Scheduler.update_from_output`` (the worker side's report).
+"""
+
+from __future__ import annotations
+
+from core.request import KVConnectorOutput, Request, RequestStatus
+from core.sched.release import free_blocks
+from core.sched.state import SchedulerState
+
+
+def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
+    """Make a loading request an ordinary waiting one if its KV has arrived; say whether it has.
+
+    All loaded blocks are hashed first, by the full count; only then the last token of a completely loaded sequence is marked
+    as not computed, since there must be one to sample from. So a prompt of full blocks has all of them cached, needs no block
+    and computes one token.
+    """
+    if request.request_id not in state.finished_recving_kv_req_ids:
+        return False
+    state.finished_recving_kv_req_ids.remove(request.request_id)
+    state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+    if request.num_computed_tokens == request.num_tokens:
+        request.num_computed_tokens -= 1
+    request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+    return True
+
+
+def update_from_kv_xfer_finished(state: SchedulerState, output: KVConnectorOutput) -> None:
+    """Apply the terminal transfers: loaded requests may run, blocks of finished ones are freed.
+
+    A finished request may wait for both, a load that can still write and a reader; the last one frees.
+    """
+    for request_id in output.finished_recving:
+        request = state.requests.get(request_id)
+        assert request is not None, f"load of unknown request {request_id} ended"
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            state.finished_recving_kv_req_ids.add(request_id)
+            continue
+        assert request_id in state.awaiting_recving, f"{request!r} did not load"
+        state.awaiting_recving.remove(request_id)
+        _free_if_settled(state, request)
+    for request_id in output.finished_sending:
+        assert request_id in state.awaiting_sending, f"nobody waits for the sending of {request_id}"
+        state.awaiting_sending.remove(request_id)
+        _free_if_settled(state, state.requests[request_id])
+
+
+def _free_if_settled(state: SchedulerState, request: Request) -> None:
+    if request.request_id not in state.awaiting_recving and request.request_id not in state.awaiting_sending:
+        free_blocks(state, request)

@@ -1,0 +1,113 @@
+"""The first pass of a step: tokens for the requests that run, and preemption where blocks run out.
+
+A running request asks for what it lacks, a chunk of its prompt or the one token it sampled last; there is no other difference
+between prefill and decode. Called by ``Scheduler.schedule``; never looks at waiting requests.
+"""
+
+from __future__ import annotations
+
+from core.kv.manager import KVCacheBlocks
+from core.request import Request, RequestStatus
+from core.sched.queue import priority_key
+from core.sched.state import SchedulerState, Step
+
+
+def schedule_running(state: SchedulerState, step: Step) -> None:
+    """Give every running request its next tokens, in order, while the budget lasts.
+
+    The loop is the scheduler's hot path: a decoding request whose token neither opens nor completes a hash block needs no
+    block and makes none a hit, so it skips the KV cache manager altogether.
+
+        position in the hash block | 0 | 1  2  ...  n-2 | n-1 |
+        manager is needed          | x |                |  x  |
+    """
+    running = state.running
+    size = state.kv_cache_manager.hash_block_size
+    last = size - 1
+    cached = step.output.scheduled_cached_reqs
+    add_id, add_blocks, add_computed = cached.req_ids.append, cached.new_block_ids.append, cached.num_computed_tokens.append
+    num_scheduled, scheduled = step.output.num_scheduled_tokens, step.scheduled
+    index = 0
+    while index < len(running) and step.token_budget > 0:
+        request = running[index]
+        num_computed = request.num_computed_tokens
+        num_new_tokens = request.num_tokens - num_computed
+        new_block_ids: tuple[list[int], ...] | None = None
+        if num_new_tokens != 1 or not 0 < num_computed % size < last:
+            num_new_tokens = chunk_of(state, step, num_new_tokens)
+            if num_new_tokens == 0:
+                index += 1  # all it has is in flight; those behind it may still go
+                continue
+            blocks = _allocate_or_preempt(state, step, request, num_new_tokens)
+            if blocks is None:
+                break
+            index = _position(running, request, index)
+            new_block_ids = blocks.get_block_ids() if any(blocks.blocks) else None
+        request_id = request.request_id
+        add_id(request_id)
+        add_blocks(new_block_ids)
+        add_computed(num_computed)
+        num_scheduled[request_id] = num_new_tokens
+        scheduled.append(request)
+        step.token_budget -= num_new_tokens
+        index += 1
+
+
+def chunk_of(state: SchedulerState, step: Step, num_tokens: int) -> int:
+    """Return how many of ``num_tokens`` uncomputed tokens fit this step: the budget, and the long-prefill threshold.
+
+    The threshold keeps one long prompt from slowing all others down, so it counts only while there are others.
+    """
+    threshold = state.config.long_prefill_token_threshold
+    if threshold and num_tokens > threshold and _has_company(state):
+        num_tokens = threshold
+    return min(num_tokens, step.token_budget)
+
+
+def _has_company(state: SchedulerState) -> bool:
+    return len(state.running) + len(state.waiting) + len(state.kv_holding_waiting) > 1
+
+
+def _position(running: list[Request], request: Request, index: int) -> int:
+    """Return where ``request`` is now: preempting those before it has moved it to the left."""
+    return index if index < len(running) and running[index] is request else running.index(request, 0, index)
+
+
+def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
+    """Allocate slots, preempting victims until they fit; None if the request itself was the last victim."""
+    while True:
+        blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens)
+        if blocks is not None:
+            return blocks
+        victim = _choose_victim(state)
+        preempt(state, step, victim)
+        if victim is request:
+            return None
+
+
+def _choose_victim(state: SchedulerState) -> Request:
+    """Return the running request that matters least: the latest admitted, or the least urgent by priority."""
+    if state.config.policy == "priority":
+        return max(state.running, key=priority_key)
+    return state.running[-1]
+
+
+def preempt(state: SchedulerState, step: Step, request: Request) -> None:
+    """Take a running request's blocks and put it in front of the waiting ones, to be computed again from the start.
+
+    If it was scheduled in this very step it is taken out again, and the blocks that the step would have filled lose the hashes
+    they got in advance: nobody may hit what nobody computes.
+    """
+    assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
+    manager = state.kv_cache_manager
+    if step.refund(request):
+        manager.truncate(request, request.num_computed_tokens)
+    manager.free(request)
+    state.running.remove(request)
+    state.inflight_prefills.pop(request.request_id, None)
+    request.status = RequestStatus.PREEMPTED
+    request.num_computed_tokens = 0
+    request.num_preemptions += 1
+    state.num_preemptions += 1
+    state.waiting.prepend_request(request)
+    step.output.preempted_req_ids.add(request.request_id)

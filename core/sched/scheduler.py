@@ -1,0 +1,197 @@
+"""The scheduler: which tokens of which requests one step computes.
+
+Continuous batching with one token budget. There is no prefill or decode phase: each request has ``num_computed_tokens`` and
+``num_tokens``, and every step closes part of the gap. The engine calls ``schedule``, runs the step, and hands the result to
+``update_from_output``; that is one turn of its loop. Knows no tensors, sockets or threads.
+
+The rules live beside this file, one topic each: ``running`` (tokens for running requests, preemption), ``admission`` (waiting
+requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``outputs`` and ``stop`` (new tokens), ``release`` (ends of
+requests). Names and behaviour follow vLLM V1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from core.clock import Clock
+from core.config import SchedulerSection
+from core.connector import KVConnectorScheduler
+from core.errors import ContextTooLong, InvalidRequest
+from core.kv.events import KVCacheEvent
+from core.kv.manager import KVCacheManager
+from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from core.sched.admission import schedule_waiting
+from core.sched.load_failures import handle_load_failures
+from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens
+from core.sched.queue import RequestQueue
+from core.sched.release import finish_requests
+from core.sched.remote_kv import update_from_kv_xfer_finished
+from core.sched.running import schedule_running
+from core.sched.state import SchedulerState, Step
+from core.sched.stats import SchedulerStats, make_stats
+from core.wire.messages import ErrorInfo
+
+
+class Scheduler:
+    """Owns every request of one engine from ``add_request`` until its blocks are free. One thread only.
+
+    ``max_model_len`` in tokens, prompt and output; lowered to what the KV pool holds for one request.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerSection,
+        kv_cache_manager: KVCacheManager,
+        max_model_len: int,
+        connector: KVConnectorScheduler | None,
+        clock: Clock,
+    ) -> None:
+        self._state = SchedulerState(config, kv_cache_manager, max_model_len, connector, clock)
+        self.kv_cache_manager = kv_cache_manager
+        self.connector = connector
+        self.max_model_len = self._state.max_model_len
+        if connector is not None:
+            connector.bind_kv_cache_manager(kv_cache_manager)
+
+    # ---- one turn of the engine's loop -------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide what the next step computes.
+
+        The result may schedule nothing and must be run even so: it carries the ends of requests and the connector's message.
+        """
+        state = self._state
+        step = Step(token_budget=state.config.max_num_batched_tokens)
+        schedule_running(state, step)
+        if not step.output.preempted_req_ids:
+            schedule_waiting(state, step)
+        self._complete_output(step)
+        self._update_after_schedule(step)
+        return step.output
+
+    def _complete_output(self, step: Step) -> None:
+        """Add the totals, the requests that ended since the last step, and last the connector's message."""
+        state, output = self._state, step.output
+        output.total_num_scheduled_tokens = state.config.max_num_batched_tokens - step.token_budget
+        output.finished_req_ids, state.finished_req_ids = state.finished_req_ids, set()
+        if state.connector is not None:
+            output.kv_connector_metadata = state.connector.build_connector_meta(output)
+
+    def _update_after_schedule(self, step: Step) -> None:
+        """Advance the counters as if the step had run, so that another could be scheduled before it has."""
+        for request, num_tokens in zip(step.scheduled, step.output.num_scheduled_tokens.values(), strict=True):
+            request.num_computed_tokens += num_tokens
+            request.num_in_flight_tokens += num_tokens
+        prefills = self._state.inflight_prefills
+        for request in list(prefills.values()):
+            if request.num_computed_tokens >= request.num_tokens:
+                del prefills[request.request_id]
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Apply what a step produced; return the news of every request that has any."""
+        state = self._state
+        failed: dict[str, ErrorInfo] = {}
+        kv_output = model_output.kv_connector_output
+        if kv_output is not None:
+            if state.connector is not None:
+                state.connector.update_connector_output(kv_output)
+            state.keep_transfer_usage(kv_output.transfer_usage)
+            failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
+        outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
+        if state.synchronous_loads:
+            cache_synchronous_loads(state, failed)
+        if failed:
+            outputs += fail_requests(state, failed)
+        if kv_output is not None:
+            update_from_kv_xfer_finished(state, kv_output)
+        return outputs
+
+    # ---- requests come and go ----------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextTooLong: it can never run here; the message names its length and the limit.
+            InvalidRequest: it has no tokens, no token left to sample, or an id that is in use.
+        """
+        state = self._state
+        self._check_can_ever_run(request)
+        if request.arrival_time == 0.0:
+            request.arrival_time = state.clock.now()
+        if state.connector is not None:
+            state.connector.on_new_request(request)
+        state.requests[request.request_id] = request
+        state.waiting.add_request(request)
+
+    def _check_can_ever_run(self, request: Request) -> None:
+        state = self._state
+        if request.request_id in state.requests:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        if request.num_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if request.num_output_tokens >= request.max_tokens:
+            raise InvalidRequest(
+                f"{request.num_output_tokens} tokens are there already, max_tokens is {request.max_tokens}", param="max_tokens"
+            )
+        if request.num_tokens >= state.max_model_len:
+            limited_by = "context length" if state.max_model_len == state.context_len else "KV cache capacity"
+            raise ContextTooLong(
+                f"the request has {request.num_tokens} tokens; prompt and at least one more token must fit the {limited_by} "
+                f"of {state.max_model_len} tokens",
+                param="prompt",
+            )
+
+    def finish_requests(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
+        """End requests from outside, whatever state they are in (all for None); return the ids of those that were alive.
+
+        Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended.
+        """
+        return finish_requests(self._state, request_ids, status)
+
+    def has_unfinished_requests(self) -> bool:
+        """True if a request waits, loads or runs."""
+        state = self._state
+        return bool(state.running or state.waiting or state.kv_holding_waiting)
+
+    def has_finished_requests(self) -> bool:
+        """True if ends are not flushed to the runner yet, or blocks of ended requests wait for a transfer."""
+        state = self._state
+        return bool(state.finished_req_ids or state.awaiting_sending or state.awaiting_recving)
+
+    def has_requests(self) -> bool:
+        """True if the engine must go on stepping, if only to learn the end of a transfer."""
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+    # ---- what others may look at -------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Every request known, by id; finished ones as long as their blocks are not free."""
+        return self._state.requests
+
+    @property
+    def running(self) -> list[Request]:
+        """Running requests in order of admission."""
+        return self._state.running
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """Requests that wait without holding blocks."""
+        return self._state.waiting
+
+    @property
+    def kv_holding_waiting(self) -> RequestQueue:
+        """Requests that hold blocks while they load, or have loaded and wait to run."""
+        return self._state.kv_holding_waiting
+
+    def make_stats(self) -> SchedulerStats:
+        """Take a reading for gauges and counters."""
+        return make_stats(self._state)
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Return the KV events since the last call: the prefix cache's, then the connector's."""
+        events: list[KVCacheEvent] = self.kv_cache_manager.take_events()
+        if self.connector is not None:
+            events += self.connector.take_events()
+        return events

@@ -1,0 +1,116 @@
+"""What the parts of the scheduler share: the requests, the queues, and one step in the making.
+
+Holds; decides nothing. Written by the modules of ``core.sched``, on the engine thread only. Where a request is:
+
+| place                | status                           | blocks                                 |
+|----------------------|----------------------------------|----------------------------------------|
+| `waiting`            | WAITING, PREEMPTED               | none                                   |
+| `kv_holding_waiting` | WAITING_FOR_REMOTE_KVS; once its | yes: loading, or loaded and waiting to |
+|                      | load is seen WAITING, PREEMPTED  | run                                    |
+| `running`            | RUNNING                          | yes                                    |
+| `requests` only      | finished                         | yes: ``awaiting_recving`` or           |
+|                      |                                  | ``awaiting_sending`` delays their free |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from core.clock import Clock
+from core.config import SchedulerSection
+from core.connector import KVConnectorScheduler
+from core.kv.manager import KVCacheManager
+from core.kv.stats import PrefixCacheStats
+from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
+from core.sched.queue import RequestQueue, create_request_queue
+from core.wire.messages import TransferUsage
+
+
+class SchedulerState:
+    """All requests of one engine and where they are; see the table above.
+
+    ``max_model_len`` is the smaller of the model's context and what the KV pool holds for one request: a request that
+    outgrows the pool alone could never go on. ``inflight_prefills`` are the requests that hold blocks and need more before
+    their first token, loads included.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerSection,
+        kv_cache_manager: KVCacheManager,
+        max_model_len: int,
+        connector: KVConnectorScheduler | None,
+        clock: Clock,
+    ) -> None:
+        self.config = config
+        self.kv_cache_manager = kv_cache_manager
+        self.context_len = max_model_len
+        self.max_model_len = _most_tokens_that_fit(kv_cache_manager, max_model_len)
+        self.connector = connector
+        self.clock = clock
+
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting: RequestQueue = create_request_queue(config.policy)
+        self.kv_holding_waiting: RequestQueue = create_request_queue(config.policy)
+        self.inflight_prefills: dict[str, Request] = {}
+
+        self.finished_req_ids: set[str] = set()  # flushed into every SchedulerOutput
+        self.finished_recving_kv_req_ids: set[str] = set()  # loaded, not promoted yet
+        self.awaiting_recving: set[str] = set()  # finished while loading: blocks may still be written
+        self.awaiting_sending: set[str] = set()  # finished, but the connector still reads the blocks
+        self.transfer_usage: dict[str, TransferUsage] = {}  # goes out with the next output of the request
+        self.synchronous_loads: list[Request] = []  # start in the step that is in flight; hits once it has run
+        self.connector_prefix_cache_stats = PrefixCacheStats()
+        self.num_preemptions = 0
+
+    def keep_transfer_usage(self, usage: Mapping[str, TransferUsage]) -> None:
+        """Remember what loads cost until the requests have something to say."""
+        for request_id, cost in usage.items():
+            request = self.requests.get(request_id)
+            if request is not None and not request.status.is_finished:
+                self.transfer_usage[request_id] = cost
+
+
+def _most_tokens_that_fit(kv_cache_manager: KVCacheManager, max_model_len: int) -> int:
+    return bisect_left(range(1, max_model_len + 1), True, key=lambda n: not kv_cache_manager.can_ever_fit(n))
+
+
+@dataclass(slots=True)
+class Step:
+    """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order."""
+
+    token_budget: int
+    output: SchedulerOutput = field(default_factory=SchedulerOutput)
+    scheduled: list[Request] = field(default_factory=list)
+
+    def add_new(self, request: Request, num_new_tokens: int, block_ids: tuple[list[int], ...]) -> None:
+        """Schedule a request that the runner does not hold."""
+        self.output.scheduled_new_reqs.append(
+            NewRequestData(
+                request_id=request.request_id,
+                token_ids=request.all_token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.sampling,
+                choice_index=request.choice_index,
+                block_ids=block_ids,
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        self.output.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.scheduled.append(request)
+        self.token_budget -= num_new_tokens
+
+    def refund(self, request: Request) -> bool:
+        """Take a running request out of the step again; False if it was not in it."""
+        num_tokens = self.output.num_scheduled_tokens.pop(request.request_id, 0)
+        if not num_tokens:
+            return False
+        self.token_budget += num_tokens
+        self.scheduled.remove(request)
+        cached: CachedRequestData = self.output.scheduled_cached_reqs
+        index = cached.req_ids.index(request.request_id)
+        del cached.req_ids[index], cached.new_block_ids[index], cached.num_computed_tokens[index]
+        return True
