@@ -1,0 +1,158 @@
+"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its state machines ask for.
+
+Plain values without behaviour. ``PullProtocol`` returns actions; the connector's event-loop side carries them out: control
+messages on sockets, reads on the transfer thread, reports to the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.connector import KVConnectorMetadata
+from core.errors import KVFerryError
+from core.transport import PeerId
+from core.wire.kv import ControlMessage
+from core.wire.messages import ErrorInfo, TransferUsage
+
+# ---- scheduler side → event loop -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """Producer: the blocks of a finished request are held under this hand-over."""
+
+    transfer_id: str
+    request_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRef:
+    """Consumer: a hand-over and the life of the worker that holds it."""
+
+    transfer_id: str
+    owner: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Consumer: read ``remote_rows[i]`` of the owner's pool into ``local_rows[i]``; both hold ``num_tokens`` tokens."""
+
+    request_id: str
+    handoff: HandoffRef
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class P2PConnectorMetadata(KVConnectorMetadata):
+    """One step's news from the consumer's scheduler side, carried out in the order of the fields."""
+
+    holds: list[HandoffRef] = field(default_factory=list)  # keep these leases alive
+    pulls: list[PullRequest] = field(default_factory=list)
+    refused: dict[str, KVFerryError] = field(default_factory=dict)  # loads that fail without being tried
+    aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
+    releases: list[HandoffRef] = field(default_factory=list)  # done with these leases
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to do."""
+        return not (self.holds or self.pulls or self.refused or self.aborts or self.releases)
+
+
+# ---- state machine → control sockets ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendControl:
+    """Send a control message; connect first if there is no connection."""
+
+    address: str
+    message: ControlMessage
+
+
+@dataclass(frozen=True, slots=True)
+class CloseControl:
+    """Close the connection to an address; it is of no use for now."""
+
+    address: str
+
+
+# ---- state machine → transfer thread ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPeer:
+    """Make a peer readable by this transport."""
+
+    peer: PeerId
+    transport: str
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePeer:
+    """Fence a peer; its open reads become terminal."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PostRead:
+    """Read rows of a peer's pool."""
+
+    read_id: int
+    peer: PeerId
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRead:
+    """End a read early, if the transport can; it is reported as any other."""
+
+    read_id: int
+
+
+# ---- transfer thread → state machine ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A read is terminal: nothing is written for it any more."""
+
+    read_id: int
+    error: KVFerryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """A peer could not be opened."""
+
+    peer: PeerId
+    error: KVFerryError
+
+
+# ---- state machine → engine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The load of a request has failed. Its blocks may still be written until ``LoadEnded``."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """Nothing is written into the blocks of this load any more. ``usage`` is set if it succeeded."""
+
+    request_id: str
+    usage: TransferUsage | None = None
+
+
+TransferCommand = OpenPeer | ClosePeer | PostRead | CancelRead
+TransferEvent = ReadEnded | PeerFailed
+Report = LoadFailed | LoadEnded
+Action = SendControl | CloseControl | TransferCommand | Report

@@ -1,0 +1,88 @@
+"""The prefill worker's half of the handshake: is this reader compatible, and by which transport does it read?
+
+Pure: takes a ``Handshake``, returns the answer. Knows the worker's own identity and what its transports told about themselves;
+sockets belong to ``connectors.p2p.control``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch
+from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
+
+SAME_HOST_TRANSPORTS = frozenset({"shm"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """What a worker says about itself in a handshake."""
+
+    engine_id: str
+    incarnation: int
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    host_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeResponder:
+    """Answers handshakes. ``offers`` maps the transports that serve here to their metadata."""
+
+    identity: WorkerIdentity
+    num_blocks: int
+    offers: Mapping[str, bytes]
+
+    def answer(self, handshake: Handshake) -> HandshakeReply | HandshakeRefused:
+        """Accept with the first transport of the reader's preferences that works for both, or refuse with both values."""
+        try:
+            check_compatible(self.identity, handshake.model_fingerprint, handshake.layout)
+            transport = self._choose_transport(handshake)
+        except KVFerryError as error:
+            return HandshakeRefused(
+                engine_id=self.identity.engine_id,
+                incarnation=self.identity.incarnation,
+                code=error.code,
+                message=f"{error.message} (reader {handshake.engine_id}, owner {self.identity.engine_id})",
+            )
+        return HandshakeReply(
+            engine_id=self.identity.engine_id,
+            incarnation=self.identity.incarnation,
+            model_fingerprint=self.identity.model_fingerprint,
+            layout=self.identity.layout,
+            transport=transport,
+            transport_metadata=self.offers[transport],
+            num_blocks=self.num_blocks,
+        )
+
+    def _choose_transport(self, handshake: Handshake) -> str:
+        same_host = handshake.host_id == self.identity.host_id
+        for name in handshake.transports:
+            if name in self.offers and (same_host or name not in SAME_HOST_TRANSPORTS):
+                return name
+        hosts = "the same host" if same_host else "different hosts"
+        raise ConnectorUnavailable(
+            f"no common transport: the reader has {list(handshake.transports)}, the owner {list(self.offers)}, on {hosts}"
+        )
+
+
+def check_compatible(ours: WorkerIdentity, model_fingerprint: bytes, layout: KVLayoutInfo) -> None:
+    """Check that the peer holds KV of the same model in the same layout.
+
+    Raises:
+        LayoutMismatch: it does not; the message holds both values.
+    """
+    if model_fingerprint != ours.model_fingerprint:
+        raise LayoutMismatch(
+            f"model fingerprint {model_fingerprint.hex()} at the peer, {ours.model_fingerprint.hex()} at {ours.engine_id}"
+        )
+    differences = [
+        f"{field} {getattr(layout, field)} at the peer, {getattr(ours.layout, field)} at {ours.engine_id}"
+        for field in (field.name for field in msgspec.structs.fields(KVLayoutInfo))
+        if getattr(layout, field) != getattr(ours.layout, field)
+    ]
+    if differences:
+        raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))

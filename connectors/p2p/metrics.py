@@ -1,0 +1,74 @@
+"""What the p2p connector counts, on the registry of its worker. Units are in the names, labels are bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from core.metrics import PREFIX, read_gauge
+from core.wire.messages import TransferUsage
+
+_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class P2PMetrics:
+    """Counters of loads. Gauges and the counts of the state machines are read at scrape time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._transport = Gauge(
+            f"{PREFIX}kv_transport_info", "1 if a peer is read, or reads, by this transport.", ["transport"], registry=registry
+        )
+        self._transfers = Counter(f"{PREFIX}kv_transfers", "Loads that succeeded.", ["transport"], registry=registry)
+        self._bytes = Counter(f"{PREFIX}kv_transfer_bytes", "Bytes of loads that succeeded.", ["transport"], registry=registry)
+        self._seconds = Histogram(
+            f"{PREFIX}kv_transfer_seconds",
+            "From the request of a load to its last byte.",
+            ["transport"],
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._failures = Counter(
+            f"{PREFIX}kv_transfer_failures", "Loads that failed, by error code.", ["reason"], registry=registry
+        )
+
+    def set_transport(self, transport: str, is_used: bool) -> None:
+        """Show a transport as usable here (0) or in use (1)."""
+        self._transport.labels(transport).set(int(is_used))
+
+    def count_load(self, usage: TransferUsage) -> None:
+        """Count a load that succeeded."""
+        self._transfers.labels(usage.transport).inc()
+        self._bytes.labels(usage.transport).inc(usage.transferred_bytes)
+        self._seconds.labels(usage.transport).observe(usage.transfer_ms / 1000)
+
+    def count_failure(self, code: str) -> None:
+        """Count a load that failed."""
+        self._failures.labels(code).inc()
+
+    def read_at_scrape(
+        self,
+        num_leased_blocks: Callable[[], float],
+        num_loading_blocks: Callable[[], float],
+        events: Callable[[], dict[str, int]],
+    ) -> None:
+        """Publish the gauges, and as ``kvferry_kv_handover_events_total`` what the state machines count."""
+        read_gauge(self._registry, "kv_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
+        read_gauge(self._registry, "kv_loading_blocks", "Blocks that a transfer may still write.", num_loading_blocks)
+        self._registry.register(_EventCounts(events))
+
+
+class _EventCounts(Collector):
+    """Counters whose truth lies in the state machines."""
+
+    def __init__(self, read: Callable[[], dict[str, int]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(f"{PREFIX}kv_handover_events", "Events of leases, handshakes and peers.", labels=["event"])
+        for name, count in self._read().items():
+            family.add_metric([name], count)
+        yield family

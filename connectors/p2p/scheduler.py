@@ -1,0 +1,233 @@
+"""The scheduler side of the p2p connector: what is offered to readers, and what is asked of owners.
+
+Producer: a request that was computed to be handed over keeps its blocks when it ends well, and is described by a ``KVHandoff``.
+Consumer: a request that carries a hand-over is offered its tokens once; blocks that are local hits already are not read.
+Several requests may share a hand-over (the choices of one prompt): its lease is released after the last of them.
+Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest
+from connectors.p2p.handshake import WorkerIdentity, check_compatible
+from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.errors import KVFerryError, StaleBlock
+from core.ids import IdSource, new_hex_id
+from core.kv.block import NULL_BLOCK_ID
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.kv.spec import ceil_div
+from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.transport import PeerId
+from core.wire.kv import GroupBlocks, KVHandoff
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A hand-over that has not been used yet. ``refusal`` is why it must not be."""
+
+    handoff: KVHandoff
+    refusal: KVFerryError | None
+
+
+class P2PConnectorScheduler(KVConnectorScheduler):
+    """Both halves; which one works depends on the requests.
+
+    ``grant`` starts a lease in the event loop: it must take effect before anything the engine puts out afterwards is sent.
+    """
+
+    def __init__(
+        self, identity: WorkerIdentity, *, is_producer: bool, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]
+    ) -> None:
+        self._identity = identity
+        self._is_producer = is_producer
+        self._lease_ms = lease_ms
+        self._ids = ids
+        self._grant = grant
+        self._hasher = BlockHasher(identity.model_fingerprint)
+        self._manager: KVCacheManager | None = None
+        self.control_address = ""  # set when the control socket is bound
+        self._offers: dict[str, _Offer] = {}  # by request id, until they are used or dropped
+        self._loading: set[str] = set()
+        self._refs: dict[str, HandoffRef] = {}  # by request id, until it needs the hand-over no more
+        self._readers: dict[HandoffRef, set[str]] = {}
+        self._next = P2PConnectorMetadata()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """True for producers: what they hand over must have been computed."""
+        return self._is_producer
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Keep the manager, for the generations of blocks."""
+        self._manager = manager
+
+    # ---- consumer --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Check the request's hand-over, if it has one, and keep its lease alive from now on."""
+        handoff = request.kv_handoff
+        if handoff is None:
+            return
+        ref = HandoffRef(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
+        self._offers[request.request_id] = _Offer(handoff, self._find_refusal(request, handoff))
+        self._refs[request.request_id] = ref
+        readers = self._readers.setdefault(ref, set())
+        if not readers:
+            self._next.holds.append(ref)
+        readers.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Offer the rest of the hand-over, once. A refused one is offered too: its load fails and is treated as such."""
+        offer = self._offers.get(request.request_id)
+        if offer is None:
+            return 0, False
+        num_tokens = request.num_prompt_tokens if offer.refusal else offer.handoff.num_tokens
+        count = max(0, num_tokens - num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Ask for the blocks that are not local hits; without any, the hand-over is of no more use."""
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
+            return
+        if not num_external_tokens:
+            self._drop_reader(request.request_id)
+            return
+        self._loading.add(request.request_id)
+        if offer.refusal is None:
+            try:
+                self._next.pulls.append(self._pull_request(request, offer.handoff, blocks, num_external_tokens))
+                return
+            except StaleBlock as error:
+                offer.refusal = error
+        self._next.refused[request.request_id] = offer.refusal
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Let go of the hand-overs of loads that have ended."""
+        for request_id in output.finished_recving & self._loading:
+            self._loading.discard(request_id)
+            self._drop_reader(request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Ship what has gathered since the last step."""
+        metadata, self._next = self._next, P2PConnectorMetadata()
+        return metadata
+
+    def has_pending_push_work(self) -> bool:
+        """True while a message waits for a step to take it along."""
+        return not self._next.is_empty()
+
+    # ---- producer --------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
+        """Keep and describe the prompt's blocks, if they were computed for a reader; end what the request loads itself."""
+        self._end_consumer(request.request_id)
+        if not request.needs_handoff or request.status not in _ENDED_WELL:
+            return False, None
+        num_tokens = request.num_prompt_tokens
+        if request.num_computed_tokens < num_tokens or not any(block_ids):
+            return False, None
+        handoff = self._describe(request, block_ids)
+        num_blocks = sum(len(group.block_ids) for group in handoff.groups)
+        self._grant(LeaseGrant(handoff.transfer_id, request.request_id, num_blocks))
+        return True, handoff
+
+    def _describe(self, request: Request, block_ids: tuple[list[int], ...]) -> KVHandoff:
+        assert self._manager is not None
+        num_tokens = request.num_prompt_tokens
+        hashes = self._block_end_hashes(request, num_tokens)
+        blocks = self._manager.block_pool.blocks
+        groups = tuple(
+            GroupBlocks(
+                group_id=group_id,
+                block_ids=tuple(ids[: len(hashes)]),
+                generations=tuple(blocks[block_id].generation for block_id in ids[: len(hashes)]),
+                block_hashes=hashes,
+            )
+            for group_id, ids in enumerate(block_ids)
+        )
+        return KVHandoff(
+            transfer_id=new_hex_id(self._ids, "kv-"),
+            engine_id=self._identity.engine_id,
+            incarnation=self._identity.incarnation,
+            control_address=self.control_address,
+            model_fingerprint=self._identity.model_fingerprint,
+            layout=self._identity.layout,
+            groups=groups,
+            num_tokens=num_tokens,
+            lease_ms=self._lease_ms,
+        )
+
+    def _block_end_hashes(self, request: Request, num_tokens: int) -> tuple[bytes, ...]:
+        """Return the chain value at the end of each block that holds the first ``num_tokens`` tokens."""
+        block_size = self._identity.layout.block_size
+        ends = [min(end, num_tokens) for end in range(block_size, num_tokens + block_size, block_size)]
+        return tuple(
+            self._hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys) for end in ends
+        )
+
+    # ---- consumer's details ----------------------------------------------------------------------------------------
+
+    def _find_refusal(self, request: Request, handoff: KVHandoff) -> KVFerryError | None:
+        """Return why this hand-over must not be read for this request, or None."""
+        try:
+            check_compatible(self._identity, handoff.model_fingerprint, handoff.layout)
+            if not 0 < handoff.num_tokens <= request.num_prompt_tokens:
+                raise StaleBlock(f"the hand-over covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
+            if len(handoff.groups) != self._identity.layout.num_groups:
+                raise StaleBlock(f"the hand-over has {len(handoff.groups)} groups, not {self._identity.layout.num_groups}")
+            hashes = self._block_end_hashes(request, handoff.num_tokens)
+            if any(group.block_hashes != hashes for group in handoff.groups):
+                raise StaleBlock("the hand-over's block hashes are not those of the prompt")
+        except KVFerryError as error:
+            return error
+        return None
+
+    def _pull_request(
+        self, request: Request, handoff: KVHandoff, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> PullRequest:
+        """Pair the local blocks that are no hits with the same suffix of the owner's.
+
+            tokens  |  local hit  | external |
+            local   |  7  |  3    |  9  |  2 |      h = 2 blocks are here already
+            remote  | 14  | 15    | 16  | 17 |      read 16 -> 9, 17 -> 2
+
+        Raises:
+            StaleBlock: the owner does not hold a block that is needed here.
+        """
+        block_size = self._identity.layout.block_size
+        first = (handoff.num_tokens - num_external_tokens) // block_size
+        num_blocks = ceil_div(handoff.num_tokens, block_size)
+        remote_rows: list[int] = []
+        local_rows: list[int] = []
+        for group, local_ids in zip(handoff.groups, blocks.get_block_ids(), strict=True):
+            for remote, local in zip(group.block_ids[first:num_blocks], local_ids[first:num_blocks], strict=True):
+                if local == NULL_BLOCK_ID:
+                    continue
+                if remote == NULL_BLOCK_ID:
+                    raise StaleBlock(f"the hand-over does not hold a block that group {group.group_id} needs")
+                remote_rows.append(remote)
+                local_rows.append(local)
+        ref = self._refs[request.request_id]
+        return PullRequest(request.request_id, ref, tuple(remote_rows), tuple(local_rows), num_external_tokens)
+
+    def _end_consumer(self, request_id: str) -> None:
+        if self._offers.pop(request_id, None) is not None:
+            self._drop_reader(request_id)
+        elif request_id in self._loading:
+            self._next.aborts.append(request_id)
+
+    def _drop_reader(self, request_id: str) -> None:
+        """The request needs its hand-over no more; the last one lets it go."""
+        ref = self._refs.pop(request_id)
+        readers = self._readers[ref]
+        readers.discard(request_id)
+        if not readers:
+            del self._readers[ref]
+            self._next.releases.append(ref)

@@ -1,0 +1,116 @@
+"""What the concrete transports share: bounds of rows, runs of adjacent rows, and the state of their open reads.
+
+Knows no sockets, memory or threads. Used by the transports beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from core.errors import LayoutMismatch, ProtocolError
+from core.transport import RowRegion
+
+T = TypeVar("T")
+
+
+class RowShape(msgspec.Struct, frozen=True, array_like=True):
+    """How many rows a region has, and how long they are; what a peer's metadata says of every region."""
+
+    num_rows: int
+    row_bytes: int
+
+
+class Run(NamedTuple):
+    """``num_rows`` rows that are adjacent on both sides: one copy."""
+
+    remote: int
+    local: int
+    num_rows: int
+
+
+def shapes_of(regions: Sequence[RowRegion]) -> tuple[RowShape, ...]:
+    """Return the shapes of the regions, in order."""
+    return tuple(RowShape(region.num_rows, region.row_bytes) for region in regions)
+
+
+def check_shapes(ours: Sequence[RowRegion], theirs: Sequence[RowShape]) -> None:
+    """Check that every region has a counterpart with rows of the same size.
+
+    Raises:
+        LayoutMismatch: it has not; the message holds both values.
+    """
+    our_sizes = [region.row_bytes for region in ours]
+    their_sizes = [shape.row_bytes for shape in theirs]
+    if our_sizes != their_sizes:
+        raise LayoutMismatch(f"rows of {our_sizes} bytes here, of {their_sizes} bytes at the peer")
+
+
+def check_rows(rows: Sequence[int], num_rows: int, side: str) -> None:
+    """Check that every row lies in a region of ``num_rows`` rows.
+
+    Raises:
+        ProtocolError: one does not; ``side`` says whose.
+    """
+    if rows and (min(rows) < 0 or max(rows) >= num_rows):
+        bad = next(row for row in rows if not 0 <= row < num_rows)
+        raise ProtocolError(f"{side} row {bad} is outside the region of {num_rows} rows")
+
+
+def check_read(remote: RowShape, local: RowRegion, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
+    """Check the rows of one read against both regions.
+
+    Raises:
+        ProtocolError: lists of different length, an empty read, a row out of range, a local row that is named twice.
+    """
+    if len(remote_rows) != len(local_rows):
+        raise ProtocolError(f"{len(remote_rows)} remote rows cannot go to {len(local_rows)} local rows")
+    if not remote_rows:
+        raise ProtocolError("a read names no row")
+    check_rows(remote_rows, remote.num_rows, "remote")
+    check_rows(local_rows, local.num_rows, "local")
+    if len(set(local_rows)) != len(local_rows):
+        raise ProtocolError("a read writes one local row twice")
+
+
+def region_at(regions: Sequence[T], index: int) -> T:
+    """Return the region of this index.
+
+    Raises:
+        ProtocolError: there is none.
+    """
+    if not 0 <= index < len(regions):
+        raise ProtocolError(f"region {index} is not one of {len(regions)}")
+    return regions[index]
+
+
+def adjacent_runs(remote_rows: Iterable[int], local_rows: Iterable[int], max_rows: int) -> Iterator[Run]:
+    """Merge pairs of rows that are adjacent on both sides into runs of at most ``max_rows``.
+
+    remote | 4 5 6 | 9 |
+    local  | 7 8 9 | 2 |   ->  (4, 7, 3), (9, 2, 1)
+    """
+    run: Run | None = None
+    for remote, local in zip(remote_rows, local_rows, strict=True):
+        if run and run.num_rows < max_rows and (remote, local) == (run.remote + run.num_rows, run.local + run.num_rows):
+            run = Run(run.remote, run.local, run.num_rows + 1)
+            continue
+        if run:
+            yield run
+        run = Run(remote, local, 1)
+    if run:
+        yield run
+
+
+def decode_metadata(metadata: bytes, kind: type[T], transport: str) -> T:
+    """Decode a peer's own description.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    try:
+        return msgspec.msgpack.decode(metadata, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise ProtocolError(f"malformed {transport} metadata: {error}") from None

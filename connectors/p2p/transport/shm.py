@@ -1,0 +1,278 @@
+"""Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks.
+
+The owner's pool is an anonymous memory file. The reader opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no name in
+``/dev/shm``, nothing to clean up after a crash. Who the owner is, is proven, not assumed: a pidfd taken first says that the
+process number was not reused until the files were open, and a second small file holds a random token of this owner's life.
+Copies happen in ``poll``, some MiB at a time, on the caller's thread; therefore removing a peer is an exact fence.
+
+Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from connectors.p2p.transport.base import RowShape, Run, adjacent_runs, check_read, check_shapes, decode_metadata, region_at
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.ids import IdSource
+from core.transport import PeerId, ReadResult, RowRegion, Transport
+
+TOKEN_BYTES = 32
+COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancel or another peer waits
+
+Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
+FileNumber = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One region of the owner: its descriptor number in the owner's process, and what proves that it is that file."""
+
+    fd: FileNumber
+    inode: int
+    shape: RowShape
+
+
+class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner tells its readers."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1)]
+    token_fd: FileNumber
+    token: bytes
+    files: tuple[MemoryFile, ...]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """An owner whose files are mapped here."""
+
+    pidfd: int
+    maps: list[mmap.mmap]
+    rows: list[Rows]
+    shapes: list[RowShape]
+
+
+@dataclass(slots=True)
+class _Read:
+    handle: int
+    peer_id: PeerId
+    region: int
+    runs: deque[Run] = field(default_factory=deque)
+
+
+class ShmTransport(Transport):
+    """Reads rows by mapping the owner's memory file."""
+
+    name = "shm"
+
+    def __init__(self, ids: IdSource) -> None:
+        self._ids = ids
+        self._regions: tuple[RowRegion, ...] = ()
+        self._rows: list[Rows] = []
+        self._token_fd: int | None = None
+        self._peers: dict[PeerId, _Peer] = {}
+        self._reads: dict[int, _Read] = {}  # in posting order
+        self._ended: list[ReadResult] = []
+        self._last_handle = 0
+
+    def unavailable_reason(self) -> str | None:
+        """Probe the two system calls and ``/proc``."""
+        if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+            return "this operating system has no memfd_create or pidfd_open"
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            return f"pidfd_open is refused: {error}"
+        if not os.path.isdir(f"/proc/{os.getpid()}/fd"):
+            return "/proc is not mounted"
+        return None
+
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        """Take host memory; only a region with a memory file can be read by others."""
+        rows: list[Rows] = []
+        for region in regions:
+            if region.buffer is None:
+                raise ConnectorUnavailable(f"shm transport: memory on {region.device} is no host memory")
+            rows.append(_as_rows(region.buffer, RowShape(region.num_rows, region.row_bytes)))
+        self._regions = tuple(regions)
+        self._rows = rows
+
+    def describe(self) -> bytes:
+        """Publish the descriptor numbers of the regions' files and the token of this life."""
+        files = []
+        for region in self._regions:
+            if region.memory_fd is None:
+                raise ConnectorUnavailable("shm transport: the KV pool does not lie in an anonymous memory file")
+            shape = RowShape(region.num_rows, region.row_bytes)
+            files.append(MemoryFile(fd=region.memory_fd, inode=os.fstat(region.memory_fd).st_ino, shape=shape))
+        token = self._ids.bits(8 * TOKEN_BYTES).to_bytes(TOKEN_BYTES, "little")
+        if self._token_fd is None:
+            self._token_fd = os.memfd_create("kvferry-token", os.MFD_CLOEXEC)
+        os.pwrite(self._token_fd, token, 0)
+        return msgspec.msgpack.encode(ShmMetadata(pid=os.getpid(), token_fd=self._token_fd, token=token, files=tuple(files)))
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        """Map the owner's files read-only."""
+        owner = decode_metadata(metadata, ShmMetadata, self.name)
+        check_shapes(self._regions, [file.shape for file in owner.files])
+        if peer not in self._peers:
+            self._peers[peer] = _map_owner(owner)
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Queue the copies; ``poll`` does them."""
+        owner = self._peers.get(peer)
+        if owner is None:
+            raise PeerUnreachable(f"no shared memory of {peer.address} is mapped")
+        local = region_at(self._regions, region)
+        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        max_rows = max(1, COPY_BYTES_PER_POLL // local.row_bytes)
+        self._last_handle += 1
+        runs = deque(adjacent_runs(remote_rows, local_rows, max_rows))
+        self._reads[self._last_handle] = _Read(self._last_handle, peer, region, runs)
+        return self._last_handle
+
+    def poll(self) -> list[ReadResult]:
+        """Copy for at most ``COPY_BYTES_PER_POLL`` and notice owners that have died."""
+        self._drop_dead_owners()
+        budget = COPY_BYTES_PER_POLL
+        while budget > 0 and self._reads:
+            read = next(iter(self._reads.values()))
+            budget -= self._copy_run(read)
+            if not read.runs:
+                self._finish(read)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: int) -> None:
+        """Drop the copies that have not been done; none is under way outside ``poll``."""
+        if handle in self._reads:
+            self._end(handle, TransferError("the read was cancelled"))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Unmap the owner's files."""
+        owner = self._peers.pop(peer, None)
+        if owner is None:
+            return
+        for read in [read for read in self._reads.values() if read.peer_id == peer]:
+            self._end(read.handle, PeerUnreachable(f"{peer.address} was removed"))
+        _unmap(owner)
+
+    def pollables(self) -> Sequence[int]:
+        """Readable pidfds of owners that have died, so that their memory is given back at once."""
+        return [owner.pidfd for owner in self._peers.values()]
+
+    def max_wait_s(self) -> float | None:
+        """Copies that wait are work for now."""
+        return 0.0 if self._reads or self._ended else None
+
+    def close(self) -> None:
+        """Unmap all owners and withdraw the token."""
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        if self._token_fd is not None:
+            os.close(self._token_fd)
+            self._token_fd = None
+        self._rows = []
+        self._regions = ()
+
+    def _copy_run(self, read: _Read) -> int:
+        run = read.runs.popleft()
+        source = self._peers[read.peer_id].rows[read.region]
+        target = self._rows[read.region]
+        # numpy copies with the GIL released: the engine thread computes meanwhile.
+        target[run.local : run.local + run.num_rows] = source[run.remote : run.remote + run.num_rows]
+        return run.num_rows * self._regions[read.region].row_bytes
+
+    def _finish(self, read: _Read) -> None:
+        """End a read whose copies are done; an owner that died meanwhile makes it a failure."""
+        if _has_exited(self._peers[read.peer_id].pidfd):
+            self._end(read.handle, PeerUnreachable(f"{read.peer_id.address} died during a read"))
+            return
+        self._end(read.handle, None)
+
+    def _end(self, handle: int, error: KVFerryError | None) -> None:
+        del self._reads[handle]
+        self._ended.append(ReadResult(handle, error))
+
+    def _drop_dead_owners(self) -> None:
+        for peer in [peer for peer, owner in self._peers.items() if _has_exited(owner.pidfd)]:
+            self.remove_peer(peer)
+
+
+def _as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:
+    flat = np.frombuffer(memory, dtype=np.uint8, count=shape.num_rows * shape.row_bytes)
+    return flat.reshape(shape.num_rows, shape.row_bytes)
+
+
+def _map_owner(owner: ShmMetadata) -> _Peer:
+    """Open and check the owner's files, then map them.
+
+    The pidfd is alive after the last open, so every ``/proc/<pid>`` path named the same process; the token says it is the
+    right one.
+    """
+    try:
+        pidfd = os.pidfd_open(owner.pid)
+    except OSError as error:
+        raise PeerUnreachable(f"process {owner.pid} is gone: {error}") from None
+    peer = _Peer(pidfd, [], [], [])
+    try:
+        _check_token(owner)
+        for file in owner.files:
+            peer.maps.append(_map_file(owner.pid, file))
+            peer.rows.append(_as_rows(peer.maps[-1], file.shape))
+            peer.shapes.append(file.shape)
+        if _has_exited(pidfd):
+            raise PeerUnreachable(f"process {owner.pid} died while its memory was mapped")
+    except (OSError, ValueError) as error:
+        _unmap(peer)
+        raise PeerUnreachable(f"cannot map the memory of process {owner.pid}: {error}") from None
+    except KVFerryError:
+        _unmap(peer)
+        raise
+    return peer
+
+
+def _check_token(owner: ShmMetadata) -> None:
+    fd = os.open(f"/proc/{owner.pid}/fd/{owner.token_fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        token = os.pread(fd, TOKEN_BYTES, 0)
+    finally:
+        os.close(fd)
+    if len(owner.token) != TOKEN_BYTES or token != owner.token:
+        raise PeerUnreachable(f"process {owner.pid} is not the one that described its memory")
+
+
+def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
+    num_bytes = file.shape.num_rows * file.shape.row_bytes
+    fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != file.inode:
+            raise PeerUnreachable(f"descriptor {file.fd} of process {pid} is another file than described")
+        if num_bytes <= 0 or status.st_size < num_bytes:
+            raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
+        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _unmap(peer: _Peer) -> None:
+    peer.rows.clear()  # the arrays hold the maps open
+    for mapped in peer.maps:
+        mapped.close()
+    os.close(peer.pidfd)
+
+
+def _has_exited(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))

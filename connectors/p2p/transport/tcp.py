@@ -1,0 +1,394 @@
+"""Reads over ZeroMQ frames: works between any two hosts that can open a TCP connection.
+
+The owner binds a ROUTER socket and answers chunk requests; it keeps no state per reader. The reader opens one DEALER per
+peer, keeps a window of requests in flight and receives every frame straight into its row. The owner sends frames that point
+into its pool (no copy in this process). A connection is never re-established: one DEALER lives as long as its peer's
+incarnation, so closing it is an exact fence.
+
+Both ends check everything: rows are bounds-checked by the owner, frame sizes by the reader, and a request names the
+incarnation's token, so that a process that took over the address answers nothing from its own pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from connectors.p2p.transport.base import RowShape, check_read, check_rows, check_shapes, decode_metadata, region_at, shapes_of
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.ids import IdSource
+from core.transport import PeerId, ReadResult, RowRegion, Transport
+
+FORMAT_VERSION = 1
+CHUNK_BYTES = 4 << 20
+WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
+MAX_CHUNK_ROWS = 1024
+MAX_REQUEST_BYTES = 64 << 10
+MAX_HEADER_BYTES = 4 << 10
+REQUESTS_PER_POLL = 16
+CHUNKS_PER_POLL = 4
+SOCKET_BUFFER_BYTES = 4 << 20
+
+_LOST_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner tells its readers."""
+
+    address: str
+    token: int
+    shapes: tuple[RowShape, ...]
+
+
+class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Reader → owner: send these rows, one frame each."""
+
+    version: int
+    token: int
+    chunk_id: int
+    region: int
+    rows: tuple[int, ...]
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Owner → reader: first frame of an answer. ``refusal`` is empty if the rows follow."""
+
+    version: int
+    chunk_id: int
+    refusal: str = ""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one request, and where they go."""
+
+    handle: int
+    region: int
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Read:
+    peer_id: PeerId
+    num_chunks_left: int
+
+
+@dataclass(slots=True)
+class _Peer:
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    token: int
+    shapes: tuple[RowShape, ...]
+    waiting: deque[_Chunk] = field(default_factory=deque)
+    in_flight: dict[int, _Chunk] = field(default_factory=dict)
+    in_flight_bytes: int = 0
+    lost: str = ""  # why nothing can be read any more
+
+
+class TcpTransport(Transport):
+    """Reads rows by asking their owner for them, with a window of chunks in flight.
+
+    ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in what peers are told. Each
+    transport has a context of its own, so that its I/O thread ends with it.
+    """
+
+    name = "tcp"
+
+    def __init__(self, ids: IdSource, bind_address: str, advertise_host: str = "") -> None:
+        self._ids = ids
+        self._bind_address = bind_address
+        self._advertise_host = advertise_host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._regions: tuple[RowRegion, ...] = ()
+        self._buffers: list[memoryview] = []
+        self._server: zmq.Socket[bytes] | None = None
+        self._token = 0
+        self._address = ""
+        self._peers: dict[PeerId, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._ended: list[ReadResult] = []
+        self._last_id = 0
+        self.num_bad_requests = 0
+        self._request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
+        self._header_decoder = msgspec.msgpack.Decoder(ChunkHeader)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def unavailable_reason(self) -> str | None:
+        """ZeroMQ is always there."""
+        return None
+
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        """Take host memory."""
+        buffers: list[memoryview] = []
+        for region in regions:
+            if region.buffer is None:
+                raise ConnectorUnavailable(f"tcp transport: memory on {region.device} is no host memory")
+            buffers.append(region.buffer.cast("B") if region.buffer.format != "B" else region.buffer)
+        self._regions = tuple(regions)
+        self._buffers = buffers
+
+    def describe(self) -> bytes:
+        """Bind the data socket, once."""
+        if self._server is None:
+            self._server = self._bind()
+        return msgspec.msgpack.encode(TcpMetadata(address=self._address, token=self._token, shapes=shapes_of(self._regions)))
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        """Start to connect. A refused connection ends the reads that wait for it."""
+        owner = decode_metadata(metadata, TcpMetadata, self.name)
+        check_shapes(self._regions, owner.shapes)
+        if peer in self._peers:
+            return
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = 0  # the window bounds both
+        socket.reconnect_ivl = -1
+        socket.rcvbuf = SOCKET_BUFFER_BYTES
+        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(shape.row_bytes for shape in owner.shapes)])
+        monitor = socket.get_monitor_socket(_LOST_EVENTS)
+        try:
+            socket.connect(owner.address)
+        except zmq.ZMQError as error:
+            _close_socket(socket)
+            raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
+        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes)
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Cut the read into chunks and send as many requests as the window allows."""
+        owner = self._peers.get(peer)
+        if owner is None or owner.lost:
+            raise PeerUnreachable(owner.lost if owner else f"no data connection to {peer.address}")
+        local = region_at(self._regions, region)
+        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        step = min(MAX_CHUNK_ROWS, max(1, CHUNK_BYTES // local.row_bytes))
+        starts = range(0, len(remote_rows), step)
+        handle = self._next_id()
+        self._reads[handle] = _Read(peer, len(starts))
+        for start in starts:
+            rows = tuple(remote_rows[start : start + step])
+            chunk = _Chunk(handle, region, rows, tuple(local_rows[start : start + step]), len(rows) * local.row_bytes)
+            owner.waiting.append(chunk)
+        self._fill_window(owner)
+        return handle
+
+    def poll(self) -> list[ReadResult]:
+        """Answer requests, take in chunks, notice lost connections."""
+        self._serve()
+        for peer_id, peer in list(self._peers.items()):
+            self._receive(peer)
+            if not peer.lost and _connection_is_lost(peer.monitor):
+                # What had arrived before the loss is taken in first; it may complete a read.
+                self._receive(peer, max_chunks=len(peer.in_flight))
+                self._lose(peer_id, f"the data connection to {peer_id.address} was lost")
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: int) -> None:
+        """Forget the read: frames that still arrive for it are thrown away, not written."""
+        read = self._reads.get(handle)
+        if read is None:
+            return
+        peer = self._peers[read.peer_id]
+        peer.waiting = deque(chunk for chunk in peer.waiting if chunk.handle != handle)
+        self._end(handle, TransferError("the read was cancelled"))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Close the connection."""
+        if peer in self._peers:
+            self._lose(peer, f"{peer.address} was removed")
+            _close_socket(self._peers.pop(peer).socket)
+
+    def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
+        """The data socket, the connections and their monitors."""
+        sockets: list[zmq.Socket[bytes] | int] = [] if self._server is None else [self._server]
+        for peer in self._peers.values():
+            if not peer.lost:
+                sockets += [peer.socket, peer.monitor]
+        return sockets
+
+    def max_wait_s(self) -> float | None:
+        """Sockets tell everything, except results that ended outside ``poll``."""
+        return 0.0 if self._ended else None
+
+    def close(self) -> None:
+        """Close all sockets and end the I/O thread."""
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        if self._server is not None:
+            self._server.close(linger=0)
+            self._server = None
+        self._context.destroy(linger=0)
+        self._buffers = []
+        self._regions = ()
+
+    # ---- owner -----------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        server = self._context.socket(zmq.ROUTER)
+        server.linger = 0
+        server.maxmsgsize = MAX_REQUEST_BYTES
+        server.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
+        server.sndbuf = SOCKET_BUFFER_BYTES
+        try:
+            server.bind(self._bind_address)
+        except zmq.ZMQError as error:
+            server.close()
+            raise ConnectorUnavailable(f"tcp transport: cannot bind {self._bind_address}: {error}") from None
+        self._address = advertised(server.getsockopt_string(zmq.LAST_ENDPOINT), self._advertise_host)
+        self._token = self._ids.bits(63)
+        return server
+
+    def _serve(self) -> None:
+        if self._server is None:
+            return
+        for _ in range(REQUESTS_PER_POLL):
+            try:
+                frames = self._server.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._answer(self._server, frames)
+
+    def _answer(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        try:
+            request = self._request_decoder.decode(frames[-1])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError):
+            self.num_bad_requests += 1  # nobody to answer: it has no chunk id
+            return
+        try:
+            rows = self._rows_of(request)
+            header = ChunkHeader(FORMAT_VERSION, request.chunk_id)
+        except ProtocolError as error:
+            self.num_bad_requests += 1
+            rows, header = [], ChunkHeader(FORMAT_VERSION, request.chunk_id, error.message)
+        try:
+            server.send_multipart([frames[0], self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            self.num_bad_requests += 1  # the reader is gone, or takes nothing: its deadline ends the read
+
+    def _rows_of(self, request: ChunkRequest) -> list[memoryview]:
+        """Return views into the pool, one per row."""
+        if request.version != FORMAT_VERSION:
+            raise ProtocolError(f"format {request.version} of data requests is not spoken here, only {FORMAT_VERSION}")
+        if request.token != self._token:
+            raise ProtocolError("the request is for another incarnation")
+        if len(request.rows) > MAX_CHUNK_ROWS:
+            raise ProtocolError(f"a chunk of {len(request.rows)} rows exceeds the cap of {MAX_CHUNK_ROWS}")
+        region = region_at(self._regions, request.region)
+        check_rows(request.rows, region.num_rows, "requested")
+        size, buffer = region.row_bytes, self._buffers[request.region]
+        return [buffer[row * size : (row + 1) * size] for row in request.rows]
+
+    # ---- reader ----------------------------------------------------------------------------------------------------
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _fill_window(self, peer: _Peer) -> None:
+        while peer.waiting and (not peer.in_flight or peer.in_flight_bytes + peer.waiting[0].num_bytes <= WINDOW_BYTES):
+            chunk = peer.waiting.popleft()
+            chunk_id = self._next_id()
+            peer.in_flight[chunk_id] = chunk
+            peer.in_flight_bytes += chunk.num_bytes
+            request = ChunkRequest(FORMAT_VERSION, peer.token, chunk_id, chunk.region, chunk.remote_rows)
+            peer.socket.send(self._encoder.encode(request))
+
+    def _receive(self, peer: _Peer, max_chunks: int = CHUNKS_PER_POLL) -> None:
+        for _ in range(max_chunks):
+            if peer.lost:
+                return
+            try:
+                header_frame = peer.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take_answer(peer, header_frame)
+            self._fill_window(peer)
+
+    def _take_answer(self, peer: _Peer, header_frame: bytes) -> None:
+        try:
+            header = self._header_decoder.decode(header_frame)
+            chunk = peer.in_flight.pop(header.chunk_id)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError, KeyError):
+            _discard_frames(peer.socket)
+            return
+        peer.in_flight_bytes -= chunk.num_bytes
+        read = self._reads.get(chunk.handle)
+        if read is None:  # cancelled, or failed by an earlier chunk
+            _discard_frames(peer.socket)
+            return
+        try:
+            if header.refusal:
+                raise ProtocolError(f"{read.peer_id.address} refused a read: {header.refusal}")
+            self._take_rows(peer.socket, chunk)
+        except ProtocolError as error:
+            _discard_frames(peer.socket)
+            peer.waiting = deque(other for other in peer.waiting if other.handle != chunk.handle)
+            self._end(chunk.handle, error)
+            return
+        read.num_chunks_left -= 1
+        if not read.num_chunks_left:
+            self._end(chunk.handle, None)
+
+    def _take_rows(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
+        size, buffer = self._regions[chunk.region].row_bytes, self._buffers[chunk.region]
+        for row in chunk.local_rows:
+            if not socket.rcvmore:
+                raise ProtocolError("an answer holds fewer rows than requested")
+            num_bytes = socket.recv_into(buffer[row * size : (row + 1) * size], flags=zmq.NOBLOCK)
+            if num_bytes != size:
+                raise ProtocolError(f"a row of {size} bytes came as a frame of {num_bytes} bytes")
+        if socket.rcvmore:
+            raise ProtocolError("an answer holds more rows than requested")
+
+    def _lose(self, peer_id: PeerId, reason: str) -> None:
+        """End all reads of a peer; nothing is received from it any more."""
+        peer = self._peers[peer_id]
+        peer.lost = reason
+        peer.waiting.clear()
+        peer.in_flight.clear()
+        for handle in [handle for handle, read in self._reads.items() if read.peer_id == peer_id]:
+            self._end(handle, PeerUnreachable(reason))
+
+    def _end(self, handle: int, error: KVFerryError | None) -> None:
+        del self._reads[handle]
+        self._ended.append(ReadResult(handle, error))
+
+
+def advertised(endpoint: str, advertise_host: str) -> str:
+    """Return the endpoint that peers are told: its host replaced by ``advertise_host``, if there is one."""
+    if not advertise_host:
+        return endpoint
+    return f"tcp://{advertise_host}:{endpoint.rpartition(':')[2]}"
+
+
+def _connection_is_lost(monitor: zmq.Socket[bytes]) -> bool:
+    try:
+        recv_monitor_message(monitor, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+def _discard_frames(socket: zmq.Socket[bytes]) -> None:
+    """Throw away the rest of the current message."""
+    while socket.rcvmore:
+        socket.recv(zmq.NOBLOCK, copy=False)
+
+
+def _close_socket(socket: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    socket.close(linger=0)

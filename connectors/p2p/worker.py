@@ -1,0 +1,92 @@
+"""The worker side of the p2p connector: the engine thread's end of the queues to and from the event loop.
+
+Never blocks and decides nothing: loads are run by ``PullProtocol`` in the event loop and by the transfer thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from connectors.p2p.actions import LoadEnded, LoadFailed, P2PConnectorMetadata, Report
+from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
+from core.errors import EngineDead
+from core.request import KVConnectorOutput
+
+
+class P2PConnectorWorker(KVConnectorWorker):
+    """Hands step messages to ``submit`` and collects reports.
+
+    ``submit`` must be callable from the engine thread; ``report``, ``report_sent`` and ``fail`` are callable from any thread.
+    """
+
+    def __init__(self, submit: Callable[[P2PConnectorMetadata], None]) -> None:
+        self.pool: KVPoolRegion | None = None
+        self._submit = submit
+        self._reports: deque[Report | str] = deque()  # a string is a request id whose sending has ended
+        self._wakeup: Callable[[], None] = _no_wakeup
+        self._death: BaseException | None = None
+
+    def register_kv_caches(self, pool: KVPoolRegion) -> None:
+        """Keep the pool for the transports."""
+        self.pool = pool
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Receive what wakes an idle engine."""
+        self._wakeup = wakeup
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Pass the step's message on."""
+        assert isinstance(metadata, P2PConnectorMetadata)
+        if not metadata.is_empty():
+            self._submit(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """Drain the reports.
+
+        Raises:
+            EngineDead: the transfer thread has ended; nothing can be loaded or served any more.
+        """
+        if self._death is not None:
+            raise EngineDead(f"the KV transfer thread has died: {self._death}")
+        output = KVConnectorOutput()
+        while self._reports:
+            report = self._reports.popleft()
+            if isinstance(report, str):
+                output.finished_sending.add(report)
+            elif isinstance(report, LoadFailed):
+                output.failed_recving[report.request_id] = report.error
+            else:
+                self._add_ended(output, report)
+        return output
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the two sets of ``get_transfer_results``."""
+        output = self.get_transfer_results(finished_req_ids)
+        return output.finished_sending, output.finished_recving
+
+    def report(self, report: Report) -> None:
+        """Queue news of a load and wake the engine."""
+        self._reports.append(report)
+        self._wakeup()
+
+    def report_sent(self, request_ids: Iterable[str]) -> None:
+        """Queue the ends of leases and wake the engine."""
+        for request_id in request_ids:
+            self._reports.append(request_id)
+            self._wakeup()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the next step raise."""
+        self._death = error
+        self._wakeup()
+
+    @staticmethod
+    def _add_ended(output: KVConnectorOutput, report: LoadEnded) -> None:
+        output.finished_recving.add(report.request_id)
+        if report.usage is not None:
+            output.transfer_usage[report.request_id] = report.usage
+
+
+def _no_wakeup() -> None:
+    """Stand in until the engine has given its own."""

@@ -1,0 +1,299 @@
+"""The least engine that can drive a KV connector: real blocks, real memory, no model.
+
+Owns a KV cache manager, a pool of host memory and both sides of a connector, and calls them in the order of the scheduler and
+the runner. "Computing" a block fills it with bytes derived from its content hash and a salt, so that any wrong block shows.
+Used by the connector suite and by tests of connectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheManager
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
+from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import ErrorInfo, TransferUsage
+from core.wire.sampling import SamplingParams
+
+HEAD_DIM = 64
+DTYPE_BYTES = 4
+
+
+def small_layout(block_size: int = 32, num_layers: int = 2) -> KVLayoutInfo:
+    """Return a layout with blocks of some KiB."""
+    block_bytes = num_layers * 2 * block_size * HEAD_DIM * DTYPE_BYTES
+    return KVLayoutInfo(
+        dtype="float32",
+        order="HND",
+        block_size=block_size,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        block_bytes=block_bytes,
+    )
+
+
+class MemoryPool:
+    """A KV pool in an anonymous memory file. ``rows`` is [num_blocks, block_bytes] uint8."""
+
+    def __init__(self, num_blocks: int, layout: KVLayoutInfo) -> None:
+        num_bytes = num_blocks * layout.block_bytes
+        self.fd = os.memfd_create("kvferry-test-pool", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        self._memory = mmap.mmap(self.fd, num_bytes)
+        flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self.rows = flat.reshape(num_blocks, layout.block_bytes)
+        self.rows[:] = 0
+        self.region = KVPoolRegion(
+            base_address=flat.ctypes.data,
+            num_blocks=num_blocks,
+            block_bytes=layout.block_bytes,
+            layout=layout,
+            buffer=memoryview(self._memory),
+            memory_fd=self.fd,
+        )
+
+    def close(self) -> None:
+        """Close the file; the memory goes with the last reference."""
+        os.close(self.fd)
+
+
+@dataclass(slots=True)
+class LoadOutcome:
+    """What became of the load of a request."""
+
+    is_ended: bool = False
+    error: ErrorInfo | None = None
+    usage: TransferUsage | None = None
+
+
+class ConnectorEngine:
+    """Blocks, memory and a connector. All calls come from one thread, as in a worker; make it inside an event loop.
+
+    ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load.
+    """
+
+    def __init__(  # noqa: PLR0913  what a worker consists of
+        self,
+        scheduler: KVConnectorScheduler,
+        worker: KVConnectorWorker,
+        model_fingerprint: bytes,
+        layout: KVLayoutInfo,
+        num_blocks: int = 64,
+        salt: bytes = b"",
+    ) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.layout = layout
+        self.salt = salt
+        self.parked: dict[str, Request] = {}
+        self.loads: dict[str, LoadOutcome] = {}
+        self._requests: dict[str, Request] = {}
+        self._aborted: set[str] = set()
+        self._wake = asyncio.Event()
+        spec = FullAttentionSpec(block_size=self.layout.block_size, num_kv_heads=1, head_dim=HEAD_DIM, dtype_bytes=DTYPE_BYTES)
+        config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(range(self.layout.num_layers)), spec),))
+        self.hasher = BlockHasher(model_fingerprint)
+        self.manager = KVCacheManager(
+            config,
+            max_model_len=num_blocks * layout.block_size,
+            scheduler_block_size=self.layout.block_size,
+            hash_block_size=self.hasher.hash_block_size,
+        )
+        self.pool = MemoryPool(num_blocks, layout)
+        self.scheduler.bind_kv_cache_manager(self.manager)
+        self.worker.register_kv_caches(self.pool.region)
+        loop = asyncio.get_running_loop()
+        self.worker.set_wakeup(lambda: _call_if_open(loop, self._wake.set))
+
+    # ---- producer ----------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
+    ) -> KVHandoff | None:
+        """Compute a prompt, sample one token, finish the request, and return its hand-over."""
+        request = self._new_request(
+            NewRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=SamplingParams(max_tokens=1),
+                needs_handoff=True,
+            )
+        )
+        hits, num_hits = self.manager.get_computed_blocks(request)
+        assert self.scheduler.get_num_new_matched_tokens(request, num_hits) == (0, False)
+        blocks = self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits)
+        assert blocks is not None, "the pool of the test is too small"
+        self.scheduler.update_state_after_alloc(request, self.manager.get_blocks(request_id), 0)
+        for position, block_id in enumerate(self.manager.get_block_ids(request_id)[0]):
+            self.pool.rows[block_id] = self.content(request, position)
+        request.num_computed_tokens = request.num_tokens
+        request.append_output_token(7)
+        request.status = status
+        block_ids = self.manager.get_block_ids_for_computed_tokens(request_id, request.num_computed_tokens)
+        is_kept, handoff = self.scheduler.request_finished(request, block_ids)
+        if is_kept:
+            self.parked[request_id] = request
+        else:
+            self._free(request)
+        return handoff
+
+    def content(self, request: Request, position: int) -> npt.NDArray[np.uint8]:
+        """Return what the KV of the block at ``position`` of the request's prompt looks like."""
+        end = min((position + 1) * self.layout.block_size, request.num_prompt_tokens)
+        name = self.hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys)
+        seed = hashlib.blake2b(name + self.salt, digest_size=8).digest()
+        return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, self.layout.block_bytes, np.uint8)
+
+    # ---- consumer ----------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None) -> Request:
+        """Add a request that continues a hand-over after its first token."""
+        request = self._new_request(
+            NewRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=SamplingParams(max_tokens=8),
+                output_token_ids=(7,),
+                kv_handoff=handoff,
+            )
+        )
+        return request
+
+    def admit(self, request: Request) -> int:
+        """Give the request its blocks and start its load; return how many tokens are loaded from elsewhere."""
+        hits, num_hits = self.manager.get_computed_blocks(request)
+        num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
+        assert num_external is not None, "a p2p hand-over is known at once"
+        assert is_async == (num_external > 0)
+        num_new = 0 if is_async else request.num_tokens - num_hits
+        allocated = self.manager.allocate_slots(
+            request,
+            num_new,
+            num_hits,
+            hits,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=is_async,
+        )
+        assert allocated is not None, "the pool of the test is too small"
+        self.scheduler.update_state_after_alloc(request, self.manager.get_blocks(request.request_id), num_external)
+        if is_async:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            request.num_computed_tokens = num_hits + num_external
+            self.loads[request.request_id] = LoadOutcome()
+        return num_external
+
+    def abort(self, request: Request) -> None:
+        """Abort a request in whatever state it is."""
+        is_loading = request.request_id in self.loads and not self.loads[request.request_id].is_ended
+        request.status = RequestStatus.FINISHED_ABORTED
+        block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
+        is_kept, _ = self.scheduler.request_finished(request, block_ids)
+        assert not is_kept, "an aborted request keeps nothing for readers"
+        if is_loading:
+            self._aborted.add(request.request_id)
+        else:
+            self._free(request)
+
+    def finish(self, request: Request) -> None:
+        """End a request well."""
+        request.status = RequestStatus.FINISHED_STOPPED
+        block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
+        assert self.scheduler.request_finished(request, block_ids) == (False, None)
+        self._free(request)
+
+    def has_content(self, request: Request) -> bool:
+        """True if every block of the request's prompt holds what it should."""
+        block_ids = self.manager.get_block_ids(request.request_id)[0]
+        num_blocks = ceil_div(request.num_prompt_tokens, self.layout.block_size)
+        return all(
+            np.array_equal(self.pool.rows[block_ids[position]], self.content(request, position))
+            for position in range(num_blocks)
+        )
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody references."""
+        return self.manager.block_pool.num_usable_blocks - self.manager.block_pool.num_free_blocks
+
+    def step(self) -> KVConnectorOutput:
+        """Run one empty step and apply what the connector reports, as the scheduler does."""
+        metadata = self.scheduler.build_connector_meta(SchedulerOutput())
+        self.worker.handle_preemptions(metadata)
+        self.worker.start_load_kv(metadata)
+        self.worker.wait_for_save()
+        output = self.worker.get_transfer_results(set())
+        self.scheduler.update_connector_output(output)
+        for request_id, error in output.failed_recving.items():
+            assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"
+            self.loads[request_id].error = error
+        for request_id in output.finished_recving:
+            self._end_load(request_id, output.transfer_usage.get(request_id))
+        for request_id in output.finished_sending:
+            self._free(self.parked.pop(request_id))
+        return output
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Step until the condition holds; sleep while the connector has nothing to say.
+
+        Raises:
+            TimeoutError: it does not hold after ``timeout_s``.
+        """
+        async with asyncio.timeout(timeout_s):
+            while True:
+                self._wake.clear()
+                self.step()
+                if condition():
+                    return
+                if not self.scheduler.has_pending_push_work():
+                    await self._wake.wait()
+
+    def close(self) -> None:
+        """Close the pool."""
+        self.pool.close()
+
+    def _new_request(self, new: NewRequest) -> Request:
+        request = Request(new, self.hasher)
+        self._requests[request.request_id] = request
+        self.scheduler.on_new_request(request)
+        return request
+
+    def _end_load(self, request_id: str, usage: TransferUsage | None) -> None:
+        outcome = self.loads[request_id]
+        assert not outcome.is_ended, f"the end of {request_id} is reported twice"
+        outcome.is_ended = True
+        outcome.usage = usage
+        request = self._requests[request_id]
+        if request_id in self._aborted:
+            self._free(request)
+        elif outcome.error is not None:
+            self.abort(request)
+        else:
+            request.status = RequestStatus.RUNNING
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+
+    def _free(self, request: Request) -> None:
+        self.manager.free(request)
+        self._requests.pop(request.request_id, None)
+        self._aborted.discard(request.request_id)
+
+
+def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

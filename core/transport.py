@@ -1,0 +1,137 @@
+"""What a transport of KV blocks is: reading rows of a peer's registered memory into rows of one's own.
+
+A *region* is memory cut into equal rows; a row is one KV block of all layers (or one seal). A producer registers its regions
+and describes them; a consumer adds the producer as a peer and posts reads of scattered rows. Transports move bytes and know
+nothing of requests, leases or models. All calls come from one thread, the transfer thread, except that ``register`` and
+``describe`` may be called before that thread starts.
+
+Every implementation passes ``core.testing.transport_suite``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import zmq
+
+from core.connector import KVPoolRegion
+from core.errors import KVFerryError
+
+
+class PeerId(NamedTuple):
+    """One life of a peer: a restarted process at the same address is another peer."""
+
+    address: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowRegion:
+    """``num_rows`` contiguous rows of ``row_bytes`` each, starting at ``base_address``.
+
+    ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file that
+    holds the region from its first byte, None if there is none. The owner of the memory keeps it mapped while registered.
+    """
+
+    base_address: int
+    num_rows: int
+    row_bytes: int
+    buffer: memoryview | None = None
+    memory_fd: int | None = None
+    device: str = "cpu"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole region."""
+        return self.num_rows * self.row_bytes
+
+    @classmethod
+    def of_pool(cls, pool: KVPoolRegion) -> RowRegion:
+        """Return the region of a KV pool: one row per block."""
+        return cls(pool.base_address, pool.num_blocks, pool.block_bytes, pool.buffer, pool.memory_fd, pool.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """A read that is terminal: nothing is written into its rows any more.
+
+    ``error`` is None if every byte has arrived. After an error the content of the rows is undefined.
+    """
+
+    handle: int
+    error: KVFerryError | None = None
+
+
+class Transport(ABC):
+    """Reads rows of peers' regions. Regions are named by their index in ``register``, the same on both sides."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def unavailable_reason(self) -> str | None:
+        """Return why this transport cannot run here, or None if it can. Cheap, without side effects."""
+
+    @abstractmethod
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        """Receive this process's regions, once.
+
+        Raises:
+            ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
+        """
+
+    @abstractmethod
+    def describe(self) -> bytes:
+        """Start serving the regions and return what a peer needs to read them, in the transport's own encoding."""
+
+    @abstractmethod
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        """Prepare to read from a peer, given its ``describe()``. May block for a fraction of a second.
+
+        Raises:
+            PeerUnreachable: the peer is gone, or is not the one that made the metadata.
+            ProtocolError: the metadata is malformed.
+            LayoutMismatch: the peer's rows have another size than ours.
+        """
+
+    @abstractmethod
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Start reading ``remote_rows[i]`` into ``local_rows[i]`` and return a handle; ``poll`` reports how it ended.
+
+        Raises:
+            ProtocolError: a row or region is out of range, a local row is named twice, or the lists differ in length. Nothing
+                is read.
+            PeerUnreachable: the peer is unknown or known to be gone.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[ReadResult]:
+        """Make progress without waiting and return the reads that became terminal, each exactly once."""
+
+    @abstractmethod
+    def cancel(self, handle: int) -> None:
+        """Ask for an early end of a read. Its result still comes from ``poll``, at once where late bytes are impossible.
+
+        An unknown or ended handle is ignored.
+        """
+
+    @abstractmethod
+    def remove_peer(self, peer: PeerId) -> None:
+        """Fence a peer: when this returns, no byte of it can arrive any more. Its open reads end with an error in ``poll``.
+
+        An unknown peer is ignored.
+        """
+
+    def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
+        """Return the sockets and file descriptors whose readability means that ``poll`` has something to do."""
+        return ()
+
+    def max_wait_s(self) -> float | None:
+        """Return how long ``poll`` may be left alone if no pollable becomes readable: 0 = it has work now, None = for ever."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Fence all peers, stop serving, forget the regions."""
