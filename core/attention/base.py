@@ -203,6 +203,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     preferred_layout: ClassVar[KVLayout]
+    device_types: ClassVar[frozenset[str]]  # types of torch devices it runs on; empty means all
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache

@@ -51,6 +51,7 @@ class PagedCpuBackend(AttentionBackend):
 
     name = "paged_cpu"
     preferred_layout = KVLayout.HND
+    device_types = frozenset({"cpu"})
 
     def __init__(self, cache: PagedKVCache) -> None:
         super().__init__(cache)

@@ -46,6 +46,7 @@ class SdpaBackend(AttentionBackend):
 
     name = "sdpa"
     preferred_layout = KVLayout.HND
+    device_types = frozenset()
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Copy each sequence's part of the block table to the pool's device."""

@@ -1,0 +1,152 @@
+"""The choice of the attention backend, made once at start and logged.
+
+Owns: the order of preference per device, and the probe that a kernel must pass before it serves. Does not know: how kernels
+work. Called by ``core.engine`` before it allocates the pool, because the pool's layout depends on the answer.
+
+The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered pages, partly filled last pages)
+with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares with the reference. The
+slots that no query sees hold NaN, so a kernel that lets them leak fails, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from core.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+    KVLayout,
+    PagedKVCache,
+)
+from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.sdpa import SdpaBackend
+from core.attention.varlen import VarlenBackend
+from core.errors import ConfigError, KVFerryError
+
+logger = logging.getLogger(__name__)
+
+# Largest absolute difference to the reference on unit-normal inputs: rounding of the result, with room for another order.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# How kernels say that they cannot: torch's own checks, missing optional packages, an older signature.
+_REFUSALS = (KVFerryError, RuntimeError, TypeError, ValueError, ImportError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """What the engine will ask of a backend. ``specs``: the distinct layer specs of the model."""
+
+    device: torch.device
+    dtype: torch.dtype
+    specs: tuple[AttentionSpec, ...]
+    num_layers: int
+    block_size: int
+
+
+def select_backend(
+    problem: AttentionProblem,
+    name: str = "auto",
+    candidates: tuple[type[AttentionBackend], ...] = (PagedCpuBackend, VarlenBackend, SdpaBackend),
+) -> type[AttentionBackend]:
+    """Return the backend to use; its ``preferred_layout`` is the pool's layout.
+
+    ``auto`` takes the first candidate for this type of device that passes the probe, and logs why others did not. A backend
+    asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown or nothing passes.
+    """
+    if name == "auto":
+        eligible = [c for c in candidates if not c.device_types or problem.device.type in c.device_types]
+    else:
+        eligible = [c for c in candidates if c.name == name]
+    if not eligible:
+        raise ConfigError(f"no attention backend {name!r}; known: auto, {', '.join(c.name for c in candidates)}")
+    failures = []
+    for candidate in eligible:
+        failure = probe(candidate, problem)
+        if failure is None:
+            return _chosen(candidate, problem)
+        logger.warning("event=attention_backend_refused name=%s reason=%r", candidate.name, failure)
+        failures.append(f"{candidate.name}: {failure}")
+    raise ConfigError(f"no attention backend can serve here ({'; '.join(failures)})")
+
+
+def probe(backend_type: type[AttentionBackend], problem: AttentionProblem) -> str | None:
+    """Run the backend against the reference; return why it must not be used, or None if it agrees."""
+    try:
+        errors = [_probe_spec(backend_type, problem, spec) for spec in problem.specs]
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    tolerance = _TOLERANCES.get(problem.dtype, _TOLERANCES[torch.float32])
+    worst = max(errors)
+    if worst <= tolerance:  # false for NaN
+        return None
+    return f"differs from the reference by {worst:.2g} (allowed {tolerance:.2g})"
+
+
+def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> type[AttentionBackend]:
+    logger.info(
+        "event=attention_backend name=%s layout=%s device=%s dtype=%s block_size=%d",
+        *(backend_type.name, backend_type.preferred_layout, problem.device, problem.dtype, problem.block_size),
+    )
+    return backend_type
+
+
+def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem, spec: AttentionSpec) -> float:
+    """Return the largest absolute difference to the reference, NaN if either result holds one."""
+    generator = torch.Generator().manual_seed(0)
+    batch, prefix_slots = _probe_batch(problem.block_size)
+    cache = _probe_cache(backend_type.preferred_layout, problem, spec)
+    spec = _tightened(spec, problem.block_size)
+    layer = problem.num_layers - 1
+
+    def normal(num_tokens: int, *shape: int) -> torch.Tensor:
+        return torch.randn(num_tokens, *shape, spec.head_dim, generator=generator).to(problem.device, problem.dtype)
+
+    reference, backend = SdpaBackend(cache), backend_type(cache)
+    prefix_rows = cache.rows_of_slots(torch.from_numpy(prefix_slots).to(problem.device))
+    reference.write_kv(layer, normal(len(prefix_slots), 2, spec.num_kv_heads), AttentionPlan(prefix_rows))
+    plan = backend.plan(batch)
+    num_tokens = len(batch.slot_mapping)
+    backend.write_kv(layer, normal(num_tokens, 2, spec.num_kv_heads), plan)
+    query = normal(num_tokens, spec.num_heads)
+    expected = reference.attend(layer, query, spec, reference.plan(batch))
+    actual = backend.attend(layer, query, spec, plan)
+    return float((actual.float() - expected.float()).abs().max())
+
+
+def _tightened(spec: AttentionSpec, block_size: int) -> AttentionSpec:
+    """Return the spec with its window or chunk cut to what the short probe sequences feel."""
+    limit = block_size // 2 + 1
+    return replace(
+        spec,
+        sliding_window=None if spec.sliding_window is None else min(spec.sliding_window, limit),
+        chunk_size=None if spec.chunk_size is None else min(spec.chunk_size, limit),
+    )
+
+
+def _probe_batch(block_size: int) -> tuple[AttentionBatch, npt.NDArray[np.int64]]:
+    """Return two decode rows around a prefill chunk of three tokens, and the slots of the tokens cached before them.
+
+    Blocks, out of order: [3] with 1 token, [2, 1] with block_size + 5 tokens, [4] with block_size - 1 tokens.
+    """
+    slots_of_block = [np.arange(block * block_size, (block + 1) * block_size) for block in range(5)]
+    chunk = np.concatenate((slots_of_block[2], slots_of_block[1][:5]))
+    batch = AttentionBatch(
+        query_start_loc=np.array([0, 1, 4, 5], dtype=np.int32),
+        seq_lens=np.array([1, block_size + 5, block_size - 1], dtype=np.int32),
+        block_tables=np.array([[3, 0], [2, 1], [4, 0]], dtype=np.int32),
+        slot_mapping=np.concatenate((slots_of_block[3][:1], chunk[-3:], slots_of_block[4][-2:-1])),
+    )
+    return batch, np.concatenate((chunk[:-3], slots_of_block[4][:-2]))
+
+
+def _probe_cache(layout: KVLayout, problem: AttentionProblem, spec: AttentionSpec) -> PagedKVCache:
+    heads_and_tokens = (spec.num_kv_heads, problem.block_size)
+    inner = heads_and_tokens if layout is KVLayout.HND else heads_and_tokens[::-1]
+    shape = (5, problem.num_layers, 2, *inner, spec.head_dim)
+    return PagedKVCache(torch.full(shape, float("nan"), dtype=problem.dtype, device=problem.device), layout)

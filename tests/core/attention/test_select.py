@@ -1,0 +1,122 @@
+"""The start-up choice: what the probe lets pass, what it refuses, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from core.attention.base import AttentionSpec, KVLayout
+from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.sdpa import SdpaBackend
+from core.attention.select import AttentionProblem, probe, select_backend
+from core.attention.varlen import VarlenBackend
+from core.errors import ConfigError
+
+SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+
+
+def problem(dtype=torch.float32, specs=(SPEC,), block_size=64):
+    return AttentionProblem(torch.device("cpu"), dtype, specs, num_layers=3, block_size=block_size)
+
+
+class SlightlyWrong(SdpaBackend):
+    name = "paged_cpu"
+
+    def attend(self, layer, query, spec, plan):
+        return super().attend(layer, query, spec, plan) * 1.01
+
+
+class WindowBlind(SdpaBackend):
+    name = "paged_cpu"
+
+    def attend(self, layer, query, spec, plan):
+        return super().attend(layer, query, AttentionSpec(9, 3, 64, 0.125), plan)
+
+
+class WritesWrongLayer(SdpaBackend):
+    name = "paged_cpu"
+
+    def write_kv(self, layer, key_value, plan):
+        super().write_kv(layer - 1, key_value, plan)
+
+
+class Refusing(SdpaBackend):
+    name = "paged_cpu"
+
+    def attend(self, layer, query, spec, plan):
+        raise NotImplementedError("no kernel image for this page size\nlong trace")
+
+
+def test_cpu_default_is_the_paged_kernel_and_is_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        assert select_backend(problem()) is PagedCpuBackend
+    assert "event=attention_backend name=paged_cpu layout=HND" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("mask", [{}, {"sliding_window": 512}, {"chunk_size": 8192}])
+def test_probe_accepts_the_working_kernels(dtype, block_size, mask):
+    asked = problem(dtype, (SPEC, AttentionSpec(4, 1, 32, 0.2, **mask)), block_size)
+    assert probe(PagedCpuBackend, asked) is None
+    assert probe(SdpaBackend, asked) is None
+
+
+@pytest.mark.parametrize("wrong", [SlightlyWrong, WritesWrongLayer, Refusing])
+def test_auto_falls_back_to_the_next_candidate_and_says_why(caplog, wrong):
+    with caplog.at_level(logging.INFO):
+        assert select_backend(problem(), candidates=(wrong, SdpaBackend)) is SdpaBackend
+    assert "event=attention_backend_refused name=paged_cpu reason=" in caplog.text
+    assert "event=attention_backend name=sdpa" in caplog.text
+
+
+def test_auto_asks_only_backends_of_the_device(caplog):
+    class ForAnotherDevice(Refusing):
+        device_types = frozenset({"cuda"})
+
+    assert select_backend(problem(), candidates=(ForAnotherDevice, SdpaBackend)) is SdpaBackend
+    assert "refused" not in caplog.text
+
+
+def test_probe_feels_a_window_longer_than_its_sequences():
+    windowed = problem(specs=(SPEC, AttentionSpec(9, 3, 64, 0.125, sliding_window=100_000)))
+    assert "differs from the reference" in probe(WindowBlind, windowed)
+    assert probe(WindowBlind, problem()) is None
+
+
+def test_probe_reports_the_first_line_of_a_refusal():
+    assert probe(Refusing, problem()) == "NotImplementedError: no kernel image for this page size"
+
+
+def test_probe_refuses_a_result_that_is_not_a_number():
+    class Leaking(SdpaBackend):
+        def attend(self, layer, query, spec, plan):
+            return super().attend(layer, query, spec, plan) * float("nan")
+
+    assert "nan" in probe(Leaking, problem())
+
+
+def test_named_backend_is_never_replaced():
+    assert select_backend(problem(), "sdpa") is SdpaBackend
+    with pytest.raises(ConfigError, match="paged_cpu: NotImplementedError: no kernel image"):
+        select_backend(problem(), "paged_cpu", candidates=(Refusing, SdpaBackend))
+    with pytest.raises(ConfigError, match="no attention backend 'flash'; known: auto, paged_cpu, varlen, sdpa"):
+        select_backend(problem(), "flash")
+
+
+def test_torch_refuses_varlen_on_the_cpu_and_the_probe_says_so():
+    assert "CPU" in probe(VarlenBackend, problem(torch.bfloat16))
+
+
+def test_varlen_without_a_kernel_or_in_the_wrong_layout_is_a_config_error(paged):
+    class WithoutKernel(VarlenBackend):
+        kernel = None
+
+    step = paged.Step(paged.Case([paged.Seq(3)]), KVLayout.NHD)
+    with pytest.raises(ConfigError, match="varlen_attn"):
+        WithoutKernel(step.cache)
+    with pytest.raises(ConfigError, match="NHD, got HND"):
+        VarlenBackend(paged.Step(paged.Case([paged.Seq(3)]), KVLayout.HND).cache)
+    assert probe(WithoutKernel, problem()).startswith("ConfigError")
