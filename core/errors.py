@@ -16,7 +16,8 @@
     │   ├── NotFound · Unavailable · Full
     ├── ProtocolError              a peer broke the wire protocol
     ├── EngineDead                 the engine thread has ended; the worker must restart
-    └── ConnectorUnavailable       a connector or transport cannot run here (library or device missing)
+    ├── ConnectorUnavailable       a connector or transport cannot run here (library or device missing)
+    └── StartFailed                a process of a local cluster did not start, or did not become ready
 
 ``code`` is stable: it is the label of the error counter and the ``code`` of an HTTP error body. ``retryable`` says whether
 the same request may succeed on another worker or later. Errors cross processes as ``core.wire.messages.ErrorInfo``.
@@ -192,3 +193,9 @@ class ConnectorUnavailable(KVFerryError):
     """A connector or transport cannot run here; the message says what is missing."""
 
     code = "connector_unavailable"
+
+
+class StartFailed(KVFerryError):
+    """A process of a local cluster ended before it was ready, or did not become ready in time."""
+
+    code = "start_failed"

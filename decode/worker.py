@@ -97,6 +97,17 @@ class DecodeHands(RoleHands):
         choices = self._live.pop(request_id, {})
         return HandsOutput(abort_ids=[choice_id(request_id, index) for index in choices])
 
+    def on_abort_choice(self, request_id: str, index: int) -> HandsOutput:
+        """Stop one choice; the last one ends the request."""
+        choices = self._live.get(request_id, {})
+        if choices.pop(index, None) is None:
+            return HandsOutput()
+        result = HandsOutput(abort_ids=[choice_id(request_id, index)])
+        if not choices:
+            result.ended.append(request_id)
+            del self._live[request_id]
+        return result
+
     def _pass_on(self, request_id: str, index: int, output: EngineCoreOutput, result: HandsOutput) -> None:
         choices = self._live[request_id]
         choice = choices[index]

@@ -59,6 +59,10 @@ class RoleHands(ABC):
     def on_abort(self, request_id: str) -> HandsOutput:
         """Forget a request, in whatever state, without a reply. Idempotent."""
 
+    def on_abort_choice(self, request_id: str, index: int) -> HandsOutput:
+        """Stop one choice, because the router has seen its end in the text. Idempotent."""
+        return HandsOutput()
+
 
 def choice_id(request_id: str, index: int) -> str:
     """Return the name of one choice of a request inside the worker."""
@@ -66,9 +70,9 @@ def choice_id(request_id: str, index: int) -> str:
 
 
 def split_choice_id(engine_request_id: str) -> tuple[str, int]:
-    """Return request id and choice index of a name made by ``choice_id``."""
+    """Return request id and choice index of a name made by ``choice_id``; index -1 if it is no such name."""
     request_id, _, index = engine_request_id.rpartition("/")
-    return request_id, int(index)
+    return request_id, int(index) if index.isdecimal() else -1
 
 
 def stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:

@@ -24,7 +24,7 @@ from core.engine.actions import (
     SubmitAdd,
 )
 from core.engine.drain import Drain
-from core.engine.hands import HandsOutput, Reply, RoleHands, error_info
+from core.engine.hands import HandsOutput, Reply, RoleHands, error_info, split_choice_id
 from core.engine.router_link import LinkDuty, RouterLink
 from core.errors import (
     DeadlineExceeded,
@@ -159,7 +159,7 @@ class WorkerState:
             case Generate():
                 return self._on_generate(link, message, now)
             case Abort():
-                return self._on_abort(link, message)
+                return self._on_abort(link, message, now)
             case Release():
                 return [ReleaseTransfers(message.transfer_ids)]
             case Renew():
@@ -219,13 +219,25 @@ class WorkerState:
         logger.info(event("refused", request_id=request_id, code=error.code, message=error.message))
         return Send(link, RequestFailed(request_id=request_id, error=error_info(error)))
 
-    def _on_abort(self, link: str, message: Abort) -> list[Action]:
+    def _on_abort(self, link: str, message: Abort, now: float) -> list[Action]:
         actions: list[Action] = []
-        for request_id in message.request_ids:
-            served = self._served.get(request_id)
-            if served is None or served.link == link:
-                actions += self._drop(request_id, f"aborted:{message.reason}")
-        return actions
+        for name in message.request_ids:
+            request_id, index = split_choice_id(name)
+            served = self._served.get(name) or self._served.get(request_id)
+            if served is not None and served.link != link:
+                continue
+            if name not in self._served and request_id in self._served:
+                actions += self._abort_choice(request_id, index, now)
+            else:
+                actions += self._drop(name, f"aborted:{message.reason}")
+        return actions + self._leave_if_done(now)
+
+    def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
+        """The router has seen the end of a choice in its text, and goes on with the others."""
+        result = self._hands.on_abort_choice(request_id, index)
+        for ended in result.ended:
+            self._finish(ended, now)
+        return self._follow(result)
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
         """Stop a request and free what it holds; the router is told by the caller, if at all."""

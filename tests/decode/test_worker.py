@@ -145,3 +145,15 @@ def test_request_ids_may_contain_slashes(hands):
     (reply,) = hands.on_outputs([EngineCoreOutput("a/b/c/0", [1])], 0.0).replies
     assert isinstance(reply, Tokens)
     assert (reply.request_id, reply.index) == ("a/b/c", 0)
+
+
+def test_stopped_choice_ends_alone_and_the_last_one_ends_the_request(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    first = hands.on_abort_choice("r", 0)
+    assert (first.abort_ids, first.ended) == (["r/0"], [])
+    assert hands.on_abort_choice("r", 0).abort_ids == []
+    assert [
+        reply.index for reply in hands.on_outputs([EngineCoreOutput("r/0", [1]), EngineCoreOutput("r/1", [1])], 0.0).replies
+    ] == [1]
+    last = hands.on_abort_choice("r", 1)
+    assert (last.abort_ids, last.ended) == (["r/1"], ["r"])

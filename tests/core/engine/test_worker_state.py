@@ -230,6 +230,21 @@ def test_abort_stops_the_request_silently_and_twice_is_harmless(worker):
     assert worker.state.on_outputs([EngineCoreOutput("r/0", [1])], 0.2) == []
 
 
+def test_single_choice_is_stopped_by_its_name(worker):
+    worker.generate("r", "a", n=2)
+    assert worker.state.on_router_message("b", Abort(request_ids=("r/0",)), 0.1) == []
+    assert worker.state.on_router_message("a", Abort(request_ids=("r/0",)), 0.1) == [SubmitAbort(["r/0"])]
+    assert worker.state.num_requests == 1
+    assert worker.state.on_router_message("a", Abort(request_ids=("r/1",)), 0.1) == [SubmitAbort(["r/1"])]
+    assert worker.state.num_requests == 0
+
+
+def test_aborting_the_last_request_lets_a_draining_worker_leave(worker):
+    worker.generate("r", "a")
+    worker.state.start_drain(1.0)
+    assert worker.state.on_router_message("a", Abort(request_ids=("r",)), 1.1)[-1] == Stop(0)
+
+
 def test_router_cannot_abort_the_request_of_another(worker):
     worker.generate("r", "a")
     assert worker.state.on_router_message("b", Abort(request_ids=("r",)), 0.1) == []

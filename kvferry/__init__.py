@@ -1,0 +1,20 @@
+"""The product: the ``kvferry`` command, and ``LocalCluster`` for Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.local import LocalCluster
+
+__all__ = ["LocalCluster", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import ``LocalCluster`` on first use: a worker process imports this package too and has no need of it."""
+    if name == "LocalCluster":
+        from kvferry.local import LocalCluster
+
+        return LocalCluster
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")

@@ -1,0 +1,198 @@
+"""The ``kvferry`` command.
+
+Owns the commands and their exit codes: 0 done, 1 failed, 2 wrong usage or configuration. Each command imports what it needs
+when it runs, so that ``--help``, the supervisor and the router start without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from core.errors import ConfigError, KVFerryError
+from kvferry import __version__, options
+
+app = typer.Typer(
+    name="kvferry",
+    help="Disaggregated LLM serving: prefill and decode workers with verified KV-cache hand-over.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def serve(
+    model: options.Model = None,
+    served_model_name: options.ServedName = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    aggregated: Annotated[
+        bool | None, typer.Option("--aggregated", help="Workers that do both, as many as the larger of the two.")
+    ] = None,
+    host: options.Host = None,
+    port: options.HttpPort = None,
+    transport: options.Transports = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+) -> None:
+    """Serve a model on this machine: a router and its workers, restarted when they die."""
+    from kvferry.serve import serve_forever
+
+    flags = {
+        "model.name": model,
+        "model.served_name": served_model_name,
+        "local.num_prefill": prefill,
+        "local.num_decode": decode,
+        "local.aggregated": aggregated,
+        "router.host": host,
+        "router.port": port,
+        "connector.transports": transport or None,
+        "log.level": log_level,
+    }
+    raise typer.Exit(serve_forever(options.read_config(config, assignments, flags)))
+
+
+@app.command()
+def router(
+    model: options.Model = None,
+    served_model_name: options.ServedName = None,
+    host: options.Host = None,
+    port: options.HttpPort = None,
+    worker_address: options.WorkerAddress = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run the OpenAI API; workers find it and register themselves."""
+    from kvferry.roles import run_role
+
+    flags = {
+        "model.name": model,
+        "model.served_name": served_model_name,
+        "router.host": host,
+        "router.port": port,
+        "router.worker_address": worker_address,
+        "log.level": log_level,
+    }
+    raise typer.Exit(run_role("router", options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
+def prefill(
+    model: options.Model = None,
+    engine_id: options.EngineId = None,
+    router: options.Routers = None,
+    transport: options.Transports = None,
+    control_address: options.ControlAddress = None,
+    advertise_host: options.AdvertiseHost = None,
+    ops_port: options.OpsPort = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run one prefill worker: it computes prompts and hands their KV cache over."""
+    from kvferry.roles import run_role
+
+    flags = {
+        **_worker_flags(model, engine_id, router, transport),
+        "worker.control_address": control_address,
+        "worker.advertise_host": advertise_host,
+        "worker.ops_port": ops_port,
+        "log.level": log_level,
+    }
+    raise typer.Exit(run_role("prefill", options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
+def decode(
+    model: options.Model = None,
+    engine_id: options.EngineId = None,
+    router: options.Routers = None,
+    transport: options.Transports = None,
+    ops_port: options.OpsPort = None,
+    aggregated: Annotated[bool, typer.Option("--aggregated", help="Compute prompts here too; no prefill worker.")] = False,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run one decode worker: it loads KV caches and generates tokens."""
+    from kvferry.roles import run_role
+
+    flags = {
+        **_worker_flags(model, engine_id, router, transport),
+        "worker.ops_port": ops_port,
+        "log.level": log_level,
+    }
+    role = "aggregated" if aggregated else "decode"
+    raise typer.Exit(run_role(role, options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask the model.")] = "Why is the sky blue? Answer in two sentences.",
+    max_tokens: Annotated[int, typer.Option(help="Length of the answer.", min=2)] = 48,
+    model: options.Model = None,
+    transport: options.Transports = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """Start a router, a prefill and a decode worker, ask one question, and show what happened on the way."""
+    from kvferry.demo import run_demo
+
+    flags = {"model.name": model, "connector.transports": transport or None, "router.port": 0}
+    raise typer.Exit(run_demo(options.read_config(config, assignments, flags), prompt, max_tokens))
+
+
+@app.command()
+def models(
+    fetch: Annotated[list[str] | None, typer.Argument(help="Models to fetch into the cache.")] = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+) -> None:
+    """List the models that have a short name and whether they are cached, or fetch some."""
+    from kvferry.models import fetch_models, list_models
+
+    cache_dir = options.read_config(config, assignments, {}).model.cache_dir
+    if fetch:
+        fetch_models(fetch, cache_dir)
+    else:
+        list_models(cache_dir)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _worker_flags(
+    model: str | None, engine_id: str | None, routers: list[str] | None, transports: list[str] | None
+) -> dict[str, object]:
+    return {
+        "model.name": model,
+        "worker.engine_id": engine_id,
+        "worker.router_addresses": routers or None,
+        "connector.transports": transports or None,
+    }
+
+
+def main() -> None:
+    """Run the command line; a KVFerryError becomes one line on stderr, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"kvferry: {error.message}", file=sys.stderr)
+        sys.exit(2)
+    except KVFerryError as error:
+        print(f"kvferry: {error.message}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,334 @@
+"""A whole cluster on this machine: a router and its workers as child processes.
+
+Owns which processes there are, their configuration files, and when the cluster is ready. Knows nothing of how processes are
+kept (``kvferry.processes``) and nothing of models and requests. ``kvferry serve``, the demo, the benchmarks and the tests use
+it; it never imports torch.
+
+    with LocalCluster(load_config(assignments=["local.num_decode=2"])) as cluster:
+        httpx.get(f"{cluster.base_url}/v1/models")
+"""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from core.clock import SystemClock
+from core.config import KVFerryConfig, RouterSection, dump_config
+from core.errors import ConfigError, StartFailed
+from core.model.hub import resolve_model
+from core.wire.messages import Role
+from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+
+ROUTER = "router"
+_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 2.0
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """One worker as it is now; a restart gives it another pid and another operations address."""
+
+    engine_id: str
+    role: Role
+    pid: int
+    ops_address: str
+
+
+class LocalCluster:
+    """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
+
+    Without a ``config``, the defaults with any free port. ``supervise`` restarts processes that die, with back-off.
+    ``log_dir`` keeps the processes' logs; without one they go to this process's stderr (``inherit_logs``) or to a folder that
+    ``stop`` removes. Use it as a context manager, or call ``stop``: it leaves no process behind, and neither does the death of
+    this process.
+    """
+
+    def __init__(
+        self,
+        config: KVFerryConfig | None = None,
+        *,
+        supervise: bool = False,
+        log_dir: Path | None = None,
+        inherit_logs: bool = False,
+    ) -> None:
+        self._config = config or KVFerryConfig(router=RouterSection(port=0))
+        self._supervise = supervise
+        self._log_dir = log_dir
+        self._inherit_logs = inherit_logs
+        self._roles = _roles(self._config)
+        self._backoffs = {name: self._new_backoff() for name in (ROUTER, *self._roles)}
+        self._keeper: ProcessKeeper | None = None
+        self._run_dir: Path | None = None
+        self._base_url = ""
+        self._is_started = False
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start all processes and return once the cluster serves.
+
+        Raises:
+            ConfigError: the model cannot be found, or a setting is wrong.
+            StartFailed: a process ended, or the cluster was not ready within ``local.ready_timeout_s``; holds the end of
+                its log.
+        """
+        deadline = time.monotonic() + self._config.local.ready_timeout_s
+        resolve_model(self._config.model.name, Path(self._config.model.cache_dir))  # fetched once, not by every worker
+        self._run_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
+        try:
+            self._start_router(deadline)
+            for name in self._roles:
+                self._keeper.start(self._spec(name))
+            self._wait_until_ready(deadline)
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+        self._is_started = True
+        return self
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End all processes: workers first, so that the router can tell them goodbye; killed after ``grace_s``. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        try:
+            self._end_all(keeper, list(self._roles), grace_s)
+            self._end_all(keeper, [ROUTER], grace_s)
+        finally:
+            keeper.close()
+            if self._run_dir is not None:
+                shutil.rmtree(self._run_dir, ignore_errors=True)
+                self._run_dir = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        """The router's address, such as ``http://127.0.0.1:8000``; the OpenAI API is below ``/v1``."""
+        return self._base_url
+
+    @property
+    def workers(self) -> list[LocalWorker]:
+        """The live workers that have told their address, prefill before decode."""
+        found = []
+        for name, role in self._roles.items():
+            child = self._live(name)
+            if child is not None and child.addresses.done():
+                found.append(LocalWorker(name, role, child.pid, child.addresses.result()["ops_address"]))
+        return found
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The live processes by name, the router as ``router``."""
+        children = {name: self._live(name) for name in (ROUTER, *self._roles)}
+        return {name: child.pid for name, child in children.items() if child is not None}
+
+    def workers_of(self, role: Role) -> list[LocalWorker]:
+        """Return the live workers of one role."""
+        return [worker for worker in self.workers if worker.role == role]
+
+    def worker(self, engine_id: str) -> LocalWorker:
+        """Return one live worker.
+
+        Raises:
+            KeyError: it is not running (any more, or yet).
+        """
+        return {worker.engine_id: worker for worker in self.workers}[engine_id]
+
+    def log(self, name: str) -> str:
+        """Return what a process has written so far; "" with ``inherit_logs``."""
+        path = self._log_file(name)
+        return path.read_text(errors="replace") if path is not None and path.exists() else ""
+
+    def metrics(self, name: str) -> str:
+        """Return the metrics of a worker, or of the router, in Prometheus's text format."""
+        address = self._base_url if name == ROUTER else self.worker(name).ops_address
+        return _get(f"{address}/metrics")[1]
+
+    # ---- what can be done to it --------------------------------------------------------------------------------------
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process.
+
+        Raises:
+            KeyError: it is not running.
+        """
+        child = self._live(name)
+        if child is None or not self._running().send_signal(child, number):
+            raise KeyError(name)
+
+    def restart(self, name: str, grace_s: float = 10.0) -> None:
+        """End a process, if it runs, and start it anew under the same name; returns once the cluster is ready again."""
+        keeper = self._running()
+        keeper.forget_restart(name)
+        child = keeper.current(name)
+        if child is not None:
+            keeper.end(child, grace_s)
+        keeper.start(self._spec(name))
+        self.wait_until_ready()
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Return once every process is up and the router has a route.
+
+        Raises:
+            StartFailed: not within ``timeout_s`` (default ``local.ready_timeout_s``), or a process that nobody restarts ended.
+        """
+        timeout = self._config.local.ready_timeout_s if timeout_s is None else timeout_s
+        self._wait_until_ready(time.monotonic() + timeout)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> ProcessKeeper:
+        if self._keeper is None:
+            raise StartFailed("the cluster is not running")
+        return self._keeper
+
+    def _live(self, name: str) -> Child | None:
+        return self._keeper.current(name) if self._keeper is not None else None
+
+    def _new_backoff(self) -> Backoff:
+        return Backoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
+
+    def _start_router(self, deadline: float) -> None:
+        """Start the router on the ports it gets, and pin them, so that a restarted one is found where it was."""
+        router = msgspec.structs.replace(self._config.router, worker_address="tcp://127.0.0.1:0")
+        self._config = msgspec.structs.replace(self._config, router=router)
+        addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline)
+        self._base_url = addresses["http_address"]
+        port = urlsplit(self._base_url).port or 0
+        router = msgspec.structs.replace(router, port=port, worker_address=addresses["worker_address"])
+        self._config = msgspec.structs.replace(self._config, router=router)
+        self._write_config(ROUTER)
+
+    def _addresses(self, child: Child, deadline: float) -> Mapping[str, str]:
+        try:
+            return child.addresses.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError:
+            raise self._failed(child.spec.name, "did not tell its address in time") from None
+        except ChildProcessError as error:
+            raise self._failed(child.spec.name, str(error)) from None
+
+    def _spec(self, name: str) -> ChildSpec:
+        arguments = ["decode", "--aggregated"] if self._roles.get(name) == "aggregated" else [name.rpartition("-")[0] or name]
+        return ChildSpec(name, [*arguments, "--config", str(self._write_config(name))], self._log_file(name))
+
+    def _write_config(self, name: str) -> Path:
+        """Write the settings of one process; it reads them again when it is restarted."""
+        assert self._run_dir is not None
+        path = self._run_dir / f"{name}.json"
+        path.write_text(dump_config(self._config if name == ROUTER else self._worker_config(name)))
+        return path
+
+    def _worker_config(self, name: str) -> KVFerryConfig:
+        worker = msgspec.structs.replace(
+            self._config.worker,
+            engine_id=name,
+            router_addresses=(self._config.router.worker_address,),
+            control_address="tcp://127.0.0.1:0",
+            ops_port=0,
+            workers_on_host=len(self._roles),
+            host_slot=list(self._roles).index(name),
+        )
+        return msgspec.structs.replace(self._config, worker=worker)
+
+    def _log_file(self, name: str) -> Path | None:
+        folder = self._log_dir or self._run_dir
+        return None if self._inherit_logs or folder is None else folder / f"{name}.log"
+
+    def _on_exit(self, child: Child, lived_s: float) -> float | None:
+        """Say when to restart a child; while the cluster starts, a death is a failure and no accident."""
+        if not self._supervise or not self._is_started:
+            return None
+        return self._backoffs[child.spec.name].next_delay_s(lived_s)
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        waiting = [ROUTER, *self._roles]
+        while waiting:
+            waiting = [name for name in waiting if not self._is_ready(name)]
+            if waiting and time.monotonic() > deadline:
+                raise self._failed(waiting[0], "did not become ready in time")
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def _is_ready(self, name: str) -> bool:
+        child = self._live(name)
+        if child is None:
+            if self._supervise and self._is_started:
+                return False
+            raise self._failed(name, "ended before it was ready")
+        if not child.addresses.done() or child.addresses.exception() is not None:
+            return False
+        address = child.addresses.result()["http_address" if name == ROUTER else "ops_address"]
+        try:
+            return _get(f"{address}/ready")[0] == http.client.OK
+        except OSError:
+            return False
+
+    def _failed(self, name: str, what: str) -> StartFailed:
+        tail = "\n".join(self.log(name).splitlines()[-_LOG_TAIL_LINES:])
+        return StartFailed(f"{name} {what}" + (f"; the end of its log:\n{tail}" if tail else ""))
+
+    def _end_all(self, keeper: ProcessKeeper, names: list[str], grace_s: float) -> None:
+        for name in names:
+            keeper.forget_restart(name)
+        children = [child for child in map(keeper.current, names) if child is not None]
+        with ThreadPoolExecutor(max_workers=max(1, len(children))) as pool:
+            list(pool.map(lambda child: keeper.end(child, grace_s), children))
+
+
+def _roles(config: KVFerryConfig) -> dict[str, Role]:
+    """Return the workers' names and roles in the order of their start.
+
+    Raises:
+        ConfigError: no worker, or prefill workers without decode workers or the other way round.
+    """
+    local = config.local
+    if local.aggregated:
+        count = max(1, local.num_prefill, local.num_decode)
+        return {f"aggregated-{number}": "aggregated" for number in range(count)}
+    if not local.num_prefill or not local.num_decode:
+        raise ConfigError(
+            f"local.num_prefill = {local.num_prefill} and local.num_decode = {local.num_decode}: "
+            "at least one of each is needed, or local.aggregated",
+            param="local.num_prefill",
+        )
+    roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
+    return roles | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+
+
+def _get(url: str) -> tuple[int, str]:
+    """Return status and body of a GET; raises OSError where nobody answers properly."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{url}: {error!r}") from None
+    finally:
+        connection.close()

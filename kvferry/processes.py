@@ -1,0 +1,277 @@
+"""Child processes with an owner: started, watched, restarted with back-off, and reaped by one thread.
+
+Owns pids, pipes and log files of the children. Knows nothing of roles and readiness (``kvferry.local``). One thread starts all
+children and lives as long as they do, because the kernel ties ``die_with_parent`` to the *thread* that started a child. A child
+tells its addresses by a pipe; its end is noticed by a pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from core.clock import Clock
+from core.log import event
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SPAWN_RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What is started: ``python -P -m kvferry ARGUMENTS``. ``log_file`` None = this process's stderr."""
+
+    name: str
+    arguments: Sequence[str]
+    log_file: Path | None
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process. ``addresses`` is set once by the child, or fails if it ends before."""
+
+    spec: ChildSpec
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    pipe_fd: int
+    started_at: float
+    is_exit_expected: bool = False  # set and read on the keeper's thread
+    addresses: Future[Mapping[str, str]] = field(default_factory=Future)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def pid(self) -> int:
+        """The process id; reused by the system once the child is reaped."""
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the child has ended and is reaped."""
+        return not self.ended.is_set()
+
+
+class Backoff:
+    """How long to wait before the next restart: doubling while children die young, from the start once one has lived."""
+
+    def __init__(self, first_s: float, max_s: float) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._next_s = first_s
+
+    def next_delay_s(self, lived_s: float) -> float:
+        """Return the delay after a child that lived for ``lived_s``."""
+        if lived_s > self._max_s:
+            self._next_s = self._first_s
+        delay = self._next_s
+        self._next_s = min(self._max_s, delay * 2)
+        return delay
+
+
+class ProcessKeeper:
+    """The thread that owns the children; its public methods may be called from any other thread.
+
+    ``on_exit`` is called on the keeper's thread with every child that ended without ``stop``; it returns the seconds after
+    which a child of the same spec shall be started, None = never.
+    """
+
+    def __init__(self, clock: Clock, on_exit: Callable[[Child, float], float | None]) -> None:
+        self._clock = clock
+        self._on_exit = on_exit
+        self._children: dict[str, Child] = {}
+        self._restarts: dict[str, tuple[float, ChildSpec]] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closing = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="process-keeper", daemon=True)
+        self._thread.start()
+
+    # ---- for other threads -------------------------------------------------------------------------------------------
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a child under its name, which must be free."""
+        return self._call(lambda: self._spawn(spec))
+
+    def current(self, name: str) -> Child | None:
+        """Return the live child of this name."""
+        return self._call(lambda: self._children.get(name))
+
+    def forget_restart(self, name: str) -> None:
+        """Start no successor of this name."""
+        self._call(lambda: self._restarts.pop(name, None))
+
+    def expect_exit(self, child: Child) -> None:
+        """The child is about to be ended on purpose: do not report it."""
+        self._call(lambda: setattr(child, "is_exit_expected", True))
+
+    def send_signal(self, child: Child, number: int) -> bool:
+        """Send a signal; returns False if the child has ended."""
+        return self._call(lambda: self._signal(child, number))
+
+    def end(self, child: Child, grace_s: float) -> None:
+        """Ask the child to leave, kill its process group after ``grace_s``, and wait until it is reaped."""
+        self.expect_exit(child)
+        self.send_signal(child, signal.SIGTERM)
+        if not child.ended.wait(grace_s):
+            logger.warning(event("killed", child=child.spec.name, pid=child.pid, grace_s=grace_s))
+            self.send_signal(child, signal.SIGKILL)
+            child.ended.wait()
+
+    def close(self) -> None:
+        """Kill what is left, reap it, and end the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        for child in self._call(self._close_down):
+            child.ended.wait()
+        self._call(lambda: setattr(self, "_is_closing", True))
+        self._thread.join()
+
+    # ---- on the keeper's thread --------------------------------------------------------------------------------------
+
+    def _call(self, function: Callable[[], T]) -> T:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._commands.put(run)
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
+            os.write(self._wake_write, b"x")
+        return result.result()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wait()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._commands.get_nowait()()
+            self._start_due()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wait(self) -> None:
+        """Sleep until a child speaks or ends, a command comes, or a restart is due."""
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        handlers: dict[int, Callable[[], None]] = {self._wake_read: self._drain_wakeups}
+        for child in self._children.values():
+            handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
+            poll.register(child.pidfd, select.POLLIN)
+            if child.pipe_fd >= 0:
+                handlers[child.pipe_fd] = lambda child=child: self._read_addresses(child)  # type: ignore[misc]
+                poll.register(child.pipe_fd, select.POLLIN)
+        due = min((at for at, _ in self._restarts.values()), default=None)
+        timeout_ms = None if due is None else max(0.0, (due - self._clock.now()) * 1e3)
+        ready = {fd for fd, _ in poll.poll(timeout_ms)}
+        for fd in [fd for fd in handlers if fd in ready]:  # a pipe is read before its process is reaped
+            handlers[fd]()
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def _start_due(self) -> None:
+        now = self._clock.now()
+        for name, (at, spec) in list(self._restarts.items()):
+            if at > now or name in self._children:
+                continue
+            del self._restarts[name]
+            try:
+                self._spawn(spec)
+            except OSError as error:  # no memory or descriptors now; the next try may do better
+                logger.error(event("restart_failed", child=name, error=repr(error)))
+                self._restarts[name] = (now + _SPAWN_RETRY_S, spec)
+
+    def _spawn(self, spec: ChildSpec) -> Child:
+        assert spec.name not in self._children, f"{spec.name} is running"
+        self._restarts.pop(spec.name, None)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        command = [sys.executable, "-P", "-m", "kvferry", *spec.arguments]
+        command += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+        try:
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file is not None else None
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_fd,),
+                    start_new_session=True,  # a Ctrl-C of the terminal reaches the supervisor only
+                )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        child = Child(spec, process, os.pidfd_open(process.pid), read_fd, self._clock.now())
+        self._children[spec.name] = child
+        logger.info(event("started", child=spec.name, pid=child.pid))
+        return child
+
+    def _read_addresses(self, child: Child) -> None:
+        """Take the child's one line; a child that closes the pipe without one is about to end."""
+        with os.fdopen(child.pipe_fd, "rb") as pipe:
+            child.pipe_fd = -1
+            line = pipe.readline()
+        if line:
+            child.addresses.set_result(json.loads(line))
+
+    def _reap(self, child: Child) -> None:
+        if child.pipe_fd >= 0:
+            self._read_addresses(child)
+        code = child.process.wait()
+        os.close(child.pidfd)
+        del self._children[child.spec.name]
+        if not child.addresses.done():
+            child.addresses.set_exception(ChildProcessError(f"{child.spec.name} ended with {describe_exit(code)}"))
+        child.ended.set()
+        if child.is_exit_expected:
+            return
+        lived_s = self._clock.now() - child.started_at
+        delay_s = self._on_exit(child, lived_s)
+        logger.warning(event("died", child=child.spec.name, pid=child.pid, exit=describe_exit(code), restart_in_s=delay_s))
+        if delay_s is not None:
+            self._restarts[child.spec.name] = (self._clock.now() + delay_s, child.spec)
+
+    def _signal(self, child: Child, number: int) -> bool:
+        """Signal through the pidfd, which cannot hit a stranger; SIGKILL goes to the whole group, as nothing may be left."""
+        if not child.is_alive:
+            return False
+        if number == signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(child.pidfd, number)
+        return True
+
+    def _close_down(self) -> list[Child]:
+        self._restarts.clear()
+        children = list(self._children.values())
+        for child in children:
+            child.is_exit_expected = True
+            self._signal(child, signal.SIGKILL)
+        return children
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

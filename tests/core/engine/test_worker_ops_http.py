@@ -1,0 +1,81 @@
+"""The operations port answers probes, refuses nonsense, and survives both."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from core.engine.ops_http import MAX_HEAD_BYTES, OpsResponse, OpsServer
+from core.errors import ConfigError
+
+
+def broken():
+    raise ValueError("probe is broken")
+
+
+@pytest.fixture
+async def address():
+    drained = []
+    server = OpsServer(
+        {
+            ("GET", "/health"): lambda: OpsResponse.of_json(200, {"status": "ok"}),
+            ("GET", "/ready"): lambda: OpsResponse.of_json(503, {"status": "loading"}),
+            ("GET", "/broken"): broken,
+            ("POST", "/drain"): lambda: drained.append(1) or OpsResponse(202, str(len(drained)).encode()),
+        }
+    )
+    yield await server.start("127.0.0.1", 0)
+    await server.stop()
+
+
+@pytest.fixture
+async def client(address):
+    async with httpx.AsyncClient(base_url=address) as client:
+        yield client
+
+
+async def test_answers_get_head_and_post(client):
+    health = await client.get("/health?verbose=1")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    head = await client.head("/health")
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(health.content)))
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.post("/drain", content=b"ignored")).text == "1"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/drain", 405), ("DELETE", "/health", 405)]
+)
+async def test_refuses_unknown_paths_and_methods(client, method, path, status):
+    assert (await client.request(method, path)).status_code == status
+
+
+async def test_broken_handler_is_a_500_and_the_server_lives_on(client):
+    assert (await client.get("/broken")).status_code == 500
+    assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"\r\n\r\n", b"GET /health\r\n\r\n", b"GET / FTP/1.1\r\n\r\n", b"x" * (MAX_HEAD_BYTES + 9)]
+)
+async def test_malformed_request_is_a_400(address, client, request_bytes):
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request_bytes)
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_client_that_leaves_without_a_request_is_harmless(address, client):
+    host, port = address.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_port_in_use_is_a_configuration_error(address):
+    port = int(address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=str(port)):
+        await OpsServer({}).start("127.0.0.1", port)
