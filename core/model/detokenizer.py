@@ -18,6 +18,7 @@ from core.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6  # of the prompt: enough to hold a cut character and the space rule of a first word
+_MAX_PRIMING_TOKENS = 64
 _MAX_HELD_TOKENS = 8  # a character has at most 4 bytes; more tokens than this are broken for good
 
 
@@ -31,7 +32,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         is_byte_level = isinstance(tokenizer.backend.decoder, ByteLevel)
-        context = prompt_token_ids[-_PRIMING_TOKENS:]
+        context = _context(tokenizer, prompt_token_ids)
         self._stream: _Stream = (
             _ByteLevelStream(tokenizer, context, skip_special_tokens)
             if is_byte_level
@@ -108,6 +109,15 @@ class _WindowStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the end of the prompt; it starts in no run of byte tokens, which decode all together or not at all."""
+    start = max(0, len(prompt_token_ids) - _PRIMING_TOKENS)
+    first_allowed = max(0, len(prompt_token_ids) - _MAX_PRIMING_TOKENS)
+    while start > first_allowed and (tokenizer.token(prompt_token_ids[start]) or "").startswith("<0x"):
+        start -= 1
+    return prompt_token_ids[start:]
 
 
 def token_bytes(spelled: str, byte_of_letter: Mapping[str, int]) -> bytes:

@@ -52,15 +52,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     _require(model, ("gpt2",), "tokenizer.ggml.model")
     _require(pre, tuple(_PRE_TOKENIZERS), "tokenizer.ggml.pre")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    tokens: list[str] = _list(metadata, "tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [_split_merge(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [_split_merge(merge) for merge in _list(metadata, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    for token, token_type in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+    for token, token_type in zip(tokens, _list(metadata, "tokenizer.ggml.token_type"), strict=True):
         if token_type == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == _USER_DEFINED:
@@ -71,6 +71,12 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
         )
     return tokenizer
+
+
+def _list(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(metadata.get(key), list):
+        raise ConfigError(f"GGUF metadata lacks {key}. Put the model's tokenizer.json beside the file.", param=key)
+    return list(metadata[key])
 
 
 def _split_merge(merge: str) -> tuple[str, str]:

@@ -104,7 +104,7 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self._special_tokens, **template_args}
         try:
             text = self._template.render(variables, messages=conversation, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
 

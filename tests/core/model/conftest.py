@@ -140,18 +140,14 @@ def tiny_model(tmp_path: Path) -> Callable[..., TinyModel]:
     return build
 
 
-def _train(backend: Tokenizer, initial_alphabet: list[str], special_tokens: list[AddedToken]) -> Tokenizer:
-    corpus = [
-        "the quick brown fox jumps over the lazy dog",
-        "naïve café déjà vu",
-        "日本語 テキスト",
-        "12 345 6789",
-        "👩‍👩‍👧‍👦 🎉",
-    ]
+CORPUS = ["the quick brown fox jumps over the lazy dog", "naïve café déjà vu", "日本語 テキスト", "12 345 6789", "👩‍👩‍👧‍👦 🎉"]
+
+
+def _train(backend: Tokenizer, alphabet: Sequence[str] = (), special_tokens: Sequence[AddedToken] = ()) -> Tokenizer:
     trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=initial_alphabet, special_tokens=special_tokens, show_progress=False
+        vocab_size=420, initial_alphabet=list(alphabet), special_tokens=list(special_tokens), show_progress=False
     )
-    backend.train_from_iterator(corpus * 4, trainer)
+    backend.train_from_iterator(CORPUS * 4, trainer)
     return backend
 
 
@@ -170,14 +166,20 @@ def byte_level_backend() -> Tokenizer:
 @pytest.fixture(scope="session")
 def byte_fallback_backend() -> Tokenizer:
     """A small BPE tokenizer with byte fallback and word marks, in the manner of Llama 2."""
-    backend = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    marks = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trained = Tokenizer(BPE())
+    trained.pre_tokenizer = marks
+    model = json.loads(_train(trained).to_str())["model"]
+    first = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {token: token_id for token_id, token in enumerate([*first, *model["vocab"]])}
+    merges = [(left, right) for left, right in model["merges"]]
+    backend = Tokenizer(BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken("<unk>", special=True), AddedToken("<s>", special=True)])
+    backend.pre_tokenizer = marks
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    special = [AddedToken("<unk>", special=True), AddedToken("<s>", special=True)]
-    bytes_ = [AddedToken(f"<0x{byte:02X}>", special=False) for byte in range(256)]
-    return _train(backend, [], special + bytes_)
+    return backend
 
 
 @pytest.fixture

@@ -1,0 +1,190 @@
+"""GGUF conversion, on files written by the ``gguf`` package from tiny models of transformers."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from core.errors import ConfigError
+from core.model.arch import parse_arch
+from core.model.gguf import convert_gguf
+from core.model.loader import load_decoder
+
+TOKENS = [3, 50, 61, 2, 44, 9, 13, 90]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def interleave(weight, num_heads):
+    """Return the rows of q or k as llama.cpp stores them for the llama architecture: rope pairs side by side."""
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, architecture, *, rope_freqs=None, quantization=None, metadata=None):
+    """Write a model with a tokenizer of as many one-letter tokens as it has ids."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else 8)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    tokens = [chr(0x100 + index) for index in range(config.vocab_size)]
+    tokens[2] = tokens[0] + tokens[1]
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(7)
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value)
+    names = gguf.get_tensor_name_map(architecture_id(architecture), config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        add_tensor(writer, names.get_name(name, (".weight", ".bias")), tensor.numpy(), config, architecture, quantization)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def architecture_id(architecture):
+    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def add_tensor(writer, name, values, config, architecture, quantization):
+    if architecture == "llama" and ".attn_q." in name:
+        values = interleave(values, config.num_attention_heads)
+    if architecture == "llama" and ".attn_k." in name:
+        values = interleave(values, config.num_key_value_heads)
+    if quantization is None or values.ndim == 1:
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), quantization), raw_dtype=quantization)
+
+
+def convert(path, folder):
+    folder.mkdir()
+    convert_gguf(path, folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_converted_model_gives_the_logits_of_its_original(architecture, overrides, tiny_model, paged, tmp_path):
+    model = tiny_model(architecture, **overrides)
+    path = write_gguf(tmp_path / "model.gguf", model.reference, architecture)
+    arch = parse_arch(convert(path, tmp_path / "converted"))
+    assert arch == parse_arch({**json.loads((model.folder / "config.json").read_text()), "eos_token_id": [2, 7]})
+    decoder = load_decoder(arch, [tmp_path / "converted" / "model.safetensors"], dtype=torch.float32)
+    torch.testing.assert_close(paged(decoder).step([TOKENS]), model.logits(TOKENS), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16])
+def test_dequantizes_to_the_values_that_the_file_stands_for(quantization, tiny_model, tmp_path):
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    path = write_gguf(tmp_path / "model.gguf", model.reference, "llama", quantization=quantization)
+    convert(path, tmp_path / "converted")
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    for name, tensor in model.reference.state_dict().items():
+        assert converted[name].dtype == torch.float32
+        torch.testing.assert_close(converted[name], tensor, atol=0.02, rtol=0.0)
+
+
+def test_the_folder_opens_in_transformers(tiny_model, tmp_path):
+    model = tiny_model("llama")
+    convert(write_gguf(tmp_path / "model.gguf", model.reference, "llama"), tmp_path / "converted")
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(reopened(torch.tensor([TOKENS])).logits[0], model.logits(TOKENS))
+
+
+def test_conversion_is_deterministic(tiny_model, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama").reference, "llama")
+    convert(path, tmp_path / "first")
+    convert(path, tmp_path / "second")
+    names = sorted(file.name for file in (tmp_path / "first").iterdir())
+    assert "model.safetensors" in names
+    assert [(tmp_path / "first" / name).read_bytes() for name in names] == [
+        (tmp_path / "second" / name).read_bytes() for name in names
+    ]
+
+
+def test_recovers_llama3_rope_from_its_frequency_divisors(tiny_model, tmp_path):
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=LLAMA3_ROPE)
+    plain = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    divisors = (LlamaRotaryEmbedding(plain).inv_freq / LlamaRotaryEmbedding(config).inv_freq).numpy()
+    model = tiny_model("llama", hidden_size=128, num_attention_heads=2, head_dim=64, rope_parameters=LLAMA3_ROPE)
+    path = write_gguf(tmp_path / "model.gguf", model.reference, "llama", rope_freqs=divisors)
+    assert convert(path, tmp_path / "converted")["rope_parameters"] == LLAMA3_ROPE
+
+
+def test_refuses_frequency_divisors_that_are_no_llama3_rope(tiny_model, tmp_path):
+    divisors = np.linspace(1, 3, 8, dtype=np.float32)
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama").reference, "llama", rope_freqs=divisors)
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
+        convert(path, tmp_path / "converted")
+
+
+def test_refuses_an_architecture_it_does_not_know(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="'rwkv7' is not supported; supported: llama, qwen2, qwen3"):
+        convert(tmp_path / "model.gguf", tmp_path / "converted")
+
+
+def test_refuses_a_scaled_rope_it_does_not_know(tiny_model, tmp_path):
+    model = tiny_model("llama")
+    path = write_gguf(tmp_path / "model.gguf", model.reference, "llama", metadata={"llama.rope.scaling.type": "yarn"})
+    with pytest.raises(ConfigError, match=r"llama\.rope\.scaling\.type='yarn'"):
+        convert(path, tmp_path / "converted")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a gguf file at all, but long enough to hold a header"])
+def test_names_a_file_that_is_no_gguf(content, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.gguf cannot be read as a GGUF file"):
+        convert(tmp_path / "model.gguf", tmp_path / "converted")
+
+
+def test_names_a_truncated_file(tiny_model, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama").reference, "llama")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match=r"model\.gguf cannot be read as a GGUF file"):
+        convert(path, tmp_path / "converted")

@@ -1,0 +1,110 @@
+"""Tokenizers rebuilt from GGUF metadata."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from core.errors import ConfigError
+from core.model.gguf_tokenizer import build_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def metadata(byte_level_backend):
+    """The metadata that llama.cpp's converter would write for the small byte-level tokenizer."""
+    saved = json.loads(byte_level_backend.to_str())
+    tokens = [byte_level_backend.id_to_token(token_id) for token_id in range(byte_level_backend.get_vocab_size())]
+    added = {token["id"]: 3 if token["special"] else 4 for token in saved["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [added.get(token_id, 1) for token_id in range(len(tokens))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in saved["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+
+
+def pieces(tokenizer, text):
+    return [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@given(st.text(max_size=40))
+def test_encodes_and_decodes_any_text_like_its_original(metadata, byte_level_backend, text):
+    rebuilt = build_tokenizer(metadata)
+    ids = byte_level_backend.encode(text).ids
+    assert rebuilt.encode(text).ids == ids
+    assert rebuilt.decode(ids) == text
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not(metadata):
+    tokenizer = build_tokenizer(metadata)
+    ids = tokenizer.encode("<|im_start|>the<tool call>").ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the<tool call>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>the<tool call>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["a", " 123", " it", "'s"]),
+        ("smollm", ["a", " ", "1", "2", "3", " it", "'s"]),
+        ("llama-bpe", ["a", " ", "123", " it", "'s"]),
+        ("qwen2", ["a", " ", "1", "2", "3", " it", "'s"]),
+    ],
+)
+def test_each_pre_tokenizer_splits_digits_in_its_own_way(metadata, pre, expected):
+    assert pieces(build_tokenizer({**metadata, "tokenizer.ggml.pre": pre}), "a 123 it's") == expected
+
+
+def test_llama3_splits_long_numbers_by_threes_and_keeps_newlines_together(metadata):
+    tokenizer = build_tokenizer({**metadata, "tokenizer.ggml.pre": "llama-bpe"})
+    assert pieces(tokenizer, "12345 IT'S!\n\nx") == ["123", "45", " IT", "'S", "!\n\n", "x"]
+
+
+def test_bos_is_added_where_the_file_says_so(metadata):
+    with_bos = build_tokenizer({**metadata, "tokenizer.ggml.add_bos_token": True})
+    without = build_tokenizer(metadata)
+    assert with_bos.encode("the").ids == [0, *without.encode("the").ids]
+    assert with_bos.encode("the", add_special_tokens=False).ids == without.encode("the").ids
+
+
+@pytest.mark.parametrize(("key", "value"), [("tokenizer.ggml.model", "t5"), ("tokenizer.ggml.pre", "tekken")])
+def test_refuses_kinds_it_does_not_know_and_names_the_way_out(metadata, key, value, tmp_path):
+    with pytest.raises(ConfigError, match=f"{value}.*tokenizer.json beside the file") as caught:
+        write_tokenizer({**metadata, key: value}, tmp_path / "model.gguf", tmp_path)
+    assert caught.value.param == key
+
+
+@pytest.mark.parametrize("key", ["tokens", "merges", "token_type"])
+def test_names_missing_metadata(metadata, key, tmp_path):
+    incomplete = {name: value for name, value in metadata.items() if name != f"tokenizer.ggml.{key}"}
+    with pytest.raises(ConfigError, match=rf"lacks tokenizer\.ggml\.{key}"):
+        write_tokenizer(incomplete, tmp_path / "model.gguf", tmp_path)
+
+
+def test_a_tokenizer_beside_the_file_wins(metadata, byte_fallback_backend, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    byte_fallback_backend.save(str(source / "tokenizer.json"))
+    write_tokenizer({**metadata, "tokenizer.ggml.model": "llama"}, source / "model.gguf", target)
+    assert Tokenizer.from_file(str(target / "tokenizer.json")).to_str() == byte_fallback_backend.to_str()
+
+
+def test_writes_template_and_special_tokens(metadata, tmp_path):
+    write_tokenizer(metadata, tmp_path / "model.gguf", tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config == {
+        "chat_template": "{{ messages[0].content }}",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": None,
+        "pad_token": None,
+    }

