@@ -52,6 +52,8 @@ class KVCacheCoordinator(ABC):
             get_manager_for_kv_cache_spec(group.spec, self.block_pool, index)
             for index, group in enumerate(kv_cache_config.groups)
         )
+        # Empty for full attention: a decode step then pays nothing for windows.
+        self._recycling_managers = tuple(m for m in self.managers if m.max_admission_blocks is not None)
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
 
     @abstractmethod
@@ -62,10 +64,10 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, num_tokens: int, new_computed_blocks: GroupBlocks, apply_admission_cap: bool = False
     ) -> int:
         """Return how many free blocks all groups together take for ``num_tokens`` slots of the request."""
-        return sum(
-            manager.get_num_blocks_to_allocate(request_id, num_tokens, blocks, apply_admission_cap)
-            for manager, blocks in zip(self.managers, new_computed_blocks, strict=True)
-        )
+        num_blocks = 0
+        for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):
+            num_blocks += manager.get_num_blocks_to_allocate(request_id, num_tokens, blocks, apply_admission_cap)
+        return num_blocks
 
     def allocate_new_computed_blocks(
         self, request_id: str, new_computed_blocks: GroupBlocks, num_computed_tokens: int
@@ -93,7 +95,7 @@ class KVCacheCoordinator(ABC):
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         """Give back blocks that no token after ``num_processed_tokens`` attends to."""
-        for manager in self.managers:
+        for manager in self._recycling_managers:
             manager.remove_skipped_blocks(request_id, num_processed_tokens)
 
     def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:

@@ -61,7 +61,8 @@ class SingleTypeKVCacheManager(ABC):
             num_required = min(num_required, self.max_admission_blocks)
         blocks = self.req_to_blocks.get(request_id)
         if blocks is not None:
-            return max(num_required - len(blocks), 0)
+            num_missing = num_required - len(blocks)
+            return num_missing if num_missing > 0 else 0
         num_evictable = sum(block.ref_cnt == 0 and not block.is_null for block in new_computed_blocks)
         return max(num_required - len(new_computed_blocks), 0) + num_evictable
 

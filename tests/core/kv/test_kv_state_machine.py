@@ -1,0 +1,394 @@
+"""Random lives of a KV cache against a naive model that predicts every block, reference, hash and generation.
+
+The model is written for clarity, with lists and whole prefixes where the code has links and hashes: a prefix is the tenant's
+salt and a tuple of tokens, the free queue a list, a lookup a scan over all blocks.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from core.kv.events import AllBlocksCleared, BlockStored
+from core.kv.hashing import BlockHasher
+from core.kv.integrity import find_violations
+from core.kv.manager import KVCacheManager
+from core.kv.pool import cache_key
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.request import NewRequest, Request
+from core.wire.sampling import SamplingParams
+
+HASHER = BlockHasher(b"model of the state machine")
+MAX_MODEL_LEN = 150
+
+
+choices = st.integers(0, 100)
+prompts = st.tuples(
+    st.integers(0, 1),  # family
+    st.integers(1, 140) | st.sampled_from([64, 96, 128]),  # length
+    st.sampled_from([0, 20, 40, 40, 500, 500]),  # fork
+    st.sampled_from(["", "", "", "tenant"]),  # salt
+)
+admissions = st.tuples(
+    st.integers(1, 150),  # chunk
+    st.sampled_from([0, 0, 0, 1, 30, 64, 150]),  # external tokens
+    st.booleans(),  # the whole sequence must fit
+    st.booleans(),  # no other request runs
+    st.sampled_from([0, 0, 0, 2]),  # reserved blocks
+)
+
+
+def choose(requests, which):
+    return requests[sorted(requests)[which % len(requests)]]
+
+
+def prefix_of(request, num_tokens):
+    return request.cache_salt, tuple(request.all_token_ids[:num_tokens])
+
+
+class ModelPool:
+    """What the pool must be: plain containers, one entry per block id."""
+
+    def __init__(self, num_blocks):
+        self.free = list(range(1, num_blocks))
+        self.refs = Counter()
+        self.generation = Counter()
+        self.prefix = {}  # block id -> (salt, tokens up to the end of the block), while it is a hit
+
+    def allocate(self, count):
+        taken, self.free = self.free[:count], self.free[count:]
+        for block_id in taken:
+            assert self.refs[block_id] == 0
+            self.prefix.pop(block_id, None)
+            self.generation[block_id] += 1
+            self.refs[block_id] = 1
+        return taken
+
+    def touch(self, block_ids):
+        for block_id in block_ids:
+            if self.refs[block_id] == 0:
+                self.free.remove(block_id)
+            self.refs[block_id] += 1
+
+    def release(self, block_ids):
+        """Drop references in the given order."""
+        unhashed, hashed = [], []
+        for block_id in block_ids:
+            self.refs[block_id] -= 1
+            if self.refs[block_id] == 0:
+                (hashed if block_id in self.prefix else unhashed).append(block_id)
+        self.free = unhashed + self.free + hashed
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Requests that come, grow, load, roll back, are preempted and leave, in one small pool."""
+
+    @initialize(
+        num_blocks=st.integers(2, 12) | st.integers(12, 32),
+        block_size=st.sampled_from([16, 32]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        enable_caching=st.sampled_from([True, True, True, False]),
+        first_prompts=st.lists(prompts, min_size=1, max_size=3),
+    )
+    def build(self, num_blocks, block_size, watermark, enable_caching, first_prompts):
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_dim=8, dtype_bytes=2)
+        config = KVCacheConfig(num_blocks, (KVCacheGroup((0,), spec),))
+        self.manager = KVCacheManager(
+            config,
+            MAX_MODEL_LEN,
+            block_size,
+            16,
+            enable_caching=enable_caching,
+            enable_kv_cache_events=True,
+            watermark=watermark,
+        )
+        self.block_size, self.caching = block_size, enable_caching
+        self.num_usable, self.watermark = num_blocks - 1, int(watermark * num_blocks)
+        self.pool = ModelPool(num_blocks)
+        self.live = {}  # request id -> request with blocks
+        self.waiting = {}  # request id -> request without blocks
+        self.loading = set()  # ids whose external tokens have not arrived
+        self.tables = {}  # request id -> block ids
+        self.num_cached = {}
+        self.pins = []  # lists of block ids referenced by no request
+        self.followed = set()  # keys of the prefix map as the events tell them
+        self.num_requests = 0
+        for prompt in first_prompts:
+            self.try_to_admit(self.add_request(*prompt), 64, external=0, whole=False, alone=False, reserved=0)
+
+    # ---- the model's own rules -------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens):
+        return -(-min(num_tokens, MAX_MODEL_LEN) // self.block_size)
+
+    def predict_hits(self, request):
+        """Block ids by position, each a set of copies; the lookup takes one of each."""
+        positions = []
+        if not self.caching:
+            return positions
+        for end in range(self.block_size, request.num_tokens, self.block_size):
+            copies = {block_id for block_id, prefix in self.pool.prefix.items() if prefix == prefix_of(request, end)}
+            if not copies:
+                break
+            positions.append(copies)
+        return positions
+
+    def remember_cached(self, request, num_tokens):
+        if not self.caching:
+            return
+        table = self.tables[request.request_id]
+        for index in range(self.num_cached[request.request_id], num_tokens // self.block_size):
+            prefix = prefix_of(request, (index + 1) * self.block_size)
+            assert self.pool.prefix.setdefault(table[index], prefix) == prefix
+        self.num_cached[request.request_id] = max(self.num_cached[request.request_id], num_tokens // self.block_size)
+
+    def drop(self, request):
+        """Forget a request in the model; return its blocks in the order of their release."""
+        request_id = request.request_id
+        self.loading.discard(request_id)
+        del self.live[request_id], self.num_cached[request_id]
+        return self.tables.pop(request_id)[::-1]
+
+    def allocate(self, request, num_new, hits=(), num_external=0, *, lookahead=0, whole=False, reserved=0, alone=False):
+        """Call ``allocate_slots`` and hold it to the model, refusals included. True if it succeeded."""
+        request_id = request.request_id
+        is_admission = request_id not in self.tables
+        table = self.tables.get(request_id, [*hits])
+        num_hit_tokens = len(hits) * self.block_size
+        num_computed = request.num_computed_tokens + num_hit_tokens + num_external
+        margin = self.watermark if is_admission and not alone else 0
+        evictable = sum(self.pool.refs[block_id] == 0 for block_id in hits)
+        needed = max(self.blocks_for(num_computed + num_new + lookahead) - len(table), 0)
+        whole_needed = max(self.blocks_for(request.num_tokens) - len(table), 0) + evictable
+        must_fail = needed + evictable + margin > len(self.pool.free) - reserved
+        must_fail |= whole and whole_needed + margin > len(self.pool.free)
+
+        found, num_found = self.manager.get_computed_blocks(request) if hits else (None, 0)
+        got = self.manager.allocate_slots(
+            request,
+            num_new,
+            num_found,
+            found,
+            num_lookahead_tokens=lookahead,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=num_external > 0,
+            full_sequence_must_fit=whole,
+            reserved_blocks=reserved,
+            has_scheduled_reqs=not alone,
+        )
+        assert (got is None) == must_fail
+        if got is None:
+            return False  # the invariants check that nothing has changed
+        self.pool.touch(hits)
+        if is_admission:
+            self.num_cached[request_id] = len(hits)
+        new_ids = self.pool.allocate(needed)
+        assert got.get_block_ids() == (new_ids,)
+        others = [block_id for other, ids in self.tables.items() if other != request_id for block_id in ids]
+        assert not set(new_ids) & {*others, *(block_id for ids in self.pins for block_id in ids)}
+        self.tables[request_id] = table + new_ids
+        self.live[request_id] = request
+        request.num_computed_tokens = min(num_computed + num_new, MAX_MODEL_LEN)
+        if not num_external:
+            self.remember_cached(request, min(request.num_computed_tokens, request.num_tokens))
+        return True
+
+    def add_request(self, family, length, fork, salt):
+        """Prompts of one family agree up to the smaller fork, but a salted one shares nothing with an unsalted one."""
+        tokens = [family * 1000 + i + (7000 + fork) * (i >= fork) for i in range(length)]
+        self.num_requests += 1
+        request_id = f"r{self.num_requests:03}"
+        sampling = SamplingParams(max_tokens=500)
+        new = NewRequest(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, cache_salt=salt)
+        self.waiting[request_id] = Request(new, HASHER)
+        return self.waiting[request_id]
+
+    def try_to_admit(self, request, chunk, external, whole, alone, reserved):
+        """Look up, compare the hits with the model, and allocate for a chunk or for an external load."""
+        expected = self.predict_hits(request)
+        blocks, num_hit_tokens = self.manager.get_computed_blocks(request)
+        hits = blocks.get_block_ids()[0]
+        assert num_hit_tokens == len(expected) * self.block_size
+        assert all(block_id in copies for block_id, copies in zip(hits, expected, strict=True))
+        num_left = request.num_tokens - num_hit_tokens
+        num_external = min(external, num_left)
+        num_new = 0 if num_external else min(chunk, num_left)
+        if self.allocate(request, num_new, hits, num_external, whole=whole, alone=alone, reserved=reserved):
+            del self.waiting[request.request_id]
+            if num_external:
+                self.loading.add(request.request_id)
+
+    def truncate(self, request, kept):
+        request.num_computed_tokens = kept
+        beyond = self.tables[request.request_id][kept // self.block_size :]
+        assert self.manager.truncate(request, kept).get_block_ids() == (beyond,)
+        for block_id in beyond:
+            self.pool.prefix.pop(block_id, None)
+            self.pool.generation[block_id] += 1
+        self.num_cached[request.request_id] = min(self.num_cached[request.request_id], kept // self.block_size)
+
+    # ---- what happens to requests ----------------------------------------------------------------------------------
+
+    @rule(prompt=prompts, admission=admissions)
+    def arrive(self, prompt, admission):
+        if len(self.waiting) < 4:
+            self.try_to_admit(self.add_request(*prompt), *admission)
+
+    @rule(which=choices, admission=admissions)
+    def admit_waiting(self, which, admission):
+        if self.waiting:
+            self.try_to_admit(choose(self.waiting, which), *admission)
+
+    @rule(chunk=st.integers(1, 40), lookahead=st.sampled_from([0, 0, 5, 20]), num_steps=st.integers(1, 20))
+    def advance_all(self, chunk, lookahead, num_steps):
+        """Steps of all running requests: the next chunk of each, or a new token of those that have caught up."""
+        for _ in range(num_steps):
+            for request_id in sorted(self.live.keys() - self.loading):
+                request = self.live[request_id]
+                if request.num_computed_tokens == request.num_tokens:
+                    request.append_output_token(request.num_tokens % 3)
+                num_left = min(request.num_tokens, MAX_MODEL_LEN) - request.num_computed_tokens
+                if num_left > 0:
+                    self.allocate(request, min(chunk, num_left), lookahead=lookahead)
+            self.check_all()
+
+    @rule(which=choices, outcome=st.sampled_from(["arrives", "arrives", "fails in part"]), kept=st.integers(0, MAX_MODEL_LEN))
+    def load_ends(self, which, outcome, kept):
+        if not self.loading:
+            return
+        request_id = choose({key: key for key in self.loading}, which)
+        request = self.live[request_id]
+        self.loading.remove(request_id)
+        if outcome == "fails in part":
+            self.truncate(request, min(kept, request.num_computed_tokens))
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        self.remember_cached(request, request.num_computed_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+
+    @rule(which=choices, kept=st.integers(0, MAX_MODEL_LEN))
+    def roll_back(self, which, kept):
+        """Some of its blocks turned out to be invalid: they will be recomputed in place."""
+        running = {key: self.live[key] for key in self.live.keys() - self.loading}
+        if running:
+            request = choose(running, which)
+            self.truncate(request, min(kept, request.num_computed_tokens))
+
+    @rule(which=choices, how=st.sampled_from(["preempt", "finish", "keep blocks", "abort before admission"]))
+    def leave(self, which, how):
+        if how == "abort before admission":
+            if self.waiting:
+                request = choose(self.waiting, which)
+                self.manager.free(request)
+                del self.waiting[request.request_id]
+            return
+        if not self.live:
+            return
+        request = choose(self.live, which)
+        if how == "keep blocks":  # a lease, or a step in flight: the request is gone, its references are not
+            blocks = self.manager.pop_blocks_for_free(request)
+            self.pins.append(self.drop(request))
+            assert [block.block_id for block in blocks] == self.pins[-1]
+            return
+        self.manager.free(request)
+        self.pool.release(self.drop(request))
+        if how == "preempt":
+            request.num_computed_tokens = 0
+            self.waiting[request.request_id] = request
+
+    # ---- what happens to blocks ------------------------------------------------------------------------------------
+
+    @rule(which=choices, count=st.integers(1, 4))
+    def pin(self, which, count):
+        if self.live and len(self.pins) < 3:
+            ids = self.tables[choose(self.live, which).request_id][:count]
+            self.manager.block_pool.touch([self.manager.block_pool.blocks[block_id] for block_id in ids])
+            self.pool.touch(ids)
+            self.pins.append(list(ids))
+
+    @rule(which=choices)
+    def unpin(self, which):
+        if self.pins:
+            ids = self.pins.pop(which % len(self.pins))
+            self.manager.block_pool.free_blocks([self.manager.block_pool.blocks[block_id] for block_id in ids])
+            self.pool.release(ids)
+
+    @rule(numbers=st.sets(st.integers(0, 100), max_size=3))
+    def evict(self, numbers):
+        ids = {number % (self.num_usable + 1) for number in numbers}
+        self.manager.evict_blocks(ids)
+        for block_id in ids:
+            self.pool.prefix.pop(block_id, None)
+
+    @rule()
+    def reset(self):
+        is_idle = not +self.pool.refs
+        assert self.manager.reset_prefix_cache() is is_idle
+        if is_idle:
+            self.pool.prefix.clear()
+
+    # ---- what always holds -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def check_all(self):
+        self.check_against_model()
+        self.check_integrity()
+        self.check_hashes()
+        self.check_events()
+
+    def check_against_model(self):
+        pool = self.manager.block_pool
+        assert [block.block_id for block in pool.free_block_queue] == self.pool.free
+        for block in pool.blocks:
+            block_id = block.block_id
+            assert block.ref_cnt == self.pool.refs[block_id], block
+            assert block.generation == self.pool.generation[block_id], block
+            assert (block.block_hash is not None) == (block_id in self.pool.prefix), block
+        group = self.manager.coordinator.managers[0]
+        assert {key: [b.block_id for b in blocks] for key, blocks in group.req_to_blocks.items()} == self.tables
+        assert {key: n for key, n in group.num_cached_block.items() if self.caching} == (
+            self.num_cached if self.caching else {}
+        )
+        assert self.manager.usage == pytest.approx(1 - len(self.pool.free) / self.num_usable)
+
+    def check_integrity(self):
+        held = Counter(block_id for ids in self.pins for block_id in ids)
+        assert find_violations(self.manager, held) == []
+
+    def check_hashes(self):
+        """Equal hashes mean equal prefixes, and the other way round."""
+        blocks = self.manager.block_pool.blocks
+        pairs = {(blocks[block_id].block_hash, prefix) for block_id, prefix in self.pool.prefix.items()}
+        assert len({block_hash for block_hash, _ in pairs}) == len({prefix for _, prefix in pairs}) == len(pairs)
+
+    def check_events(self):
+        """Whoever follows the events knows the prefix map."""
+        for event in self.manager.take_events():
+            if isinstance(event, AllBlocksCleared):
+                self.followed.clear()
+                continue
+            keys = {cache_key(block_hash, event.group_id) for block_hash in event.block_hashes}
+            if isinstance(event, BlockStored):
+                self.followed |= keys
+            else:
+                assert keys <= self.followed
+                self.followed -= keys
+        assert self.followed == {key for key, _ in self.manager.block_pool.cached_blocks.items()}
+
+    def teardown(self):
+        """After everything has ended no block may be lost."""
+        if not hasattr(self, "manager"):
+            return
+        for request in list(self.live.values()):
+            self.manager.free(request)
+        for ids in self.pins:
+            self.manager.block_pool.free_blocks([self.manager.block_pool.blocks[block_id] for block_id in ids])
+        assert self.manager.usage == 0.0
+        assert find_violations(self.manager) == []
+
+
+KVCacheMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestKVCache = KVCacheMachine.TestCase
