@@ -1,7 +1,7 @@
 """The second pass of a step: requests that wait get blocks and start to run, or start to load.
 
-Called by ``Scheduler.schedule``, and only if nothing was preempted in the step. Knows the connector's scheduler side: it asks
-what can be loaded, and tells what was allocated.
+Called by ``Scheduler.schedule``, and only if every running request got its blocks. Knows the connector's scheduler side: it
+asks what can be loaded, and tells what was allocated.
 
 Holders first: a request that holds blocks while it waits (it loads, or has loaded) comes before any that holds none, and one
 that cannot get its next block lets other holders try but nobody else. Otherwise blocks would be pinned behind a request that

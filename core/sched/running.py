@@ -74,11 +74,17 @@ def _position(running: list[Request], request: Request, index: int) -> int:
 
 
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
-    """Allocate slots, preempting victims until they fit; None if the request itself was the last victim."""
+    """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
+
+    Nobody is preempted while the connector is about to give blocks back.
+    """
     while True:
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens)
         if blocks is not None:
             return blocks
+        step.lacks_blocks = True
+        if state.connector is not None and state.connector.has_pending_block_frees():
+            return None
         victim = _choose_victim(state)
         preempt(state, step, victim)
         if victim is request:

@@ -63,7 +63,7 @@ class Scheduler:
         state = self._state
         step = Step(token_budget=state.config.max_num_batched_tokens)
         schedule_running(state, step)
-        if not step.output.preempted_req_ids:
+        if not step.lacks_blocks:
             schedule_waiting(state, step)
         self._complete_output(step)
         self._update_after_schedule(step)
@@ -161,7 +161,9 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """True if the engine must go on stepping, if only to learn the end of a transfer."""
-        return self.has_unfinished_requests() or self.has_finished_requests()
+        if self.has_unfinished_requests() or self.has_finished_requests():
+            return True
+        return self.connector is not None and self.connector.has_pending_push_work()
 
     # ---- what others may look at -------------------------------------------------------------------------------------
 

@@ -80,9 +80,13 @@ def _most_tokens_that_fit(kv_cache_manager: KVCacheManager, max_model_len: int) 
 
 @dataclass(slots=True)
 class Step:
-    """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order."""
+    """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
+
+    ``lacks_blocks`` is set once a running request did not get its blocks at first: nobody may be admitted in this step.
+    """
 
     token_budget: int
+    lacks_blocks: bool = False
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     scheduled: list[Request] = field(default_factory=list)
 
@@ -97,6 +101,7 @@ class Step:
                 choice_index=request.choice_index,
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
+                stop_token_ids=request.stop_token_ids,
             )
         )
         self.output.num_scheduled_tokens[request.request_id] = num_new_tokens
