@@ -105,8 +105,8 @@ class KVConnectorScheduler(ABC):
 class KVConnectorWorker(ABC):
     """The side beside the model runner. All calls come from the engine thread.
 
-    Per step: ``handle_preemptions`` → ``start_load_kv`` (before the forward pass if the step has synchronous loads, after its
-    launch otherwise) → per layer ``wait_for_layer_load`` / ``save_kv_layer`` → ``wait_for_save`` → ``get_transfer_results`` →
+    Per step: ``handle_preemptions`` → ``start_load_kv`` (before the forward pass if the step has synchronous loads or the device
+    computes in the launch itself, as the CPU does; after the launch otherwise) → per layer ``wait_for_layer_load`` / ``save_kv_layer`` → ``wait_for_save`` → ``get_transfer_results`` →
     ``get_block_ids_with_load_errors``. Empty steps run the same sequence without layers.
     """
 

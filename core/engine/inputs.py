@@ -122,13 +122,21 @@ class InputBatch:
             self.request_ids[row] = last_id
             self._row_of[last_id] = row
 
-    def advance(self, request_id: str, num_computed_tokens: int, new_block_ids: tuple[list[int], ...] | None) -> None:
-        """Apply what the scheduler says about a request that is already here."""
-        row = self._row_of[request_id]
-        self.num_computed[row] = num_computed_tokens
-        if new_block_ids is not None:
-            for table, block_ids in zip(self.block_tables, new_block_ids, strict=True):
-                table.append(row, block_ids)
+    def advance(
+        self,
+        request_ids: Sequence[str],
+        num_computed_tokens: Sequence[int],
+        new_block_ids: Sequence[tuple[list[int], ...] | None],
+    ) -> None:
+        """Apply what the scheduler says about requests that are already here."""
+        if not request_ids:
+            return
+        row_of = self._row_of
+        self.num_computed[[row_of[request_id] for request_id in request_ids]] = num_computed_tokens
+        for request_id, new_blocks in zip(request_ids, new_block_ids, strict=True):
+            if new_blocks is not None:
+                for table, block_ids in zip(self.block_tables, new_blocks, strict=True):
+                    table.append(row_of[request_id], block_ids)
 
     def append_tokens(self, rows: IntArray, token_ids: Sequence[int]) -> None:
         """Append one sampled token per row; ``rows`` are distinct. A token past the longest length is never fed back."""

@@ -98,7 +98,7 @@ class InputBatchMachine(RuleBasedStateMachine):
                 continue
             scheduled[name] = data.draw(st.integers(1, len(request.tokens) - request.computed))
             fresh = self.take_blocks(request, request.computed + scheduled[name])
-            self.batch.advance(name, request.computed, (fresh,) if fresh else None)
+            self.batch.advance([name], [request.computed], [(fresh,) if fresh else None])
         if scheduled:
             self.check_step(scheduled)
 

@@ -1,0 +1,190 @@
+"""An engine from a configuration: model, KV pool, attention, connector, scheduler and runner, put together.
+
+Owns the order of construction and the checks that need several parts at once. Imports no connector: the role's worker passes a
+factory, which is called when layout and fingerprint are known. Called once per process, before the engine thread starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from core.attention.base import AttentionBackend, AttentionSpec
+from core.attention.select import AttentionProblem, select_backend
+from core.clock import Clock
+from core.config import HASH_BLOCK_SIZE, KVFerryConfig, ModelSection, WorkerSection
+from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.engine.core import EngineCore
+from core.engine.inputs import InputBatch
+from core.engine.kv_cache import KVPool, allocate_kv_pool, kv_cache_config
+from core.engine.runner import ModelRunner
+from core.errors import ConfigError
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheManager
+from core.kv.spec import KVCacheConfig
+from core.log import event
+from core.model.arch import ModelArch, model_fingerprint, parse_arch
+from core.model.hub import ModelFiles, resolve_model
+from core.model.loader import load_decoder
+from core.sched.scheduler import Scheduler
+from core.wire.kv import KVLayoutInfo
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectorSides(Protocol):
+    """What the engine uses of a connector (``connectors.registry.Connector`` has it)."""
+
+    scheduler: KVConnectorScheduler
+    worker: KVConnectorWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """The engine and what its worker tells others about it."""
+
+    engine: EngineCore
+    files: ModelFiles
+    arch: ModelArch
+    eos_token_ids: frozenset[int]
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+    max_model_len: int  # tokens, prompt and output
+    num_blocks: int
+
+
+def build_engine(
+    config: KVFerryConfig,
+    clock: Clock,
+    connector_factory: Callable[[KVLayoutInfo, bytes], ConnectorSides] | None = None,
+) -> BuiltEngine:
+    """Load the model and build everything around it; without a factory the engine serves alone.
+
+    The pool is registered with the connector; the connector's own ``start`` is the worker's task, and so is
+    ``KVConnectorWorker.set_wakeup``.
+
+    Raises:
+        ConfigError: a setting, a model file or the memory does not fit.
+        ConnectorUnavailable: the connector cannot run here.
+    """
+    files = resolve_model(config.model.name, Path(config.model.cache_dir))
+    arch = parse_arch(files.config)
+    device = _device(config.model)
+    dtype = _dtype(config.model, device)
+    cache_config = kv_cache_config(arch, config.cache, dtype)
+    max_model_len = _max_model_len(config.model, arch, cache_config)
+    backend = _select_attention(arch, cache_config, dtype, device)
+    fingerprint = model_fingerprint(arch, files.weights_id)
+    pool = allocate_kv_pool(cache_config, dtype, backend.preferred_layout, device)
+    connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
+    if connector is not None:
+        connector.worker.register_kv_caches(pool.region)
+    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device)
+    batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
+    runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
+    manager = _kv_cache_manager(config, cache_config, max_model_len)
+    scheduler = Scheduler(config.scheduler, manager, max_model_len, connector.scheduler if connector else None, clock)
+    _log_ready(files, pool, max_model_len)
+    return BuiltEngine(
+        engine=EngineCore(scheduler, runner, BlockHasher(fingerprint), arch.vocab_size),
+        files=files,
+        arch=arch,
+        eos_token_ids=frozenset(files.eos_token_ids),
+        model_fingerprint=fingerprint,
+        layout=pool.layout,
+        max_model_len=scheduler.max_model_len,
+        num_blocks=cache_config.num_blocks,
+    )
+
+
+def apply_cpu_threads(section: WorkerSection) -> int:
+    """Give the calling thread its share of the host's cores; return the number of torch threads.
+
+    Settings of a thread: call it on the one that computes, before its first computation. Threads of several workers on the same
+    cores wait for each other at every barrier and slow each other 10 to 40 times, hence the share and the pinning. The I/O and
+    transfer threads stay free to run wherever there is room.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    num_threads = section.cpu_threads or max(1, len(cores) // section.workers_on_host)
+    torch.set_num_threads(num_threads)
+    if section.pin_cpus and section.workers_on_host > 1:
+        start = section.host_slot * num_threads
+        os.sched_setaffinity(0, {cores[(start + offset) % len(cores)] for offset in range(num_threads)})
+    return num_threads
+
+
+def _device(section: ModelSection) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if section.device == "cuda" and not has_cuda:
+        raise ConfigError("model.device = 'cuda', but torch finds no CUDA device", param="model.device")
+    name = section.device if section.device != "auto" else "cuda" if has_cuda else "cpu"
+    return torch.device(name)
+
+
+def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+    if section.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[section.dtype]
+
+
+def _max_model_len(section: ModelSection, arch: ModelArch, cache_config: KVCacheConfig) -> int:
+    """Return the longest sequence: as configured, or what both the model and an otherwise empty pool allow."""
+    spec = cache_config.groups[0].spec
+    num_pool_tokens = (cache_config.num_blocks - 1) // len(cache_config.groups) * spec.block_size
+    if section.max_model_len > arch.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_model_len = {section.max_model_len}: the model allows {arch.max_position_embeddings}",
+            param="model.max_model_len",
+        )
+    if section.max_model_len > num_pool_tokens:
+        raise ConfigError(
+            f"model.max_model_len = {section.max_model_len}: the KV pool holds {num_pool_tokens}, see cache.memory_bytes",
+            param="model.max_model_len",
+        )
+    return section.max_model_len or min(arch.max_position_embeddings, num_pool_tokens)
+
+
+def _select_attention(
+    arch: ModelArch, cache_config: KVCacheConfig, dtype: torch.dtype, device: torch.device
+) -> type[AttentionBackend]:
+    windows = dict.fromkeys(arch.sliding_windows)
+    specs = tuple(
+        AttentionSpec(arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.attention_scale, window) for window in windows
+    )
+    group = cache_config.groups[0]
+    return select_backend(AttentionProblem(device, dtype, specs, len(group.layer_indices), group.spec.block_size))
+
+
+def _kv_cache_manager(config: KVFerryConfig, cache_config: KVCacheConfig, max_model_len: int) -> KVCacheManager:
+    return KVCacheManager(
+        cache_config,
+        max_model_len,
+        scheduler_block_size=config.cache.block_size,
+        hash_block_size=HASH_BLOCK_SIZE,
+        max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
+        enable_caching=config.cache.enable_prefix_caching,
+        watermark=config.cache.watermark,
+    )
+
+
+def _log_ready(files: ModelFiles, pool: KVPool, max_model_len: int) -> None:
+    layout = pool.layout
+    logger.info(
+        event(
+            "engine_built",
+            model=files.name,
+            dtype=layout.dtype,
+            device=pool.region.device,
+            num_blocks=pool.config.num_blocks,
+            block_size=layout.block_size,
+            block_bytes=layout.block_bytes,
+            max_model_len=max_model_len,
+        )
+    )

@@ -1,0 +1,134 @@
+"""The engine: scheduler and runner, stepped by one thread.
+
+Owns the turn of the loop and the check of what comes in. Knows no threads, sockets or roles: ``core.engine.thread`` calls it in
+a worker, tests and benchmarks call it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.engine.runner import ModelRunner
+from core.errors import InvalidRequest
+from core.kv.hashing import BlockHasher
+from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
+from core.sched.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGauges:
+    """How busy the engine is. Counts of requests and blocks are of one moment; the last four only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_loading: int = 0
+    kv_cache_usage: float = 0.0  # 0..1
+    num_loading_blocks: int = 0
+    num_parked_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class EngineCore:
+    """Everything between a new request and its tokens. One thread only."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, hasher: BlockHasher, vocab_size: int) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._hasher = hasher
+        self._vocab_size = vocab_size
+        self._is_stalled = False
+        self._gauges = EngineGauges()
+
+    def add_request(self, new: NewRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served here; nothing is kept.
+        """
+        self._check_token_ids(new)
+        self.scheduler.add_request(Request(new, self._hasher))
+        self._is_stalled = False
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Stop requests in whatever state; return the ids of those that were alive. They put out nothing more."""
+        self._is_stalled = False
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedule, run and digest one step; return the news of every request that has any."""
+        scheduler_output = self.scheduler.schedule()
+        runner_output = self._runner.execute_model(scheduler_output)
+        outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
+        self._is_stalled = not outputs and _nothing_happened(scheduler_output, runner_output)
+        self._update_gauges()
+        return outputs
+
+    def wake(self) -> None:
+        """Note that something outside has changed: a connector has news."""
+        self._is_stalled = False
+
+    def has_work(self) -> bool:
+        """True if a step could achieve anything now.
+
+        False while every request waits for a connector and the last step changed nothing: only a new request, an abort or
+        ``wake`` can change that, so the caller should block instead of stepping.
+        """
+        if self._runner.failure is not None:
+            return True
+        return self.scheduler.has_requests() and not self._is_stalled
+
+    def has_requests(self) -> bool:
+        """True if requests are unfinished, or blocks of finished ones not free yet."""
+        return self.scheduler.has_requests()
+
+    @property
+    def gauges(self) -> EngineGauges:
+        """The reading after the last step; an immutable object, so another thread may take it."""
+        return self._gauges
+
+    def shutdown(self) -> None:
+        """Stop both sides of the connector and give the pool back."""
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.shutdown()
+        self._runner.shutdown()
+
+    def _check_token_ids(self, new: NewRequest) -> None:
+        """Refuse tokens that the model does not have: inside a batch they would end everybody's step."""
+        for param, token_ids in (
+            ("prompt", new.prompt_token_ids),
+            ("output_token_ids", new.output_token_ids),
+            ("allowed_token_ids", new.sampling.allowed_token_ids),
+            ("logit_bias", new.sampling.logit_bias),
+            ("stop_token_ids", new.stop_token_ids),
+        ):
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+                raise InvalidRequest(f"{param} holds a token id outside 0 to {self._vocab_size - 1}", param=param)
+
+    def _update_gauges(self) -> None:
+        stats, before = self.scheduler.make_stats(), self._gauges
+        self._gauges = EngineGauges(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            kv_cache_usage=stats.kv_cache_usage,
+            num_loading_blocks=stats.num_loading_blocks,
+            num_parked_blocks=stats.num_parked_blocks,
+            num_steps=before.num_steps + 1,
+            num_preemptions=before.num_preemptions + stats.num_preemptions,
+            num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
+            num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
+        )
+
+
+def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> bool:
+    """True if the next step would be the same, until something comes from outside."""
+    return not (
+        scheduler_output.total_num_scheduled_tokens
+        or scheduler_output.finished_req_ids
+        or scheduler_output.preempted_req_ids
+        or runner_output.kv_connector_output is not None
+    )

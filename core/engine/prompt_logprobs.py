@@ -1,0 +1,92 @@
+"""Log-probabilities of prompt tokens, gathered over the chunks of a prompt.
+
+Owns the positions still missing of each request that asked. Called by ``core.engine.runner``: which rows of hidden states to
+keep before the pass, their log-probabilities behind it. The row at position i is the model's opinion on token i + 1; token 0
+has none, and so have tokens whose KV was loaded instead of computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from core.engine.inputs import StepInputs
+from core.engine.sampler import gather_logprobs
+from core.request import NewRequestData
+from core.wire.messages import TokenLogprobs
+
+_ROWS_PER_CHUNK = 64  # logits of a whole chunk of prompt would take vocab_size floats per row
+
+
+@dataclass(slots=True)
+class _Pending:
+    token_ids: list[int]
+    num_top: int
+    entries: list[TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class PromptRows:
+    """Rows of one step whose logits are needed for one request: ``rows`` of the step, ``first`` its first prompt position."""
+
+    request_id: str
+    first: int
+    rows: npt.NDArray[np.int64]
+    is_last: bool
+
+
+class PromptLogprobs:
+    """Requests whose prompt log-probabilities are not complete yet."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, _Pending] = {}
+
+    def add(self, new: NewRequestData) -> None:
+        """Note a request that asks. One that resumes starts anew; one with output has had its answer, here or elsewhere."""
+        num_top = new.sampling.prompt_logprobs
+        if num_top is None or len(new.token_ids) > new.num_prompt_tokens:
+            return
+        token_ids = new.token_ids[: new.num_prompt_tokens].tolist()
+        self._pending[new.request_id] = _Pending(token_ids, num_top, [None] * len(token_ids))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        self._pending.pop(request_id, None)
+
+    def select(self, inputs: StepInputs) -> list[PromptRows]:
+        """Return the rows of this step that are needed."""
+        if not self._pending:
+            return []
+        found = []
+        query_start_loc = inputs.batches[0].query_start_loc
+        for number, request_id in enumerate(inputs.request_ids):
+            pending = self._pending.get(request_id)
+            if pending is None:
+                continue
+            begin, end = int(query_start_loc[number]), int(query_start_loc[number + 1])
+            first = int(inputs.positions[begin])
+            last_prompt_row = begin + len(pending.token_ids) - 1 - first
+            rows = np.arange(begin, min(end, last_prompt_row), dtype=np.int64)
+            found.append(PromptRows(request_id, first, rows, is_last=end > last_prompt_row))
+        return found
+
+    def take(
+        self, part: PromptRows, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Add the hidden states ``[len(part.rows), hidden_size]``; return all entries once the prompt is complete."""
+        pending = self._pending[part.request_id]
+        for offset in range(0, len(part.rows), _ROWS_PER_CHUNK):
+            logprobs = compute_logits(hidden[offset : offset + _ROWS_PER_CHUNK]).log_softmax(-1)
+            place = part.first + offset + 1
+            token_ids = pending.token_ids[place : place + len(logprobs)]
+            pending.entries[place : place + len(logprobs)] = gather_logprobs(
+                logprobs, token_ids, [pending.num_top] * len(token_ids)
+            )
+        if not part.is_last:
+            return None
+        del self._pending[part.request_id]
+        return tuple(pending.entries)

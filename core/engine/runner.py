@@ -1,0 +1,125 @@
+"""One step of the model: from what the scheduler decided to sampled tokens.
+
+Owns the running batch and the order of a step. Does not know why the scheduler chose what it chose, and leaves to others how
+the input is built (``inputs``), computed (decoder and attention), sampled (``sampler``) and moved (``connector_steps``). Called
+by ``core.engine.core``, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.attention.base import AttentionBackend
+from core.connector import KVConnectorWorker
+from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
+from core.engine.inputs import InputBatch, StepInputs
+from core.engine.kv_cache import KVPool
+from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
+from core.engine.sampler import sample
+from core.model.decoder import Decoder
+from core.request import ModelRunnerOutput, SchedulerOutput
+
+
+class ModelRunner:
+    """Runs steps on one device. Single-threaded; holds the state of requests between their first and last step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        kv_pool: KVPool,
+        connector_worker: KVConnectorWorker | None,
+        batch: InputBatch,
+    ) -> None:
+        device = attention.cache.device
+        self._decoder = decoder
+        self._attention = with_layer_hooks(attention, connector_worker)
+        self._kv_pool = kv_pool
+        self._connector = ConnectorSteps(connector_worker, launch_is_asynchronous=device.type != "cpu")
+        self._batch = batch
+        self._prompt_logprobs = PromptLogprobs()
+        self._device = device
+
+    @property
+    def failure(self) -> Exception | None:
+        """An error of the connector that the next step will raise."""
+        return self._connector.failure
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; an empty one only takes the connector through its sequence.
+
+        Raises: whatever a connector raised, here or behind the last step's forward pass.
+        """
+        self._connector.before_forward(scheduler_output)
+        self._update_batch(scheduler_output)
+        output = ModelRunnerOutput()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._run_tokens(scheduler_output, output)
+        else:
+            self._connector.after_launch(scheduler_output)
+        output.kv_connector_output = self._connector.finish(scheduler_output)
+        return output
+
+    def shutdown(self) -> None:
+        """Stop the connector's worker side and close the pool's memory file."""
+        self._connector.shutdown()
+        self._kv_pool.close()
+
+    def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the scheduler: drop who left or was preempted, take who came, advance the others."""
+        for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self._batch.remove(request_id)
+            self._prompt_logprobs.remove(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._batch.add(new)
+            self._prompt_logprobs.add(new)
+        cached = scheduler_output.scheduled_cached_reqs
+        self._batch.advance(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
+
+    def _run_tokens(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        inputs = self._batch.prepare(scheduler_output.num_scheduled_tokens)
+        self._kv_pool.zero_blocks(inputs.fresh_partial_blocks)
+        prompt_parts = self._prompt_logprobs.select(inputs)
+        last_rows = inputs.batches[0].query_start_loc[1:][inputs.samples].astype(np.int64) - 1
+        hidden = self._forward(inputs, np.concatenate((last_rows, *(part.rows for part in prompt_parts))))
+        self._connector.after_launch(scheduler_output)
+        if len(last_rows):
+            self._sample(inputs, hidden[: len(last_rows)], output)
+        self._take_prompt_logprobs(prompt_parts, hidden[len(last_rows) :], output)
+
+    def _forward(self, inputs: StepInputs, output_rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return the hidden states of ``output_rows``, in this order."""
+        num_tokens = len(inputs.input_ids)
+        is_every_row = len(output_rows) == num_tokens and bool((output_rows == np.arange(num_tokens)).all())
+        return self._decoder.forward(
+            torch.from_numpy(inputs.input_ids).to(self._device),
+            torch.from_numpy(inputs.positions).to(self._device),
+            self._attention,
+            [self._attention.plan(batch) for batch in inputs.batches],
+            None if is_every_row else torch.from_numpy(output_rows).to(self._device),
+        )
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
+        rows = inputs.rows[inputs.samples]
+        sampled = sample(self._decoder.compute_logits(hidden), self._batch.sampling, rows)
+        self._batch.append_tokens(rows, sampled.token_ids)
+        request_ids = [inputs.request_ids[number] for number in inputs.samples]
+        output.sampled_token_ids = {
+            request_id: [token_id] for request_id, token_id in zip(request_ids, sampled.token_ids, strict=True)
+        }
+        if sampled.logprobs:
+            found = zip(request_ids, sampled.logprobs, strict=True)
+            output.logprobs = {request_id: [entry] for request_id, entry in found if entry is not None}
+
+    def _take_prompt_logprobs(self, parts: list[PromptRows], hidden: Tensor, output: ModelRunnerOutput) -> None:
+        start = 0
+        for part in parts:
+            end = start + len(part.rows)
+            entries = self._prompt_logprobs.take(part, hidden[start:end], self._decoder.compute_logits)
+            if entries is not None:
+                output.prompt_logprobs[part.request_id] = entries
+            start = end

@@ -1,0 +1,163 @@
+"""The engine's thread: an inbox in front of ``EngineCore``, and a loop that sleeps when there is nothing to do.
+
+Owns the thread and the order of what reaches the engine. Does not know routers, roles or event loops: outputs and death are
+handed to callbacks, which run on this thread and pass them on. Called by ``core.engine.worker``; any thread may submit.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from core.engine.core import EngineCore, EngineGauges
+from core.engine.hands import error_info
+from core.errors import EngineDead, RequestError
+from core.log import event
+from core.request import EngineCoreOutput, NewRequest
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "kvferry-engine"
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    requests: Sequence[NewRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Message = _Add | _Abort | _Wake | _Stop
+
+
+class EngineThread:
+    """Runs an engine until it is stopped or dies.
+
+    ``on_outputs`` gets the news of a step, refusals included; ``on_death`` the error that ended the loop: nothing is computed
+    any more, and the worker has to answer every request itself. ``prepare`` runs first on the thread, for settings that are a
+    thread's own (``core.engine.build.apply_cpu_threads``).
+    """
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        on_outputs: Callable[[list[EngineCoreOutput]], None],
+        on_death: Callable[[BaseException], None],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._prepare = prepare
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # admission bounds what can be in it
+        self._death: BaseException | None = None
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit_add(self, requests: Sequence[NewRequest]) -> None:
+        """Hand over new requests. One that cannot be served comes back as an output with an error.
+
+        Raises:
+            EngineDead: the loop has ended.
+        """
+        self._submit(_Add(requests))
+
+    def submit_abort(self, request_ids: Sequence[str]) -> None:
+        """Ask to stop requests; at the latest before the next step they are gone.
+
+        Raises:
+            EngineDead: the loop has ended.
+        """
+        self._submit(_Abort(request_ids))
+
+    def wake(self) -> None:
+        """Say that a connector has something to report: one more step will be taken. Never raises; from any thread."""
+        self._inbox.put(_Wake())
+
+    def gauges(self) -> EngineGauges:
+        """Return the reading after the last step."""
+        return self._engine.gauges
+
+    def is_alive(self) -> bool:
+        """True between ``start`` and the end of the loop."""
+        return self._thread.is_alive() and self._death is None
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop after the step in progress and shut the engine down on its own thread; False if that takes too long."""
+        self._inbox.put(_Stop())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _submit(self, message: _Message) -> None:
+        if self._death is not None:
+            raise EngineDead(f"the engine has ended: {self._death!r}")
+        self._inbox.put(message)
+
+    def _run(self) -> None:
+        try:
+            if self._prepare is not None:
+                self._prepare()
+            while not self._is_stopping:
+                self._turn()
+            self._engine.shutdown()
+        except BaseException as error:  # the worker's main loop: whatever ends it must be answered
+            self._death = error
+            logger.exception(event("engine_died", error=repr(error)))
+            self._on_death(error)
+
+    def _turn(self) -> None:
+        """Take in what has come, sleeping if there is nothing to do, then do one step."""
+        outputs = self._drain_inbox()
+        if not self._is_stopping and self._engine.has_work():
+            outputs += self._engine.step()
+        if outputs:
+            self._on_outputs(outputs)
+
+    def _drain_inbox(self) -> list[EngineCoreOutput]:
+        refusals: list[EngineCoreOutput] = []
+        try:
+            refusals += self._handle(self._inbox.get(block=not self._engine.has_work()))
+            while True:
+                refusals += self._handle(self._inbox.get_nowait())
+        except queue.Empty:
+            return refusals
+
+    def _handle(self, message: _Message) -> list[EngineCoreOutput]:
+        match message:
+            case _Add(requests):
+                return [refusal for new in requests if (refusal := self._add(new)) is not None]
+            case _Abort(request_ids):
+                self._engine.abort_requests(request_ids)
+            case _Wake():
+                self._engine.wake()
+            case _Stop():
+                self._is_stopping = True
+        return []
+
+    def _add(self, new: NewRequest) -> EngineCoreOutput | None:
+        """Add a request; return its only output if it is refused."""
+        try:
+            self._engine.add_request(new)
+        except RequestError as error:
+            return EngineCoreOutput(new.request_id, [], finish_reason="error", error=error_info(error))
+        return None
