@@ -6,8 +6,9 @@ an empty Python loop over as many requests, runs between the steps, so that figu
 
     python benchmarks/scheduler.py [--requests 256] [--prompt-tokens 512] [--steps 200] [--json]
 
-The figures of steps are means over all steps: the requests move in lockstep, so the dear steps, in which every one of them
-completes a block or opens the next, are 2 of 16. ``slowest`` is the 95th percentile, such a step. ``add_request`` is a median.
+The figures of steps are means over all steps; ``slowest`` is the 95th percentile. A request needs the KV cache manager in 2 of
+16 steps, when its token completes a block or opens the next. The prompts are computed in 16 waves, so each step has its share
+of those. ``add_request`` is a median.
 """
 
 from __future__ import annotations
