@@ -86,6 +86,8 @@ class _WindowStream:
         self._skip_special_tokens = skip_special_tokens
         self._window = list(context)
         self._read = len(context)
+        while self._is_open(self._window[: self._read]):
+            self._read -= 1  # bytes of a character that the prompt leaves open belong to the output
 
     def step(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -103,6 +105,10 @@ class _WindowStream:
         self._read = 0
         return text
 
+    def _is_open(self, token_ids: Sequence[int]) -> bool:
+        ends_in_bytes = bool(token_ids) and _is_byte_token(self._tokenizer, token_ids[-1])
+        return ends_in_bytes and self._decode(token_ids).endswith(_REPLACEMENT)
+
     def _new_text(self) -> str:
         known = self._decode(self._window[: self._read])
         return self._decode(self._window)[len(known) :]
@@ -115,9 +121,14 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Sequence[
     """Return the end of the prompt; it starts in no run of byte tokens, which decode all together or not at all."""
     start = max(0, len(prompt_token_ids) - _PRIMING_TOKENS)
     first_allowed = max(0, len(prompt_token_ids) - _MAX_PRIMING_TOKENS)
-    while start > first_allowed and (tokenizer.token(prompt_token_ids[start]) or "").startswith("<0x"):
+    while start > first_allowed and _is_byte_token(tokenizer, prompt_token_ids[start]):
         start -= 1
     return prompt_token_ids[start:]
+
+
+def _is_byte_token(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Say whether a token is one byte of a byte-fallback vocabulary, such as ``<0xE4>``."""
+    return (tokenizer.token(token_id) or "").startswith("<0x")
 
 
 def token_bytes(spelled: str, byte_of_letter: Mapping[str, int]) -> bytes:

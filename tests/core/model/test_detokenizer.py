@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher
@@ -36,6 +36,7 @@ def stream(tokenizer, token_ids, sizes=(1,), **options):
     return [*pieces, detokenizer.flush()]
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 440), max_size=40), sizes=st.lists(st.integers(1, 5), min_size=1), skip=st.booleans())
 def test_any_byte_level_ids_stream_to_what_they_decode_to(tokenizers, ids, sizes, skip):
     tokenizer = tokenizers["byte level"]
@@ -44,6 +45,7 @@ def test_any_byte_level_ids_stream_to_what_they_decode_to(tokenizers, ids, sizes
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@settings(deadline=None)
 @given(text=TEXTS, sizes=st.lists(st.integers(1, 5), min_size=1))
 def test_text_streams_to_itself_in_whole_characters(tokenizers, kind, text, sizes):
     tokenizer = tokenizers[kind]
@@ -53,6 +55,7 @@ def test_text_streams_to_itself_in_whole_characters(tokenizers, kind, text, size
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+@settings(deadline=None)
 @given(prompt=TEXTS, text=TEXTS)
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 def test_output_continues_its_prompt(tokenizers, kind, prompt, text):
@@ -111,6 +114,7 @@ def run_matcher(pieces, stops, include):
     return [*sent, matcher.flush()], None
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

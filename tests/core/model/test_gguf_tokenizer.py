@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -35,6 +35,7 @@ def pieces(tokenizer, text):
     return [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_encodes_and_decodes_any_text_like_its_original(metadata, byte_level_backend, text):
     rebuilt = build_tokenizer(metadata)
