@@ -163,11 +163,8 @@ class KVCacheManager:
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         watermark = self._watermark_blocks if is_admission and has_scheduled_reqs else 0
         pool = self.block_pool
-        if full_sequence_must_fit:
-            num_sequence = min(request.num_tokens, self.max_model_len)
-            num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_sequence, hits, True)
-            if num_needed + watermark > pool.num_free_blocks:
-                return None
+        if full_sequence_must_fit and self._num_blocks_of_sequence(request, hits) + watermark > pool.num_free_blocks:
+            return None
         coordinator.remove_skipped_blocks(request_id, max(0, num_computed - request.num_in_flight_tokens))
         num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits)
         if num_needed + watermark > pool.num_free_blocks - reserved_blocks:
@@ -184,6 +181,11 @@ class KVCacheManager:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
             coordinator.cache_blocks(request_id, request.block_hashes, num_known)
         return new_blocks
+
+    def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: GroupBlocks) -> int:
+        """Blocks that all known tokens of the request still take, counting what it really holds at a time."""
+        num_tokens = min(request.num_tokens, self.max_model_len)
+        return self.coordinator.get_num_blocks_to_allocate(request.request_id, num_tokens, hits, apply_admission_cap=True)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
