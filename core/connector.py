@@ -105,9 +105,10 @@ class KVConnectorScheduler(ABC):
 class KVConnectorWorker(ABC):
     """The side beside the model runner. All calls come from the engine thread.
 
-    Per step: ``handle_preemptions`` → ``start_load_kv`` (before the forward pass if the step has synchronous loads or the device
-    computes in the launch itself, as the CPU does; after the launch otherwise) → per layer ``wait_for_layer_load`` / ``save_kv_layer`` → ``wait_for_save`` → ``get_transfer_results`` →
-    ``get_block_ids_with_load_errors``. Empty steps run the same sequence without layers.
+    Per step: ``handle_preemptions`` → ``start_load_kv`` → per layer ``wait_for_layer_load`` / ``save_kv_layer`` →
+    ``wait_for_save`` → ``get_transfer_results`` → ``get_block_ids_with_load_errors``. Empty steps run the same sequence without
+    layers. ``start_load_kv`` comes before the forward pass if the step has synchronous loads, or if the device computes while
+    it is launched, as the CPU does; else after the launch.
     """
 
     @abstractmethod
