@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from core.clock import Clock
-from core.config import ConnectorSection
+from core.config import ConnectorSection, KVFerryConfig
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConfigError
 from core.ids import IdSource
@@ -78,6 +79,73 @@ class Connector(ABC):
 
 
 ConnectorFactory = Callable[[ConnectorContext], Connector]
+
+
+class ConnectorHost(Protocol):
+    """What a connector's builder reads of the worker it builds for (``core.engine.assembly.WorkerContext`` has it)."""
+
+    @property
+    def config(self) -> KVFerryConfig:
+        """All settings."""
+        ...
+
+    @property
+    def role(self) -> Role:
+        """What the worker does."""
+        ...
+
+    @property
+    def engine_id(self) -> str:
+        """Stable name of the instance."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """This start of it."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """The worker's clock."""
+        ...
+
+    @property
+    def ids(self) -> IdSource:
+        """The worker's randomness."""
+        ...
+
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """What ``/metrics`` shows."""
+        ...
+
+
+def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes], Connector]:
+    """Return a function that builds the named connector for a worker, once layout and model fingerprint are known.
+
+    Raises:
+        ConfigError: no such connector.
+    """
+    factory = connector_factory(name)
+
+    def build(host: ConnectorHost, layout: KVLayoutInfo, model_fingerprint: bytes) -> Connector:
+        return factory(
+            ConnectorContext(
+                role=host.role,
+                engine_id=host.engine_id,
+                incarnation=host.incarnation,
+                model_fingerprint=model_fingerprint,
+                layout=layout,
+                config=host.config.connector,
+                control_address=host.config.worker.control_address,
+                advertise_host=host.config.worker.advertise_host,
+                clock=host.clock,
+                ids=host.ids,
+                metrics=host.metrics,
+            )
+        )
+
+    return build
 
 
 def connector_factory(name: str) -> ConnectorFactory:

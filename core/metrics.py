@@ -6,25 +6,33 @@ an idle worker does nothing; counters are moved by ``core.engine.worker``. The r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# name → (documentation); read at scrape time
+# name → documentation; read at scrape time. What connectors hold is counted by them, see ``connectors``.
 WORKER_GAUGES: Mapping[str, str] = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests that wait for admission.",
     "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
     "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
-    "leased_blocks": "Blocks of finished prompts that are held for a reader.",
-    "parked_blocks": "Blocks of ended requests whose release is delayed.",
-    "loading_blocks": "Blocks that a transfer may still write.",
-    "leaked_blocks": "Blocks in use that no request, lease or transfer accounts for; anything but 0 is a bug.",
+    "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
+    "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
     "draining": "1 while the worker takes no new requests.",
     "registered_routers": "Routers that have this worker in their membership.",
+}
+
+# name → documentation; kept by the engine, read at scrape time
+WORKER_COUNTERS: Mapping[str, str] = {
+    "engine_steps": "Steps of the engine.",
+    "num_preemptions": "Running requests that were put back for lack of blocks.",
+    "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens that were found there.",
 }
 
 
@@ -33,15 +41,35 @@ def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read:
     Gauge(PREFIX + name, documentation, registry=registry).set_function(read)
 
 
+def read_counter(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
+    """Register a counter that is kept elsewhere, whose value is ``read()`` at the moment of a scrape."""
+    registry.register(_ReadCounter(name, documentation, read))
+
+
+class _ReadCounter(Collector):
+    """A counter with a function for a value."""
+
+    def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        yield CounterMetricFamily(PREFIX + self._name, self._documentation, value=self._read())
+
+
 class WorkerMetrics:
     """Counters of one worker, and its gauges.
 
-    ``gauges`` maps names of ``WORKER_GAUGES`` to what reads them; a name that is not a known gauge is our own bug.
+    ``readings`` maps names of ``WORKER_GAUGES`` and ``WORKER_COUNTERS`` to what reads them; an unknown name is our own bug.
     """
 
-    def __init__(self, registry: CollectorRegistry, gauges: Mapping[str, Callable[[], float]]) -> None:
-        for name, read in gauges.items():
-            read_gauge(registry, name, WORKER_GAUGES[name], read)
+    def __init__(self, registry: CollectorRegistry, readings: Mapping[str, Callable[[], float]]) -> None:
+        for name, read in readings.items():
+            if name in WORKER_COUNTERS:
+                read_counter(registry, name, WORKER_COUNTERS[name], read)
+            else:
+                read_gauge(registry, name, WORKER_GAUGES[name], read)
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of admitted choices.", registry=registry)
         self._cached_tokens = Counter(
             f"{PREFIX}prompt_tokens_cached", "Prompt tokens that were not computed here.", ["source"], registry=registry

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
+from connectors.registry import connector_builder
+from core.config import KVFerryConfig
 from core.engine.hands import (
     EngineFacts,
     HandsOutput,
@@ -21,6 +24,7 @@ from core.engine.hands import (
     split_choice_id,
     stop_token_ids,
 )
+from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, Usage
@@ -145,3 +149,13 @@ class DecodeHands(RoleHands):
             num_cached_tokens=stats.num_cached_tokens if stats is not None else known.num_cached_tokens,
             kv_transfer=output.transfer_usage or known.kv_transfer,
         )
+
+
+def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: Announce) -> int:
+    """Run a decode or an aggregated worker process until it leaves; returns its exit code.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    build_connector = connector_builder(config.connector.name) if role == "decode" else None
+    return run_worker(config, role, DecodeHands, build_connector, announce)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from connectors.registry import connector_builder
+from core.config import KVFerryConfig
 from core.engine.hands import (
     EngineFacts,
     HandsOutput,
@@ -22,6 +24,7 @@ from core.engine.hands import (
     split_choice_id,
     stop_token_ids,
 )
+from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff
@@ -174,3 +177,12 @@ class PrefillHands(RoleHands):
         result.replies.append(RequestFailed(request_id=request_id, error=error))
         result.ended.append(request_id)
         del self._live[request_id]
+
+
+def run(config: KVFerryConfig, announce: Announce) -> int:
+    """Run a prefill worker process until it leaves; returns its exit code.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    return run_worker(config, "prefill", PrefillHands, connector_builder(config.connector.name), announce)

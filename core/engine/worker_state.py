@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from core.engine.actions import (
@@ -266,6 +266,15 @@ class WorkerState:
         if served is not None:
             self._num_choices -= served.num_choices
         return served
+
+    def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
+        """A reply exceeds what a frame may hold: stop these requests and say so instead."""
+        actions: list[Action] = []
+        for request_id in dict.fromkeys(request_ids):
+            actions += self._drop(request_id, error.code)
+            actions.append(Send(link, RequestFailed(request_id=request_id, error=error_info(error))))
+            self._metrics.count_failed(error.code)
+        return actions
 
     # ---- engine ------------------------------------------------------------------------------------------------------
 

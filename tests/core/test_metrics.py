@@ -13,6 +13,13 @@ def test_gauges_are_read_at_scrape_time():
     assert registry.get_sample_value("kvferry_num_requests_running") == 5.0
 
 
+def test_counters_of_the_engine_are_read_at_scrape_time():
+    registry, steps = CollectorRegistry(), [0]
+    WorkerMetrics(registry, {"engine_steps": lambda: steps[0]})
+    steps[0] = 7
+    assert registry.get_sample_value("kvferry_engine_steps_total") == 7.0
+
+
 def test_unknown_gauge_is_refused():
     with pytest.raises(KeyError):
         WorkerMetrics(CollectorRegistry(), {"num_request_running": lambda: 0.0})

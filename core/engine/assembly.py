@@ -1,0 +1,104 @@
+"""What a worker is put together from: who it is, its engine, its connector, its role's hands.
+
+Owns the types between a role's main and the shell (``core.engine.worker``), and the order in which engine and connector find
+each other. Loading takes seconds, so ``load_in_thread`` keeps it off the event loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from core.clock import Clock
+from core.config import KVFerryConfig
+from core.engine.build import BuiltEngine, ConnectorSides, build_engine
+from core.engine.hands import EngineFacts, RoleHands
+from core.ids import IdSource
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import Role
+
+LOAD_THREAD_NAME = "kvferry-load"
+
+
+class ConnectorBundle(ConnectorSides, Protocol):
+    """What the shell uses of a connector (``connectors.registry.Connector`` has it)."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work here; known after ``start``."""
+
+    async def start(self) -> None:
+        """Bind sockets and start tasks."""
+
+    async def stop(self) -> None:
+        """End tasks and threads, close sockets."""
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """End hand-overs that nobody will read."""
+
+    def renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep hand-overs for another while."""
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Who a worker is and what it takes from outside: everything a connector's builder may want."""
+
+    config: KVFerryConfig
+    role: Role
+    engine_id: str
+    incarnation: int
+    clock: Clock
+    ids: IdSource
+    metrics: CollectorRegistry
+
+
+ConnectorBuilder = Callable[[WorkerContext, KVLayoutInfo, bytes], ConnectorBundle]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """What a worker consists of once the model is loaded."""
+
+    built: BuiltEngine
+    connector: ConnectorBundle | None
+    hands: RoleHands
+
+
+def assemble(
+    context: WorkerContext, hands: Callable[[EngineFacts], RoleHands], build_connector: ConnectorBuilder | None
+) -> Assembled:
+    """Load the model and put engine, connector and hands together."""
+    connector: ConnectorBundle | None = None
+
+    def make_connector(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
+        nonlocal connector
+        assert build_connector is not None
+        connector = build_connector(context, layout, fingerprint)
+        return connector
+
+    built = build_engine(context.config, context.clock, make_connector if build_connector is not None else None)
+    facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
+    return Assembled(built, connector, hands(facts))
+
+
+def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:
+    """Run a function on a thread that cannot keep the process alive."""
+    result: Future[Assembled] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=LOAD_THREAD_NAME, daemon=True).start()
+    return result

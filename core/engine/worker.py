@@ -1,0 +1,381 @@
+"""The worker process around an engine: I/O thread, engine thread, operations port, start-up and shutdown order.
+
+Owns what happens when, and carries out what ``core.engine.worker_state`` decides. Knows nothing of roles and connectors: the
+role's main passes the hands and a function that builds the connector. Runs on the process's main thread as its event loop;
+the engine's thread reaches it by ``call_soon_threadsafe`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from core.clock import SystemClock
+from core.config import KVFerryConfig
+from core.engine.actions import (
+    Action,
+    AdmissionLimits,
+    EngineLoad,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
+from core.engine.assembly import Assembled, ConnectorBuilder, ConnectorBundle, WorkerContext, assemble, load_in_thread
+from core.engine.build import apply_cpu_threads
+from core.engine.hands import EngineFacts, RoleHands
+from core.engine.ops_http import OpsResponse, OpsServer
+from core.engine.router_sockets import RouterSockets
+from core.engine.thread import EngineThread
+from core.engine.worker_state import WorkerState
+from core.errors import EngineDead, ProtocolError
+from core.ids import RandomIds, new_incarnation
+from core.log import event
+from core.metrics import WorkerMetrics
+from core.request import EngineCoreOutput
+from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.messages import PrefillDone, Register, RequestFailed, Role
+
+logger = logging.getLogger(__name__)
+
+ENGINE_STOP_TIMEOUT_S = 10.0
+LINGER_S = 1.0  # for the last replies and the goodbye
+
+Announce = Callable[[Mapping[str, str]], None]
+
+
+class Worker:
+    """One worker process. ``assemble`` loads the model and takes seconds; it runs on a thread of its own."""
+
+    def __init__(self, context: WorkerContext, assemble: Callable[[], Assembled]) -> None:
+        self._context = context
+        self._assemble = assemble
+        self._clock = context.clock
+        self._ops = OpsServer(
+            {
+                ("GET", "/health"): self._health,
+                ("GET", "/ready"): self._ready,
+                ("GET", "/metrics"): self._metrics,
+                ("POST", "/drain"): self._drain,
+            }
+        )
+        self._ops_address = ""
+        self._sockets = RouterSockets(context.config.worker.router_addresses, self)
+        self._connector: ConnectorBundle | None = None
+        self._num_blocks = 0
+        self._engine: EngineThread | None = None
+        self._state: WorkerState | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._exit_code: asyncio.Future[int] | None = None
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self, announce: Announce) -> int:
+        """Serve until told to leave; returns the exit code: 0 after a drain, 1 after the engine's death.
+
+        Raises:
+            KVFerryError: the worker cannot start.
+        """
+        loop = asyncio.get_running_loop()
+        self._exit_code = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        section = self._context.config.worker
+        self._ops_address = await self._ops.start(section.ops_host, section.ops_port)
+        announce({"ops_address": self._ops_address})
+        try:
+            if not await self._start(loop):
+                return 0
+            return await self._exit_code
+        finally:
+            await self._shut_down()
+
+    async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Load, then connect; returns False if the worker was told to leave in the meantime."""
+        assert self._exit_code is not None
+        assembling = asyncio.wrap_future(load_in_thread(self._assemble))
+        pending: list[asyncio.Future[Any]] = [assembling, self._exit_code]
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if self._exit_code.done():
+            return False
+        assembled = assembling.result()
+        self._engine = EngineThread(
+            assembled.built.engine,
+            on_outputs=lambda outputs: self._from_engine(loop, self._on_outputs, outputs),
+            on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
+            prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
+        )
+        self._connector = assembled.connector
+        if self._connector is not None:
+            self._connector.worker.set_wakeup(self._engine.wake)
+            await self._connector.start()
+        self._state = self._make_state(assembled)
+        self._engine.start()
+        self._sockets.start()
+        return True
+
+    def _make_state(self, assembled: Assembled) -> WorkerState:
+        built, config = assembled.built, self._context.config
+        self._num_blocks = built.num_blocks
+        registration = Register(
+            engine_id=self._context.engine_id,
+            incarnation=self._context.incarnation,
+            role=self._context.role,
+            model=config.model.served_name or config.model.name,
+            model_fingerprint=built.model_fingerprint,
+            layout=built.layout,
+            max_model_len=built.max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_blocks=built.num_blocks,
+            connector=config.connector.name if assembled.connector is not None else "",
+            transports=assembled.connector.transports if assembled.connector is not None else (),
+            ops_address=self._ops_address,
+            pid=os.getpid(),
+        )
+        limits = AdmissionLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_waiting_requests=config.worker.max_waiting_requests,
+            drain_timeout_s=config.worker.drain_timeout_s,
+        )
+        metrics = WorkerMetrics(self._context.metrics, self._readings())
+        return WorkerState(registration, assembled.hands, limits, self._load, metrics)
+
+    async def _shut_down(self) -> None:
+        """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._engine is not None and self._engine.is_alive():
+            has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+            if not has_ended:
+                logger.error(event("engine_stuck", timeout_s=ENGINE_STOP_TIMEOUT_S))
+        if self._connector is not None:
+            await self._connector.stop()
+        await self._sockets.close(LINGER_S)
+        await self._ops.stop()
+        logger.info(event("stopped", engine_id=self._context.engine_id))
+
+    def _on_signal(self) -> None:
+        """Leave in good order at the first signal, at once at the second."""
+        assert self._exit_code is not None
+        if self._state is None:
+            self._stop(0)
+            return
+        now = self._clock.now()
+        self._perform(self._state.start_drain(now, 0.0) if self._state.is_draining else self._state.start_drain(now))
+
+    # ---- what the links tell (LinkEvents) ------------------------------------------------------------------------------
+
+    def on_connect(self, link: str) -> None:
+        """Introduce the worker at a router address."""
+        if self._state is not None:
+            self._perform(self._state.connect(link, self._clock.now()))
+
+    def on_disconnect(self, link: str) -> None:
+        """A router address is gone."""
+        if self._state is not None:
+            self._perform(self._state.disconnect(link, self._clock.now()))
+
+    def on_frame(self, link: str, frames: list[bytes]) -> None:
+        """Handle what a router has sent; nothing it sends may end the worker."""
+        if self._state is None:
+            return
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"message of {len(frames)} frames, expected 1")
+            message = decode_router_frame(frames[0])
+        except ProtocolError as error:
+            self._perform(self._state.on_bad_frame(link, error))
+            return
+        self._perform(self._state.on_router_message(link, message, self._clock.now()))
+
+    # ---- what the engine tells -----------------------------------------------------------------------------------------
+
+    def _from_engine(self, loop: asyncio.AbstractEventLoop, handler: Callable[..., None], news: object) -> None:
+        """Pass news of the engine's thread on to the event loop, in order."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(handler, news)
+
+    def _on_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        if self._state is not None:
+            self._perform(self._state.on_outputs(outputs, self._clock.now()))
+
+    def _on_engine_death(self, error: BaseException) -> None:
+        if self._state is not None:
+            self._perform(self._state.on_engine_death(error, self._clock.now()))
+
+    # ---- carrying actions out ------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        assert self._engine is not None
+        try:
+            match action:
+                case Send():
+                    self._send(action)
+                case SubmitAdd():
+                    self._engine.submit_add(action.requests)
+                case SubmitAbort():
+                    self._engine.submit_abort(action.engine_request_ids)
+                case ReleaseTransfers() if self._connector is not None:
+                    self._connector.release(action.transfer_ids)
+                case RenewTransfers() if self._connector is not None:
+                    self._connector.renew(action.transfer_ids)
+                case Stop():
+                    self._stop(action.exit_code)
+        except EngineDead:
+            logger.debug(event("engine_dead_already"))  # its death is on the way here and answers every request
+
+    def _send(self, action: Send) -> None:
+        message = action.message
+        try:
+            frame = encode_tokens(message) if isinstance(message, list) else encode_worker_message(message)
+        except ProtocolError as error:
+            assert self._state is not None
+            replies = message if isinstance(message, list) else [message]
+            ids = [
+                reply.request_id for reply in replies if not isinstance(reply, RequestFailed) and hasattr(reply, "request_id")
+            ]
+            self._perform(self._state.on_unsendable(action.link, ids, error))
+            return
+        if not self._sockets.send(action.link, frame) and isinstance(message, list | PrefillDone | RequestFailed):
+            logger.warning(event("undeliverable", router=action.link, message=type(message).__name__))
+
+    def _stop(self, exit_code: int) -> None:
+        if self._exit_code is not None and not self._exit_code.done():
+            self._exit_code.set_result(exit_code)
+
+    def _arm_timer(self) -> None:
+        """Have ``_on_timer`` called when something is due; a timer that fires early does no harm."""
+        assert self._state is not None
+        due = self._state.next_timer(self._clock.now())
+        if due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock.now()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._state is not None:
+            self._perform(self._state.on_timer(self._clock.now()))
+
+    # ---- operations port -------------------------------------------------------------------------------------------------
+
+    def _health(self) -> OpsResponse:
+        if self._engine is not None and not self._engine.is_alive():
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "engine dead"})
+        return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
+
+    def _ready(self) -> OpsResponse:
+        state = self._state
+        if state is None or self._engine is None:
+            status = "loading"
+        elif not self._engine.is_alive():
+            status = "engine dead"
+        elif state.is_draining:
+            status = "draining"
+        elif not state.num_registered_routers:
+            status = "not registered"
+        else:
+            return OpsResponse.of_json(HTTPStatus.OK, {"status": "ready", "routers": state.num_registered_routers})
+        return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": status})
+
+    def _metrics(self) -> OpsResponse:
+        return OpsResponse(HTTPStatus.OK, generate_latest(self._context.metrics), CONTENT_TYPE_LATEST)
+
+    def _drain(self) -> OpsResponse:
+        """Begin to leave; asking twice does not hurry."""
+        if self._state is None:
+            self._stop(0)
+            return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "stopping"})
+        if not self._state.is_draining:
+            self._perform(self._state.start_drain(self._clock.now()))
+        return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "draining", "requests": self._state.num_requests})
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------------
+
+    def _num_leased_blocks(self) -> int:
+        return self._connector.num_leased_blocks() if self._connector is not None else 0
+
+    def _load(self) -> EngineLoad:
+        assert self._engine is not None
+        gauges = self._engine.gauges()
+        return EngineLoad(
+            num_running=gauges.num_running,
+            num_waiting=gauges.num_waiting + gauges.num_loading,
+            kv_cache_usage=gauges.kv_cache_usage,
+            num_leased_blocks=self._num_leased_blocks(),
+        )
+
+    def _num_leaked_blocks(self) -> int:
+        """Blocks in use after everything that could use one has ended, by the reading after the engine's last step."""
+        assert self._engine is not None
+        assert self._state is not None
+        gauges = self._engine.gauges()
+        is_used = gauges.num_running + gauges.num_waiting + gauges.num_loading + gauges.num_parked_blocks
+        if is_used or self._num_leased_blocks() or self._state.num_requests:
+            return 0
+        return round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
+
+    def _readings(self) -> dict[str, Callable[[], float]]:
+        engine = self._engine
+        assert engine is not None
+        return {
+            "num_requests_running": lambda: engine.gauges().num_running,
+            "num_requests_waiting": lambda: engine.gauges().num_waiting,
+            "num_requests_loading": lambda: engine.gauges().num_loading,
+            "kv_cache_usage_perc": lambda: engine.gauges().kv_cache_usage,
+            "kv_parked_blocks": lambda: engine.gauges().num_parked_blocks,
+            "kv_leaked_blocks": self._num_leaked_blocks,
+            "draining": lambda: self._state is not None and self._state.is_draining,
+            "registered_routers": lambda: self._state.num_registered_routers if self._state is not None else 0,
+            "engine_steps": lambda: engine.gauges().num_steps,
+            "num_preemptions": lambda: engine.gauges().num_preemptions,
+            "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
+            "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
+        }
+
+    def _log_threads(self, num_threads: int) -> None:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        logger.info(event("engine_thread", torch_threads=num_threads, cores=cores))
+
+
+def run_worker(
+    config: KVFerryConfig,
+    role: Role,
+    hands: Callable[[EngineFacts], RoleHands],
+    build_connector: ConnectorBuilder | None,
+    announce: Announce,
+) -> int:
+    """Run a worker process with the system's clock and randomness until it leaves; returns its exit code.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    ids = RandomIds()
+    context = WorkerContext(
+        config=config,
+        role=role,
+        engine_id=config.worker.engine_id,
+        incarnation=new_incarnation(ids),
+        clock=SystemClock(),
+        ids=ids,
+        metrics=CollectorRegistry(),
+    )
+    return asyncio.run(Worker(context, lambda: assemble(context, hands, build_connector)).run(announce))
