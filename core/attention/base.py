@@ -65,6 +65,8 @@ class PagedKVCache:
         # Each layer's view starts at its own first row of block 0, so that one row index serves all layers.
         self._layer_rows = [flat[layer * rows_per_layer :] for layer in range(self.num_layers)]
         self._rows_per_block = rows_per_layer * self.num_layers
+        num_planes = 2 * self.num_kv_heads if layout is KVLayout.HND else 2
+        self._plane_rows = np.arange(num_planes) * self.block_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,18 +96,17 @@ class PagedKVCache:
         """
         return self._layer_rows[layer]
 
-    def rows_of_slots(self, slots: Tensor) -> Tensor:
+    def rows_of_slots(self, slots: npt.NDArray[np.int64]) -> Tensor:
         """Return the rows of ``layer_rows`` that hold the slots' keys and values, in the order of ``[T, 2, Hkv, D]``.
 
-        ``slots``: int64 ``[num_tokens]``, ``block_id * block_size + offset``. Result: int64, flat.
+        ``slots``: ``[num_tokens]``, ``block_id * block_size + offset``. Result: int64, flat, on the pool's device.
 
             row = block_id * rows_per_block + ((key_or_value * Hkv) + head) * block_size + offset       HND, [T, 2, Hkv]
             row = block_id * rows_per_block +   key_or_value * block_size               + offset       NHD, [T, 2]
         """
-        num_planes = 2 * self.num_kv_heads if self.layout is KVLayout.HND else 2
-        planes = torch.arange(num_planes, device=slots.device) * self.block_size
-        first = slots // self.block_size * self._rows_per_block + slots % self.block_size
-        return (first[:, None] + planes).flatten()
+        blocks, offsets = np.divmod(slots, self.block_size)
+        rows = (blocks * self._rows_per_block + offsets)[:, None] + self._plane_rows
+        return torch.from_numpy(rows.ravel()).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,4 +235,4 @@ class AttentionBackend(ABC):
         rows.index_copy_(0, plan.write_rows, key_value.reshape(-1, rows.shape[1]).to(rows.dtype))
 
     def _write_rows(self, batch: AttentionBatch) -> Tensor:
-        return self.cache.rows_of_slots(torch.from_numpy(batch.slot_mapping).to(self.cache.device))
+        return self.cache.rows_of_slots(batch.slot_mapping)

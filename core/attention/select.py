@@ -108,7 +108,7 @@ def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem,
         return torch.randn(num_tokens, *shape, spec.head_dim, generator=generator).to(problem.device, problem.dtype)
 
     reference, backend = SdpaBackend(cache), backend_type(cache)
-    prefix_rows = cache.rows_of_slots(torch.from_numpy(prefix_slots).to(problem.device))
+    prefix_rows = cache.rows_of_slots(prefix_slots)
     reference.write_kv(layer, normal(len(prefix_slots), 2, spec.num_kv_heads), AttentionPlan(prefix_rows))
     plan = backend.plan(batch)
     num_tokens = len(batch.slot_mapping)
