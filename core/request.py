@@ -56,6 +56,7 @@ class PrefillStats:
     num_prompt_tokens: int
     num_local_cached_tokens: int
     num_external_cached_tokens: int
+    queue_s: float = field(default=0.0, compare=False)  # from arrival at this worker to that admission
 
     @property
     def num_cached_tokens(self) -> int:

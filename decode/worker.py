@@ -26,8 +26,8 @@ from core.engine.hands import (
 )
 from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, NewRequest
-from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, Usage
+from core.request import EngineCoreOutput, NewRequest, PrefillStats
+from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, TransferUsage, Usage
 
 
 @dataclass(slots=True)
@@ -35,6 +35,8 @@ class _Choice:
     """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``."""
 
     position: int
+    prefill_stats: PrefillStats | None = None
+    transfer_usage: TransferUsage | None = None
     usage: Usage | None = None
     has_told_usage: bool = False
 
@@ -141,14 +143,15 @@ class DecodeHands(RoleHands):
 
     def _learn_usage(self, choice: _Choice, output: EngineCoreOutput) -> None:
         """Keep what the first outputs say about the prompt, to repeat it with the last ones."""
-        if output.prefill_stats is None and output.transfer_usage is None:
-            return
-        known = choice.usage or Usage()
-        stats = output.prefill_stats
-        choice.usage = Usage(
-            num_cached_tokens=stats.num_cached_tokens if stats is not None else known.num_cached_tokens,
-            kv_transfer=output.transfer_usage or known.kv_transfer,
-        )
+        if output.prefill_stats is not None:
+            choice.prefill_stats = output.prefill_stats
+        if output.transfer_usage is not None:
+            choice.transfer_usage = output.transfer_usage
+        stats, transfer = choice.prefill_stats, choice.transfer_usage
+        if stats is not None and transfer is not None:
+            transfer = msgspec.structs.replace(transfer, queue_ms=stats.queue_s * 1e3)
+        if stats is not None or transfer is not None:
+            choice.usage = Usage(num_cached_tokens=stats.num_cached_tokens if stats is not None else 0, kv_transfer=transfer)
 
 
 def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: Announce) -> int:

@@ -122,6 +122,7 @@ class PrefillHands(RoleHands):
             prefill.prompt_logprobs = output.prompt_logprobs
         if index == 0 and output.prefill_stats is not None:
             prefill.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            prefill.queue_ms = output.prefill_stats.queue_s * 1e3
         if not output.new_token_ids:
             return
         prefill.choices[index] = PrefillChoice(

@@ -173,4 +173,5 @@ def _record_admission(state: SchedulerState, request: Request, prefix: _Prefix) 
         num_prompt_tokens=num_prompt_tokens,
         num_local_cached_tokens=num_local_cached,
         num_external_cached_tokens=min(num_external, num_prompt_tokens - num_local_cached),
+        queue_s=max(0.0, state.clock.now() - request.arrival_time),
     )

@@ -86,6 +86,13 @@ def test_usage_travels_with_the_first_and_the_last_tokens(hands):
     assert usages == [Usage(num_cached_tokens=3, kv_transfer=TRANSFER), None, usages[0]]
 
 
+def test_time_in_the_queue_is_told_with_the_transfer(hands):
+    hands.on_generate(handed_over(0), 0.0)
+    stats = PrefillStats(3, 0, 3, queue_s=0.25)
+    (reply,) = hands.on_outputs([EngineCoreOutput("r/0", [11], prefill_stats=stats, transfer_usage=TRANSFER)], 0.0).replies
+    assert reply.usage.kv_transfer == TransferUsage(transport="shm", transferred_tokens=3, queue_ms=250.0)
+
+
 def test_usage_that_comes_before_the_first_token_is_not_lost(hands):
     hands.on_generate(handed_over(0), 0.0)
     assert hands.on_outputs([EngineCoreOutput("r/0", [], transfer_usage=TRANSFER)], 0.0).replies == []

@@ -85,7 +85,9 @@ def test_refuses_what_is_not_for_a_prefill_worker(hands, message):
 
 def test_answers_once_when_every_choice_has_its_first_token(hands):
     hands.on_generate(generate(n=2), 1.0)
-    early = hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff(), prefill_stats=PrefillStats(3, 2, 0))], 1.1)
+    early = hands.on_outputs(
+        [first_token("r/0", 11, kv_handoff=handoff(), prefill_stats=PrefillStats(3, 2, 0, queue_s=0.05))], 1.1
+    )
     assert early.replies == []
     late = hands.on_outputs([first_token("r/1", 12, prefill_stats=PrefillStats(3, 3, 0))], 1.25)
     (done,) = late.replies
@@ -93,7 +95,7 @@ def test_answers_once_when_every_choice_has_its_first_token(hands):
     assert [(choice.index, choice.token_id, choice.finish_reason) for choice in done.choices] == [(0, 11, None), (1, 12, None)]
     assert done.kv_handoff == handoff()
     assert done.num_cached_tokens == 2
-    assert done.queue_ms + done.prefill_ms == pytest.approx(250.0)
+    assert (done.queue_ms, done.prefill_ms) == (pytest.approx(50.0), pytest.approx(200.0))
     assert late.ended == ["r"]
     assert late.release_transfer_ids == []
 
