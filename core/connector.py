@@ -59,8 +59,9 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens beyond ``num_computed_tokens`` can be loaded now, and whether the load is asynchronous.
 
-        May be called many times for one request and must be idempotent. None = ask again in a later step. The flag must be
-        False when the count is 0.
+        May be called many times for one request and must be idempotent. None = ask again in a later step; as an engine with
+        nothing else to do sleeps, the worker side's wakeup must follow when the answer changes. The flag must be False when
+        the count is 0.
         """
 
     @abstractmethod

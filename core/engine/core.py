@@ -77,7 +77,8 @@ class EngineCore:
         False while every request waits for a connector and the last step changed nothing: only a new request, an abort or
         ``wake`` can change that, so the caller should block instead of stepping.
         """
-        if self._runner.failure is not None:
+        connector = self.scheduler.connector
+        if self._runner.failure is not None or (connector is not None and connector.has_pending_push_work()):
             return True
         return self.scheduler.has_requests() and not self._is_stalled
 

@@ -1,17 +1,30 @@
-"""Builders shared by the engine's tests."""
+"""Builders shared by the engine's tests: sampling rows, tiny real engines, their oracle, and a connector that copies blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from core.clock import SystemClock
+from core.config import load_config
+from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.engine.build import BuiltEngine, build_engine
+from core.engine.core import EngineCore
 from core.engine.sampling_state import SamplingRows, build_edits
+from core.request import EngineCoreOutput, KVConnectorOutput, NewRequest
 from core.wire.sampling import SamplingParams
 
+VOCAB = 211
+BLOCK = 16
 
-@pytest.fixture(autouse=True)
+
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
 
@@ -34,3 +47,228 @@ def sampling_rows() -> Callable[..., SamplingRows]:
 @pytest.fixture
 def greedy() -> SamplingParams:
     return SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Oracle:
+    """The same model in transformers, one sequence at a time."""
+
+    model: LlamaForCausalLM
+    margin: float = 1e-3
+
+    def logits(self, token_ids) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model(torch.tensor([list(token_ids)])).logits[0]
+
+    def assert_greedy(self, prompt, output) -> None:
+        """``output`` is what the model says, or leaves it first where its two best logits are less than ``margin`` apart."""
+        rows = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        for position, (row, token) in enumerate(zip(rows, output, strict=True)):
+            best = row.topk(2)
+            if token != int(best.indices[0]):
+                gap = float(best.values[0] - best.values[1])
+                assert gap < self.margin, f"token {position} is {token}, not {int(best.indices[0])} (gap {gap:.2g})"
+                return
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> tuple[Path, Oracle]:
+    """A random Llama with spread-out logits, as a folder and as its oracle."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.2)
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({}))
+    return folder, Oracle(model)
+
+
+@pytest.fixture
+def oracle(tiny_llama) -> Oracle:
+    return tiny_llama[1]
+
+
+@pytest.fixture
+def build_tiny(tiny_llama, tmp_path) -> Iterable[Callable[..., BuiltEngine]]:
+    """Return a builder of engines of the tiny model; keyword arguments are settings by ``section__name``."""
+    built: list[BuiltEngine] = []
+
+    def build(connector_factory=None, **settings) -> BuiltEngine:
+        overrides = {
+            "model.name": str(tiny_llama[0]),
+            "model.cache_dir": str(tmp_path),
+            "cache.block_size": BLOCK,
+            "cache.num_blocks": 200,
+            **{name.replace("__", "."): value for name, value in settings.items()},
+        }
+        built.append(build_engine(load_config(overrides=overrides), SystemClock(), connector_factory))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.engine.shutdown()
+
+
+@dataclass
+class Finished:
+    """Everything an engine has said about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+
+    @property
+    def finish_reason(self):
+        return self.outputs[-1].finish_reason
+
+
+@pytest.fixture
+def run_engine() -> Callable[..., dict[str, Finished]]:
+    """Return a driver: feeds requests (all at once, or ``per_step`` before each step) and steps until all is done."""
+
+    def run(engine: EngineCore, requests: Iterable[NewRequest], per_step: int = 10**9, after_step=None) -> dict[str, Finished]:
+        waiting = list(requests)
+        found: dict[str, Finished] = {}
+        while waiting or engine.has_work():
+            for new in waiting[:per_step]:
+                engine.add_request(new)
+            del waiting[:per_step]
+            for output in engine.step():
+                finished = found.setdefault(output.request_id, Finished())
+                assert not finished.outputs or finished.finish_reason is None, "news after the end"
+                finished.token_ids += output.new_token_ids
+                finished.outputs.append(output)
+            if after_step is not None:
+                after_step(engine)
+        return found
+
+    return run
+
+
+class CopyMetadata(KVConnectorMetadata):
+    """(request id, source blocks, own blocks) of every load that starts in this step."""
+
+    def __init__(self, loads, preempted) -> None:
+        self.loads = loads
+        self.preempted = preempted
+
+
+class CopyConnectorScheduler(KVConnectorScheduler):
+    """Offers the tokens of requests whose KV lies in another engine's pool: {request id: (num_tokens, block ids)}."""
+
+    def __init__(self, sources, is_async: bool) -> None:
+        self.sources = sources
+        self.is_async = is_async
+        self._loads = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        num_tokens = self.sources.get(request.request_id, (0, []))[0]
+        if request.num_preemptions or num_tokens <= num_computed_tokens:
+            return 0, False
+        return num_tokens - num_computed_tokens, self.is_async
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if not num_external_tokens:
+            return
+        (own,) = blocks.get_block_ids()
+        source = self.sources[request.request_id][1]
+        first = (self.sources[request.request_id][0] - num_external_tokens) // BLOCK
+        self._loads.append((request.request_id, source[first:], own[first : len(source)]))
+
+    def build_connector_meta(self, scheduler_output):
+        loads, self._loads = self._loads, []
+        return CopyMetadata(loads, set(scheduler_output.preempted_req_ids))
+
+
+class CopyConnectorWorker(KVConnectorWorker):
+    """Copies blocks when told to, and keeps a log of every call. With ``hold`` loads end only once ``release`` is called."""
+
+    def __init__(self, source: torch.Tensor | None, is_async: bool, hold: bool = False) -> None:
+        self.source = source
+        self.is_async = is_async
+        self.hold = hold
+        self.calls: list[str] = []
+        self.raises: dict[str, Exception] = {}
+        self.pool: KVPoolRegion | None = None
+        self._loading: list = []
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.raises:
+            raise self.raises[name]
+
+    def register_kv_caches(self, pool):
+        self.pool = pool
+
+    def handle_preemptions(self, metadata):
+        self._note("handle_preemptions")
+
+    def start_load_kv(self, metadata):
+        self._note("start_load_kv")
+        for load in metadata.loads:
+            self._loading.append(load)
+            if not self.is_async:
+                self._copy(load)
+        if not self.is_async:
+            self._loading.clear()
+
+    def wait_for_save(self):
+        self._note("wait_for_save")
+
+    def get_transfer_results(self, finished_req_ids):
+        self._note("get_transfer_results")
+        if self.hold:
+            return KVConnectorOutput()
+        ended, self._loading = self._loading, []
+        for load in ended:
+            self._copy(load)
+        return KVConnectorOutput(finished_recving={load[0] for load in ended})
+
+    def get_block_ids_with_load_errors(self):
+        self._note("get_block_ids_with_load_errors")
+        return set()
+
+    def shutdown(self):
+        self._note("shutdown")
+
+    def _copy(self, load) -> None:
+        rows = torch.frombuffer(self.pool.buffer, dtype=torch.uint8).view(self.pool.num_blocks, -1)
+        theirs = self.source.view(torch.uint8).view(len(self.source), -1)
+        for source, own in zip(load[1], load[2], strict=True):
+            rows[own] = theirs[source]
+
+
+@dataclass
+class CopyConnector:
+    """Both sides."""
+
+    scheduler: CopyConnectorScheduler
+    worker: CopyConnectorWorker
+
+    def __call__(self, layout, fingerprint):
+        return self
+
+
+@pytest.fixture
+def copy_connector() -> Callable[..., CopyConnector]:
+    def build(sources=None, source=None, is_async=True, hold=False) -> CopyConnector:
+        return CopyConnector(
+            CopyConnectorScheduler(sources if sources is not None else {}, is_async),
+            CopyConnectorWorker(source, is_async, hold),
+        )
+
+    return build

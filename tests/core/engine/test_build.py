@@ -1,0 +1,94 @@
+import os
+import threading
+
+import pytest
+import torch
+
+from core.clock import SystemClock
+from core.config import WorkerSection, load_config
+from core.engine.build import apply_cpu_threads, build_engine
+from core.errors import ConfigError
+
+
+def on_a_thread(function):
+    """Run on a fresh thread, whose settings end with it, and return the result."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def settings_after(section):
+    def apply():
+        count = apply_cpu_threads(section)
+        return count, torch.get_num_threads(), os.sched_getaffinity(0)
+
+    before = torch.get_num_threads()
+    try:
+        return on_a_thread(apply)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_lengths_and_facts_agree_with_the_model_and_the_pool(build_tiny):
+    built = build_tiny(cache__num_blocks=11)
+    assert built.max_model_len == 160  # ten usable blocks of 16
+    assert built.num_blocks == 11
+    assert built.eos_token_ids == {2}
+    assert built.layout.block_bytes == 3 * 2 * 2 * 16 * 8 * 4
+    assert len(built.model_fingerprint) == 16
+    assert build_tiny(cache__num_blocks=100).max_model_len == 512  # what the model allows
+    assert build_tiny(model__max_model_len=99).max_model_len == 99
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model__max_model_len": 513}, "the model allows 512"),
+        ({"model__max_model_len": 161, "cache__num_blocks": 11}, "pool holds 160"),
+        ({"cache__num_blocks": 1}, "at least 2"),
+        ({"model__device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(build_tiny, settings, message):
+    if "model__device" in settings and torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    with pytest.raises(ConfigError, match=message):
+        build_tiny(**settings)
+
+
+def test_unknown_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        build_engine(load_config(overrides={"model.name": str(tmp_path / "nothing.gguf")}), SystemClock())
+
+
+def test_connector_gets_layout_fingerprint_and_the_pool(build_tiny, copy_connector):
+    connector = copy_connector()
+    seen = []
+    built = build_tiny(lambda layout, fingerprint: seen.append((layout, fingerprint)) or connector)
+    assert seen == [(built.layout, built.model_fingerprint)]
+    assert connector.worker.pool.num_blocks == built.num_blocks
+
+
+def test_a_worker_takes_its_share_of_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    assert settings_after(WorkerSection(workers_on_host=1))[:2] == (cores, cores)
+    assert settings_after(WorkerSection(workers_on_host=100))[:2] == (1, 1)
+    assert settings_after(WorkerSection(workers_on_host=100, cpu_threads=2))[:2] == (2, 2)
+
+
+def test_workers_of_one_host_are_pinned_apart():
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    pinned = [settings_after(WorkerSection(workers_on_host=len(cores), host_slot=slot))[2] for slot in range(len(cores))]
+    assert set.union(*pinned) == cores
+    assert all(len(one) == 1 for one in pinned)
+
+
+def test_pinning_can_be_off_and_leaves_other_threads_alone():
+    cores = os.sched_getaffinity(0)
+    assert settings_after(WorkerSection(workers_on_host=8, pin_cpus=False))[2] == cores
+    settings_after(WorkerSection(workers_on_host=8))
+    assert os.sched_getaffinity(0) == cores

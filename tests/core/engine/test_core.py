@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+import torch
+
+from core.errors import ContextTooLong, InvalidRequest
+from core.kv.integrity import find_violations
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
+
+VOCAB = 211
+BLOCK = 16
+
+
+def request(name, prompt, stop=(), output=(), choice_index=0, **sampling):
+    return NewRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        choice_index=choice_index,
+        stop_token_ids=frozenset(stop),
+        sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+    )
+
+
+def prompts(count, seed=0, longest=90):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(3, VOCAB, generator.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def pool_of(built) -> torch.Tensor:
+    return built.engine._runner._kv_pool.cache.pool
+
+
+def assert_nothing_held(built):
+    manager = built.engine.scheduler.kv_cache_manager
+    assert manager.usage == 0
+    assert find_violations(manager) == []
+
+
+def test_staggered_requests_in_chunks_give_what_the_model_gives_each_alone(build_tiny, run_engine, oracle):
+    built = build_tiny(scheduler__max_num_batched_tokens=24, scheduler__max_num_seqs=6)
+    texts = prompts(14)
+    found = run_engine(built.engine, [request(f"r{i}", text, max_tokens=5 + i) for i, text in enumerate(texts)], per_step=2)
+    for i, text in enumerate(texts):
+        assert found[f"r{i}"].finish_reason == "length"
+        assert len(found[f"r{i}"].token_ids) == 5 + i
+        oracle.assert_greedy(text, found[f"r{i}"].token_ids)
+    assert_nothing_held(built)
+
+
+def test_prefix_hits_change_no_token(build_tiny, run_engine, oracle):
+    built = build_tiny(scheduler__max_num_batched_tokens=40)
+    common = list(range(10, 80))
+    texts = [common + tail for tail in ([], [5], [5, 6, 7], list(range(90, 130)))]
+    for number, text in enumerate(texts):
+        found = run_engine(built.engine, [request(f"r{number}", text, max_tokens=8)])
+        oracle.assert_greedy(text, found[f"r{number}"].token_ids)
+        stats = found[f"r{number}"].outputs[0].prefill_stats
+        assert stats.num_local_cached_tokens == (64 if number else 0)
+    assert built.engine.gauges.num_prefix_hit_tokens == 3 * 64
+
+
+def test_preempted_requests_give_the_same_tokens(build_tiny, run_engine, oracle):
+    built = build_tiny(cache__num_blocks=12, scheduler__max_num_batched_tokens=32, cache__enable_prefix_caching=False)
+    texts = prompts(6, seed=2, longest=40)
+    found = run_engine(built.engine, [request(f"r{i}", text, max_tokens=50) for i, text in enumerate(texts)])
+    assert built.engine.gauges.num_preemptions > 0
+    for i, text in enumerate(texts):
+        assert len(found[f"r{i}"].token_ids) == 50
+        oracle.assert_greedy(text, found[f"r{i}"].token_ids)
+    assert_nothing_held(built)
+
+
+def sampled_requests():
+    texts = prompts(8, seed=8, longest=50)
+    for i, text in enumerate(texts):
+        yield request(
+            f"r{i}",
+            text,
+            max_tokens=20,
+            temperature=[0.8, 1.2][i % 2],
+            top_p=[1.0, 0.9][i // 4],
+            top_k=[0, 40][i % 3 == 0],
+            seed=i,
+            repetition_penalty=[1.0, 1.2][i % 2],
+            frequency_penalty=[0.0, 0.5][i % 4 == 2],
+            choice_index=i % 3,
+        )
+
+
+def test_random_requests_do_not_depend_on_their_company(build_tiny, run_engine):
+    together = run_engine(build_tiny(scheduler__max_num_batched_tokens=50).engine, sampled_requests(), per_step=1)
+    lonely = build_tiny()
+    for new in sampled_requests():
+        assert run_engine(lonely.engine, [new])[new.request_id].token_ids == together[new.request_id].token_ids
+
+
+def test_preemption_does_not_disturb_random_streams_and_penalties(build_tiny, run_engine):
+    roomy = run_engine(build_tiny().engine, sampled_requests())
+    tight = build_tiny(cache__num_blocks=10, cache__enable_prefix_caching=False)
+    found = run_engine(tight.engine, sampled_requests())
+    assert tight.engine.gauges.num_preemptions > 0
+    assert {name: one.token_ids for name, one in found.items()} == {name: one.token_ids for name, one in roomy.items()}
+
+
+def test_another_engine_continues_a_request_token_by_token(build_tiny, run_engine):
+    whole = run_engine(build_tiny().engine, sampled_requests())
+    first_half, second_half = build_tiny(), build_tiny()
+    for new in sampled_requests():
+        sampling = SamplingParams(**{**{f: getattr(new.sampling, f) for f in new.sampling.__struct_fields__}, "max_tokens": 1})
+        start = run_engine(first_half.engine, [NewRequest(**{**_fields(new), "sampling": sampling})])[new.request_id].token_ids
+        rest = run_engine(second_half.engine, [NewRequest(**{**_fields(new), "output_token_ids": start})])[new.request_id]
+        assert start + rest.token_ids == whole[new.request_id].token_ids
+
+
+def _fields(new):
+    return {name: getattr(new, name) for name in NewRequest.__dataclass_fields__}
+
+
+def test_slots_behind_a_sequence_are_zero_whatever_the_block_held(build_tiny, run_engine, oracle):
+    built = build_tiny(cache__num_blocks=30, scheduler__max_num_batched_tokens=24)
+    pool_of(built)[1:].fill_(float("nan"))
+    checked = 0
+
+    def tails_are_zero(engine):
+        nonlocal checked
+        for running in engine.scheduler.running:
+            end = running.num_computed_tokens
+            (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(running.request_id)
+            if end % BLOCK:
+                block = pool_of(built)[blocks[end // BLOCK]]
+                assert not block[..., end % BLOCK :, :].any()
+                assert bool(block[..., : end % BLOCK, :].any())
+                checked += 1
+
+    texts = prompts(10, seed=4)
+    found = run_engine(built.engine, [request(f"r{i}", t, max_tokens=20) for i, t in enumerate(texts)], 1, tails_are_zero)
+    assert checked > 50
+    for i, text in enumerate(texts):
+        oracle.assert_greedy(text, found[f"r{i}"].token_ids)
+
+
+def test_prompt_logprobs_come_once_and_cover_every_chunk(build_tiny, run_engine, oracle):
+    built = build_tiny(scheduler__max_num_batched_tokens=17)
+    text = prompts(1, seed=9)[0] + list(range(20, 60))
+    others = [request(f"o{i}", other, max_tokens=9) for i, other in enumerate(prompts(3, seed=1))]
+    for name in ("first", "again"):  # the second time the prompt is cached, and must be computed all the same
+        found = run_engine(built.engine, [*others, request(name, text, max_tokens=4, prompt_logprobs=2)])
+        given = [output.prompt_logprobs for output in found[name].outputs]
+        assert given[1:] == [None] * 3
+        expected = oracle.logits(text).log_softmax(-1)
+        assert given[0][0] is None
+        assert len(given[0]) == len(text)
+        for position, entry in enumerate(given[0][1:], start=1):
+            row = expected[position - 1]
+            assert entry.token_ids[0] == text[position]
+            assert entry.logprobs[0] == pytest.approx(float(row[text[position]]), abs=1e-3)
+            assert entry.rank == pytest.approx(int((row > row[text[position]]).sum()) + 1, abs=1)
+            assert len(entry.token_ids) == 3
+
+
+def test_prompt_logprobs_of_one_token_are_none(build_tiny, run_engine):
+    found = run_engine(build_tiny().engine, [request("r", [7], max_tokens=1, prompt_logprobs=0)])
+    assert found["r"].outputs[0].prompt_logprobs == (None,)
+
+
+def test_logprobs_accompany_every_token_of_requests_that_ask(build_tiny, run_engine, oracle):
+    text = list(range(30, 50))
+    found = run_engine(
+        build_tiny().engine, [request("asks", text, max_tokens=6, logprobs=3), request("silent", text, max_tokens=6)]
+    )
+    assert all(output.logprobs is None for output in found["silent"].outputs)
+    rows = oracle.logits(text + found["asks"].token_ids).log_softmax(-1)[len(text) - 1 :]
+    for row, output in zip(rows, found["asks"].outputs, strict=False):
+        (entry,) = output.logprobs
+        assert entry.token_ids[0] == output.new_token_ids[0] == entry.token_ids[1]
+        assert entry.logprobs[1:] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
+def test_stop_tokens_are_masked_until_min_tokens(build_tiny, run_engine, oracle):
+    text = list(range(40, 60))
+    engine = build_tiny().engine
+    (first, second, *_) = run_engine(engine, [request("free", text, max_tokens=6)])["free"].token_ids
+    stopped = run_engine(engine, [request("stops", text, max_tokens=6, stop={second})])["stops"]
+    assert (stopped.token_ids, stopped.finish_reason) == ([first, second], "stop")
+    late = run_engine(engine, [request("late", text, max_tokens=6, stop={second}, min_tokens=4)])["late"]
+    assert second not in late.token_ids[:4]
+    assert len(late.token_ids) >= 4
+
+
+def test_ends_at_the_longest_length(build_tiny, run_engine, oracle):
+    engine = build_tiny(model__max_model_len=40).engine
+    text = list(range(50, 80))
+    found = run_engine(engine, [request("r", text, max_tokens=100)])["r"]
+    assert len(text) + len(found.token_ids) == 40
+    assert found.finish_reason == "length"
+    oracle.assert_greedy(text, found.token_ids)
+
+
+def test_aborts_in_every_state_leave_nothing_behind(build_tiny):
+    built = build_tiny(cache__num_blocks=20, scheduler__max_num_batched_tokens=16, scheduler__max_num_seqs=3)
+    engine = built.engine
+    names = [f"r{i}" for i in range(6)]
+    for name in names:
+        engine.add_request(request(name, list(range(3, 60)), max_tokens=30))
+    for _ in range(6):
+        engine.step()
+    assert engine.abort_requests([*names[:5], "unknown"]) == names[:5]
+    assert engine.has_work()
+    while engine.has_work():
+        assert {output.request_id for output in engine.step()} <= {names[5]}
+    assert not engine.has_requests()
+    assert_nothing_held(built)
+
+
+@pytest.mark.parametrize(
+    ("new", "error"),
+    [
+        (request("r", []), InvalidRequest),
+        (request("r", [VOCAB]), InvalidRequest),
+        (request("r", [-1]), InvalidRequest),
+        (request("r", [5], allowed_token_ids=(VOCAB,)), InvalidRequest),
+        (request("r", [5], logit_bias={VOCAB: 1.0}), InvalidRequest),
+        (request("r", [5], output=[VOCAB + 3]), InvalidRequest),
+        (request("r", [5] * 512), ContextTooLong),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_at_once(build_tiny, new, error):
+    engine = build_tiny().engine
+    with pytest.raises(error):
+        engine.add_request(new)
+    assert not engine.has_requests()
+
+
+def test_engine_without_requests_has_no_work(build_tiny, run_engine):
+    engine = build_tiny().engine
+    assert not engine.has_work()
+    run_engine(engine, [request("r", [5, 6], max_tokens=2)])
+    assert not engine.has_work()
+    assert engine.gauges.num_running == 0

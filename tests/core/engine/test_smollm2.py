@@ -1,0 +1,72 @@
+"""The engine on the real SmolLM2-135M against transformers on the same weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from core.clock import SystemClock
+from core.config import default_cache_dir, load_config
+from core.engine.build import build_engine
+from core.model.hub import resolve_model
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
+
+MARGIN = 1e-3
+SHARED = 200  # tokens that a quarter of the prompts have in common
+
+
+@pytest.fixture(scope="module")
+def reference():
+    files = resolve_model("smollm2-135m", Path(default_cache_dir()))
+    return AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+
+
+def mixed_requests(vocab_size):
+    """32 requests: prompts of 1 to 700 tokens, some with a common start, 4 to 40 tokens out, a third of them random."""
+    generator = np.random.default_rng(1)
+    shared = generator.integers(20, vocab_size, SHARED).tolist()
+    for number in range(32):
+        prompt = generator.integers(20, vocab_size, int(generator.integers(1, 500))).tolist()
+        sampling = SamplingParams(
+            max_tokens=int(generator.integers(4, 40)), temperature=0.8 if number % 3 == 2 else 0.0, top_p=0.9, seed=number
+        )
+        yield NewRequest(
+            request_id=f"r{number}", prompt_token_ids=shared + prompt if number % 4 == 0 else prompt, sampling=sampling
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixed_requests_give_the_tokens_of_transformers(reference, run_engine):
+    settings = {"cache.memory_bytes": 700 << 20, "scheduler.max_num_seqs": 16}
+    built = build_engine(load_config(overrides=settings), SystemClock())
+    requests = list(mixed_requests(built.arch.vocab_size))
+    found = run_engine(built.engine, requests, per_step=2)
+    built.engine.shutdown()
+    assert built.engine.gauges.num_prefix_hit_tokens > 0
+    assert len(found) == 32
+    num_tokens = num_divergent = 0
+    for new in requests:
+        output = found[new.request_id].token_ids
+        assert len(output) == new.sampling.max_tokens
+        if new.sampling.is_greedy:
+            num_tokens += len(output)
+            num_divergent += diverges(reference, list(new.prompt_token_ids), output)
+    assert num_tokens > 300
+    assert num_divergent <= 1
+
+
+def diverges(reference, prompt, output) -> bool:
+    """Check the output token by token up to the first that differs, which must be a near tie; say whether there is one."""
+    with torch.inference_mode():
+        rows = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    for position, (row, token) in enumerate(zip(rows, output, strict=True)):
+        best = row.topk(2)
+        if token != int(best.indices[0]):
+            gap = float(best.values[0] - best.values[1])
+            assert gap < MARGIN, f"token {position}: {token} instead of {int(best.indices[0])}, gap {gap:.2g}"
+            return True
+    return False

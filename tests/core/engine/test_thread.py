@@ -1,0 +1,156 @@
+import threading
+import time
+
+import pytest
+
+from core.engine.thread import EngineThread
+from core.errors import EngineDead
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
+
+DEADLINE_S = 20.0
+PROMPT = list(range(10, 80))
+
+
+def request(name, prompt=PROMPT, **sampling):
+    return NewRequest(
+        request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
+    )
+
+
+class Mailbox:
+    """What the thread has said, and a way to wait for more of it."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.tokens = {}
+        self.ends = {}
+        self.deaths = []
+
+    def on_outputs(self, outputs):
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = output
+            self._changed.notify_all()
+
+    def on_death(self, error):
+        with self._changed:
+            self.deaths.append(error)
+            self._changed.notify_all()
+
+    def wait(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(condition, DEADLINE_S), "nothing happened"
+
+
+@pytest.fixture
+def start(build_tiny):
+    """Start a thread around an engine; it is stopped at the end."""
+    threads = []
+
+    def start(connector=None, prepare=None, **settings):
+        mailbox = Mailbox()
+        engine = build_tiny(connector, **settings).engine
+        engine_shutdown, engine.shutdown = engine.shutdown, lambda: None  # the fixture of the engine shuts it down
+        del engine_shutdown
+        thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death, prepare)
+        thread.start()
+        threads.append(thread)
+        return thread, mailbox
+
+    yield start
+    for thread in threads:
+        assert thread.stop(DEADLINE_S)
+
+
+def poll(condition):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "condition never true"
+        time.sleep(0.001)
+
+
+def test_serves_requests_of_several_threads(start, oracle):
+    thread, mailbox = start()
+    submitters = [threading.Thread(target=thread.submit_add, args=([request(f"r{i}", PROMPT[i:])],)) for i in range(8)]
+    for submitter in submitters:
+        submitter.start()
+    for submitter in submitters:
+        submitter.join()
+    mailbox.wait(lambda: len(mailbox.ends) == 8)
+    for i in range(8):
+        oracle.assert_greedy(PROMPT[i:], mailbox.tokens[f"r{i}"])
+    assert not mailbox.deaths
+
+
+def test_refused_request_comes_back_as_an_error_and_the_others_go_on(start):
+    thread, mailbox = start()
+    thread.submit_add([request("bad", [999]), request("good")])
+    mailbox.wait(lambda: len(mailbox.ends) == 2)
+    error = mailbox.ends["bad"].error
+    assert (error.code, error.http_status, error.param) == ("invalid_request", 400, "prompt")
+    assert len(mailbox.tokens["good"]) == 6
+
+
+def test_abort_stops_a_running_request(start):
+    thread, mailbox = start()
+    thread.submit_add([request("long", max_tokens=400)])
+    mailbox.wait(lambda: len(mailbox.tokens.get("long", ())) > 3)
+    thread.submit_abort(["long", "unknown"])
+    thread.submit_add([request("next", max_tokens=2)])
+    mailbox.wait(lambda: "next" in mailbox.ends)
+    assert "long" not in mailbox.ends
+    assert thread.gauges().num_running == 0
+
+
+def test_idle_engine_takes_no_steps_and_each_wakeup_gives_one(start, copy_connector):
+    connector = copy_connector({"r": (64, [1, 2, 3, 4])}, hold=True)
+    thread, mailbox = start(connector)
+    thread.submit_add([request("r")])
+    poll(lambda: thread.gauges().num_loading == 1 and thread.gauges().num_steps == 1)
+    for number in range(5):  # a round trip through the inbox: a busy loop would have stepped meanwhile
+        thread.submit_add([request(f"bad{number}", [999])])
+        mailbox.wait(lambda number=number: f"bad{number}" in mailbox.ends)
+        assert thread.gauges().num_steps == 1
+    for number in range(3):
+        thread.wake()
+        poll(lambda number=number: thread.gauges().num_steps == 2 + number)
+
+
+def test_death_is_told_once_and_refuses_what_comes_after(start, copy_connector):
+    connector = copy_connector()
+    connector.worker.raises["wait_for_save"] = RuntimeError("broken")
+    thread, mailbox = start(connector)
+    thread.submit_add([request("r")])
+    mailbox.wait(lambda: mailbox.deaths)
+    assert len(mailbox.tokens["r"]) == 1  # the step before the end was not lost
+    assert [str(error) for error in mailbox.deaths] == ["broken"]
+    assert not thread.is_alive()
+    for submit in (lambda: thread.submit_add([request("late")]), lambda: thread.submit_abort(["r"])):
+        with pytest.raises(EngineDead):
+            submit()
+
+
+def test_prepare_runs_on_the_engines_thread_first(start):
+    names = []
+    thread, mailbox = start(prepare=lambda: names.append(threading.current_thread().name))
+    thread.submit_add([request("r", max_tokens=1)])
+    mailbox.wait(lambda: "r" in mailbox.ends)
+    assert names == ["kvferry-engine"]
+
+
+def test_stop_ends_the_thread_in_the_middle_of_work_and_shuts_the_engine_down(build_tiny):
+    mailbox = Mailbox()
+    engine = build_tiny().engine
+    closed = []
+    engine.shutdown = lambda: closed.append(threading.current_thread().name)
+    thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death)
+    thread.start()
+    thread.submit_add([request("r", max_tokens=400)])
+    mailbox.wait(lambda: mailbox.tokens)
+    assert thread.stop(DEADLINE_S)
+    assert closed == ["kvferry-engine"]
+    assert not thread.is_alive()
+    assert not mailbox.deaths
