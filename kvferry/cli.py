@@ -133,8 +133,11 @@ def decode(
         "worker.ops_port": ops_port,
         "log.level": log_level,
     }
-    role = "aggregated" if aggregated else "decode"
-    raise typer.Exit(run_role(role, options.read_config(config, assignments, flags), ready_fd, parent_pid))
+    raise typer.Exit(
+        run_role(
+            "aggregated" if aggregated else "decode", options.read_config(config, assignments, flags), ready_fd, parent_pid
+        )
+    )
 
 
 @app.command()

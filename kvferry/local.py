@@ -15,8 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +78,8 @@ class LocalCluster:
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
-    def start(self) -> Self:
-        """Start all processes and return once the cluster serves.
+    def start(self, is_cancelled: Callable[[], bool] = lambda: False) -> Self:
+        """Start all processes and return once the cluster serves, or, to be stopped, once ``is_cancelled`` says so.
 
         Raises:
             ConfigError: the model cannot be found, or a setting is wrong.
@@ -97,7 +96,7 @@ class LocalCluster:
             self._start_router(deadline)
             for name in self._roles:
                 self._keeper.start(self._spec(name))
-            self._wait_until_ready(deadline)
+            self._wait_until_ready(deadline, is_cancelled)
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -110,8 +109,8 @@ class LocalCluster:
         if keeper is None:
             return
         try:
-            self._end_all(keeper, list(self._roles), grace_s)
-            self._end_all(keeper, [ROUTER], grace_s)
+            keeper.end(list(self._roles), grace_s)
+            keeper.end([ROUTER], grace_s)
         finally:
             keeper.close()
             if self._run_dir is not None:
@@ -184,10 +183,7 @@ class LocalCluster:
     def restart(self, name: str, grace_s: float = 10.0) -> None:
         """End a process, if it runs, and start it anew under the same name; returns once the cluster is ready again."""
         keeper = self._running()
-        keeper.forget_restart(name)
-        child = keeper.current(name)
-        if child is not None:
-            keeper.end(child, grace_s)
+        keeper.end([name], grace_s)
         keeper.start(self._spec(name))
         self.wait_until_ready()
 
@@ -265,9 +261,9 @@ class LocalCluster:
             return None
         return self._backoffs[child.spec.name].next_delay_s(lived_s)
 
-    def _wait_until_ready(self, deadline: float) -> None:
+    def _wait_until_ready(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         waiting = [ROUTER, *self._roles]
-        while waiting:
+        while waiting and not is_cancelled():
             waiting = [name for name in waiting if not self._is_ready(name)]
             if waiting and time.monotonic() > deadline:
                 raise self._failed(waiting[0], "did not become ready in time")
@@ -291,13 +287,6 @@ class LocalCluster:
     def _failed(self, name: str, what: str) -> StartFailed:
         tail = "\n".join(self.log(name).splitlines()[-_LOG_TAIL_LINES:])
         return StartFailed(f"{name} {what}" + (f"; the end of its log:\n{tail}" if tail else ""))
-
-    def _end_all(self, keeper: ProcessKeeper, names: list[str], grace_s: float) -> None:
-        for name in names:
-            keeper.forget_restart(name)
-        children = [child for child in map(keeper.current, names) if child is not None]
-        with ThreadPoolExecutor(max_workers=max(1, len(children))) as pool:
-            list(pool.map(lambda child: keeper.end(child, grace_s), children))
 
 
 def _roles(config: KVFerryConfig) -> dict[str, Role]:

@@ -111,26 +111,22 @@ class ProcessKeeper:
         """Return the live child of this name."""
         return self._call(lambda: self._children.get(name))
 
-    def forget_restart(self, name: str) -> None:
-        """Start no successor of this name."""
-        self._call(lambda: self._restarts.pop(name, None))
-
-    def expect_exit(self, child: Child) -> None:
-        """The child is about to be ended on purpose: do not report it."""
-        self._call(lambda: setattr(child, "is_exit_expected", True))
-
     def send_signal(self, child: Child, number: int) -> bool:
         """Send a signal; returns False if the child has ended."""
         return self._call(lambda: self._signal(child, number))
 
-    def end(self, child: Child, grace_s: float) -> None:
-        """Ask the child to leave, kill its process group after ``grace_s``, and wait until it is reaped."""
-        self.expect_exit(child)
-        self.send_signal(child, signal.SIGTERM)
-        if not child.ended.wait(grace_s):
-            logger.warning(event("killed", child=child.spec.name, pid=child.pid, grace_s=grace_s))
-            self.send_signal(child, signal.SIGKILL)
-            child.ended.wait()
+    def end(self, names: Sequence[str], grace_s: float) -> None:
+        """Ask these children to leave, kill the process groups of those that have not after ``grace_s``, and reap them all.
+
+        No successor is started.
+        """
+        children = self._call(lambda: self._ask_to_leave(names))
+        deadline = self._clock.now() + grace_s
+        for child in children:
+            if not child.ended.wait(max(0.0, deadline - self._clock.now())):
+                logger.warning(event("killed", child=child.spec.name, pid=child.pid, grace_s=grace_s))
+                self.send_signal(child, signal.SIGKILL)
+                child.ended.wait()
 
     def close(self) -> None:
         """Kill what is left, reap it, and end the thread. Idempotent."""
@@ -262,6 +258,15 @@ class ProcessKeeper:
         else:
             signal.pidfd_send_signal(child.pidfd, number)
         return True
+
+    def _ask_to_leave(self, names: Sequence[str]) -> list[Child]:
+        for name in names:
+            self._restarts.pop(name, None)
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            child.is_exit_expected = True
+            self._signal(child, signal.SIGTERM)
+        return children
 
     def _close_down(self) -> list[Child]:
         self._restarts.clear()
