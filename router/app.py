@@ -1,0 +1,205 @@
+"""The router's HTTP application: routes, authorization, body limits, and errors in OpenAI's shape.
+
+Owns what is HTTP about the API. Knows nothing of what a request means (``router.endpoints``). ``router.server`` serves it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from litestar import Litestar, Request, Response, get, post
+from litestar.connection import ASGIConnection
+from litestar.dto import MsgspecDTO
+from litestar.exceptions import HTTPException, NotAuthorizedException
+from litestar.handlers import BaseRouteHandler
+from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Reference, Schema
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp, ExceptionHandler, Guard
+from litestar.typing import FieldDefinition
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from core.errors import KVFerryError
+from core.log import event
+from core.wire.messages import ErrorInfo
+from router.edge import Edge, client_id
+from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
+from router.http_errors import ErrorBody, RequestFailure, error_info, error_response
+from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.params import parse_body
+from router.responses import ChatCompletion, Completion
+
+if TYPE_CHECKING:
+    from litestar._openapi.schema_generation import SchemaCreator
+
+logger = logging.getLogger(__name__)
+
+_HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_OPEN = "is_open"  # handler option: served without the API key
+_encoder = msgspec.json.Encoder()
+
+
+class StrictBody(MsgspecDTO[msgspec.Struct]):
+    """Decodes bodies by ``parse_body``, whose refusals name the field, and describes them in the OpenAPI document."""
+
+    @classmethod
+    def create_for_field_definition(
+        cls, field_definition: FieldDefinition, handler_id: str, backend_cls: object = None
+    ) -> None:
+        """Prepare nothing: bodies are decoded as their own type."""
+
+    @classmethod
+    def create_openapi_schema(
+        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: SchemaCreator
+    ) -> Reference | Schema:
+        """Describe the body's own type."""
+        schema: Reference | Schema = schema_creator.for_field_definition(field_definition)
+        return schema
+
+    def decode_bytes(self, value: bytes) -> msgspec.Struct:
+        """Return the decoded body."""
+        kind: type[msgspec.Struct] = self.asgi_connection.route_handler.parsed_data_field.annotation
+        return parse_body(value, kind)
+
+
+def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", max_body_bytes: int = 8 << 20) -> ASGIApp:
+    """Return the ASGI application. An empty ``api_key`` leaves it open."""
+    app = Litestar(
+        route_handlers=[*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, version)],
+        request_max_body_size=max_body_bytes,
+        guards=[_guard(api_key)] if api_key else [],
+        exception_handlers={
+            KVFerryError: _on_error(endpoints),
+            RequestFailure: _on_error(endpoints),
+            HTTPException: _on_error(endpoints),
+            Exception: _on_error(endpoints),
+        },
+        openapi_config=OpenAPIConfig(
+            title="kvferry", version=version, path="/", render_plugins=[JsonRenderPlugin(path="/openapi.json")]
+        ),
+        logging_config=None,
+    )
+    paths = frozenset(route.path for route in app.routes)
+    return Edge(app, endpoints.metrics, paths)
+
+
+def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
+    refusals = {
+        status: ResponseSpec(data_container=ErrorBody, description=text)
+        for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "Nobody can serve it"))
+    }
+
+    @post("/v1/completions", dto=StrictBody, responses={200: ResponseSpec(Completion), **refusals}, status_code=200)
+    async def completions(data: CompletionRequest, request: Request[Any, Any, Any]) -> ASGIApp:
+        """Complete a prompt."""
+        return await endpoints.complete(data, _caller(request, data.request_id))
+
+    @post("/v1/chat/completions", dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200)
+    async def chat_completions(data: ChatCompletionRequest, request: Request[Any, Any, Any]) -> ASGIApp:
+        """Answer a conversation."""
+        return await endpoints.chat(data, _caller(request, data.request_id))
+
+    return [completions, chat_completions]
+
+
+def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
+    @post("/tokenize", dto=StrictBody, return_dto=None, status_code=200)
+    async def tokenize(data: TokenizeRequest) -> Tokenized:
+        """Return the tokens of a text or a conversation."""
+        return await endpoints.tokenize(data)
+
+    @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
+    async def detokenize(data: DetokenizeRequest) -> Detokenized:
+        """Return the text of tokens."""
+        return endpoints.detokenize(data)
+
+    return [tokenize, detokenize]
+
+
+def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]:
+    @get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the served model."""
+        return {"object": "list", "data": endpoints.models()}
+
+    @get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """Describe the served model."""
+        endpoints.check_model(name.lstrip("/"))
+        return endpoints.models()[0]
+
+    @get("/health", opt={_OPEN: True})
+    async def health() -> ASGIResponse:
+        """Say whether the process does its work."""
+        is_alive = endpoints.service.is_alive
+        return _status(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
+
+    @get("/ready", opt={_OPEN: True})
+    async def ready() -> ASGIResponse:
+        """Say whether a request could be served now, and if not, why."""
+        reason = endpoints.not_ready_reason
+        return _status(200 if reason is None else 503, {"status": "ready" if reason is None else "not ready", "reason": reason})
+
+    @get("/metrics", opt={_OPEN: True})
+    async def metrics() -> ASGIResponse:
+        """Return all metrics in Prometheus's text format."""
+        return ASGIResponse(body=generate_latest(endpoints.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @get("/version", opt={_OPEN: True})
+    async def show_version() -> dict[str, str]:
+        """Return the version of kvferry."""
+        return {"version": version}
+
+    @get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of requests in flight."""
+        return {"server_load": endpoints.service.num_requests}
+
+    return [models, model, health, ready, metrics, show_version, load]
+
+
+def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
+    return Caller(client_id=client_id(request.scope, named_in_body), receive=request.receive)
+
+
+def _status(status: int, content: dict[str, Any]) -> ASGIResponse:
+    return ASGIResponse(body=_encoder.encode(content), status_code=status, media_type="application/json")
+
+
+def _guard(api_key: str) -> Guard:
+    expected = f"Bearer {api_key}"
+
+    def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        given = connection.headers.get("authorization", "")
+        if not handler.opt.get(_OPEN) and not hmac.compare_digest(given.encode(), expected.encode()):
+            raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")
+
+    return check
+
+
+def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
+    def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+        info = _describe(error)
+        endpoints.metrics.count_failed(info.code)
+        if info.http_status == 500:
+            logger.error(event("internal_error", path=request.url.path), exc_info=error)
+        return error_response(info)
+
+    return handle
+
+
+def _describe(error: Exception) -> ErrorInfo:
+    match error:
+        case RequestFailure():
+            return error.info
+        case KVFerryError():
+            return error_info(error)
+        case HTTPException() if error.status_code < 500:
+            status = error.status_code
+            return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)
+        case _:
+            return ErrorInfo(code="internal_error", message="the router failed on this request; its log says how")

@@ -1,0 +1,206 @@
+"""Which workers are alive: a synchronous state machine without I/O.
+
+Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.flow``) or of which worker
+suits one (``router.policy``). ``router.machine`` feeds it messages and carries out its actions.
+
+A worker is known by (engine_id, incarnation). A new incarnation of a name replaces the one before it at once: whatever the old
+process was doing is lost. If the old process turns out to be alive, two processes share a name: the older is refused for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from core.wire.messages import ErrorInfo, Goodbye, Heartbeat, Refused, Register, Registered, Role, RouterMessage
+
+NOT_REGISTERED = "not_registered"
+DUPLICATE_ENGINE_ID = "duplicate_engine_id"
+MODEL_MISMATCH = "model_mismatch"
+
+_MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
+
+
+class WorkerKey(NamedTuple):
+    """One process of one instance."""
+
+    engine_id: str
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """A live worker as the router sees it. ``num_inflight`` counts this router's own requests and is moved by the flows."""
+
+    key: WorkerKey
+    peer: bytes  # ZeroMQ identity that messages to it are addressed to
+    facts: Register
+    last_seen: float
+    peers: set[bytes] = field(default_factory=set)  # every connection it has been heard on
+    is_draining: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_inflight: int = 0
+    last_picked: int = 0
+
+    @property
+    def role(self) -> Role:
+        """What the worker does."""
+        return self.facts.role
+
+    @property
+    def load(self) -> float:
+        """Requests per slot: our own count is never late, the heartbeat's includes those of other routers."""
+        return max(self.num_inflight, self.num_running + self.num_waiting) / self.facts.max_num_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a message to a connection, registered or not."""
+
+    peer: bytes
+    message: RouterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The worker may be given requests from now on."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Whatever the worker was doing is lost. ``is_orderly`` if it said goodbye, ``is_back`` if it is still a member."""
+
+    worker: Worker
+    reason: str
+    is_orderly: bool = False
+    is_back: bool = False
+
+
+ClusterAction = Reply | Joined | Left
+
+
+class Cluster:
+    """The workers that this router may use.
+
+    ``model`` is the name that clients use; a worker of another model is refused. Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
+        self._model = model
+        self._timeout_s = heartbeat_timeout_s
+        self._welcome = Registered(
+            router_id=router_id,
+            heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
+            heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
+        )
+        self._workers: dict[str, Worker] = {}  # by engine_id
+        self._by_peer: dict[bytes, Worker] = {}
+        self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
+
+    @property
+    def workers(self) -> Iterable[Worker]:
+        """The live workers in the order of their first registration, draining ones included."""
+        return self._workers.values()
+
+    def get(self, key: WorkerKey | None) -> Worker | None:
+        """Return the worker if this very process is still a member."""
+        worker = self._workers.get(key.engine_id) if key else None
+        return worker if worker is not None and worker.key == key else None
+
+    def by_peer(self, peer: bytes) -> Worker | None:
+        """Return the worker that a connection belongs to."""
+        return self._by_peer.get(peer)
+
+    def on_register(self, peer: bytes, facts: Register, now: float) -> list[ClusterAction]:
+        """Take the worker in, again, or not at all. Always answers."""
+        key = WorkerKey(facts.engine_id, facts.incarnation)
+        if facts.model != self._model:
+            message = f"this router serves {self._model!r}, the worker {facts.engine_id} has {facts.model!r}"
+            return [_refuse(peer, MODEL_MISMATCH, message)]
+        if key in self._superseded:
+            return [_refuse_duplicate(peer, key)]
+        actions: list[ClusterAction] = []
+        known = self._workers.get(facts.engine_id)
+        if known is not None and known.key == key:
+            actions += self._heard_from(known, peer, now)
+            known.peer, known.facts = peer, facts
+        else:
+            if known is not None:
+                actions.append(self._supersede(known))
+            worker = Worker(key=key, peer=peer, facts=facts, last_seen=now, peers={peer})
+            self._workers[facts.engine_id] = worker
+            self._by_peer[peer] = worker
+            actions.append(Joined(worker))
+        return [*actions, Reply(peer, self._welcome)]
+
+    def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[ClusterAction]:
+        """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
+        key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
+        worker = self.get(key)
+        if worker is None:
+            if key in self._superseded:
+                return [_refuse_duplicate(peer, key)]
+            return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
+        actions = self._heard_from(worker, peer, now)
+        worker.num_running = heartbeat.num_running
+        worker.num_waiting = heartbeat.num_waiting
+        worker.kv_cache_usage = heartbeat.kv_cache_usage
+        worker.is_draining = heartbeat.is_draining
+        return [*actions, Reply(peer, self._welcome)]
+
+    def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
+        """Let a worker go."""
+        worker = self.get(WorkerKey(goodbye.engine_id, goodbye.incarnation))
+        return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
+
+    def on_broken(self, worker: Worker, reason: str) -> list[ClusterAction]:
+        """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
+        return [self._remove(worker, reason)] if self.get(worker.key) is worker else []
+
+    def on_timer(self, now: float) -> list[ClusterAction]:
+        """Drop the workers that have been silent for too long."""
+        silent = [worker for worker in self._workers.values() if now - worker.last_seen > self._timeout_s]
+        return [self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s") for worker in silent]
+
+    def touch(self, worker: Worker, now: float) -> None:
+        """Count any message as a sign of life."""
+        worker.last_seen = now
+
+    def _heard_from(self, worker: Worker, peer: bytes, now: float) -> list[ClusterAction]:
+        """Note a sign of life; on a new connection, what the old one still carried may be lost."""
+        worker.last_seen = now
+        if peer in worker.peers:
+            return []
+        actions: list[ClusterAction] = []
+        if worker.num_inflight:
+            actions = [Left(worker, "its connection broke and was made again", is_back=True)]
+        worker.peers.add(peer)
+        worker.peer = peer
+        self._by_peer[peer] = worker
+        return actions
+
+    def _supersede(self, worker: Worker) -> Left:
+        self._superseded[worker.key] = None
+        while len(self._superseded) > _MAX_SUPERSEDED:
+            del self._superseded[next(iter(self._superseded))]
+        return self._remove(worker, "a new process registered under its name")
+
+    def _remove(self, worker: Worker, reason: str, *, is_orderly: bool = False) -> Left:
+        del self._workers[worker.key.engine_id]
+        for peer in worker.peers:
+            self._by_peer.pop(peer, None)
+        return Left(worker, reason, is_orderly)
+
+
+def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) -> Reply:
+    return Reply(peer, Refused(error=ErrorInfo(code=code, message=message, http_status=400, retryable=retryable)))
+
+
+def _refuse_duplicate(peer: bytes, key: WorkerKey) -> Reply:
+    message = f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one"
+    return _refuse(peer, DUPLICATE_ENGINE_ID, message)

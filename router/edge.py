@@ -1,0 +1,53 @@
+"""The outermost layer of the HTTP application: request ids and response counts.
+
+Owns the ``X-Request-Id`` header and the label set of ``kvferry_http_requests``. Knows nothing of routes but their names.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.ids import IdSource, RandomIds, new_hex_id
+from router.metrics import RouterMetrics
+
+_ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_STATE_KEY = "kvferry_client_id"
+
+
+class Edge:
+    """Wraps the application: takes or makes a request id, echoes it, and counts the response."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str], ids: IdSource | None = None) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+        self._ids = ids or RandomIds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != ScopeType.HTTP:
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _ACCEPTABLE_ID.fullmatch(given) else new_hex_id(self._ids, "req-").encode()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state[_STATE_KEY] = (request_id.decode(), request_id is given)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                self._metrics.count_http(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def client_id(scope: Scope, named_in_body: str | None = None) -> str:
+    """Return the id under which the client knows the request: its header's, else its body's, else ours."""
+    known, is_given = scope["state"][_STATE_KEY]
+    return named_in_body if named_in_body and not is_given else str(known)

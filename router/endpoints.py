@@ -1,0 +1,217 @@
+"""What the OpenAI endpoints do with a decoded body, from validation to the answer's first byte.
+
+Owns the order of the steps and the identity of a request. Knows nothing of routing in HTTP (``router.app``) or in the cluster
+(``router.service``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar.types import ASGIApp, Receive
+
+from core.clock import Clock
+from core.errors import InvalidRequest, ModelNotFound, NoWorker
+from core.ids import IdSource, new_hex_id, new_seed
+from core.model.tokenizer import Tokenizer
+from router.flow import Submission
+from router.logprobs import TokenTexts
+from router.metrics import RouterMetrics
+from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.output import RequestOutput
+from router.params import (
+    ModelLimits,
+    OutputOptions,
+    check_supported,
+    check_token_ids,
+    num_choices,
+    output_options,
+    sampling_params,
+)
+from router.prompts import Prompt, PromptReader
+from router.responses import ChatShaper, CompletionShaper, Envelope
+from router.service import RouterService
+from router.streaming import Answer, EventStream
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks: the id that names the request to the client, and the rest of its connection."""
+
+    client_id: str
+    receive: Receive
+
+
+class Endpoints:
+    """The endpoints of one model."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a router meet here
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        service: RouterService,
+        metrics: RouterMetrics,
+        clock: Clock,
+        ids: IdSource,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.model = model
+        self.service = service
+        self.metrics = metrics
+        self.is_closing = False
+        self._tokenizer = tokenizer
+        self._reader = PromptReader(tokenizer)
+        self._texts = TokenTexts(tokenizer)
+        self._clock = clock
+        self._ids = ids
+        self._wall_clock = wall_clock
+        self.created = int(wall_clock())
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
+        """Serve ``POST /v1/completions``. Raises what refuses or ends the request."""
+        options, limits = self._check(request)
+        prompts = await self._reader.read_completion(request, limits)
+        return await self._generate(request, options, prompts, limits, caller)
+
+    async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
+        """Serve ``POST /v1/chat/completions``. Raises what refuses or ends the request."""
+        options, limits = self._check(request)
+        prompt = await self._reader.read_chat(request, limits)
+        return await self._generate(request, options, [prompt], limits, caller)
+
+    def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
+        self.check_model(request.model)
+        check_supported(request)
+        options = output_options(request)
+        return options, self.limits()
+
+    async def _generate(
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        options: OutputOptions,
+        prompts: list[Prompt],
+        limits: ModelLimits,
+        caller: Caller,
+    ) -> ASGIApp:
+        submissions = [self._submission(request, prompt, limits) for prompt in prompts]
+        generation = self.service.open(caller.client_id, submissions)
+        output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
+        is_chat = isinstance(request, ChatCompletionRequest)
+        envelope = Envelope(
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{generation.request_ids[0]}",
+            created=int(self._wall_clock()),
+            model=self.model,
+            system_fingerprint=self._fingerprint(),
+        )
+        shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
+        answer = Answer(generation, output, shaper, caller.receive)
+        try:
+            if options.is_stream:
+                return EventStream(answer, await answer.first(), options, self.metrics)
+            response = await answer.whole()
+        except BaseException:
+            answer.close()
+            raise
+        answer.close()
+        return response
+
+    def _submission(
+        self, request: CompletionRequest | ChatCompletionRequest, prompt: Prompt, limits: ModelLimits
+    ) -> Submission:
+        return Submission(
+            request_id=new_hex_id(self._ids),
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling_params(request, len(prompt.token_ids), new_seed(self._ids), limits),
+            n=num_choices(request),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+        )
+
+    def _fingerprint(self) -> str | None:
+        """Return a name of the weights that serve, as OpenAI does."""
+        worker = next(iter(self.service.machine.cluster.workers), None)
+        return f"fp_{worker.facts.model_fingerprint.hex()[:12]}" if worker is not None else None
+
+    # ---- the rest ----------------------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a name that is not the served model's; none at all stands for it.
+
+        Raises:
+            ModelNotFound: names both.
+        """
+        if name and name != self.model:
+            raise ModelNotFound(f"The model `{name}` does not exist; this cluster serves `{self.model}`.", param="model")
+
+    def limits(self) -> ModelLimits:
+        """Return what bounds a request now.
+
+        Raises:
+            NoWorker: no route is there, so that nothing can be served.
+        """
+        reason = self.not_ready_reason
+        if reason is not None:
+            raise NoWorker(reason)
+        return ModelLimits(max_model_len=self.service.machine.max_model_len, vocab_size=self._tokenizer.vocab_size)
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """What keeps a request from being served now; None if nothing does."""
+        return "the router is shutting down" if self.is_closing else self.service.machine.not_ready_reason
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Serve ``POST /tokenize``. Raises InvalidRequest unless there is either a prompt or messages."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        max_model_len = self.service.machine.max_model_len
+        if request.prompt is not None:
+            text, add_special = request.prompt, request.add_special_tokens is not False
+        else:
+            text, add_special = self._reader.render(request), bool(request.add_special_tokens)
+        tokens = list(await self._reader.encode(text, add_special_tokens=add_special))
+        strings = [self._tokenizer.token(token_id) or "" for token_id in tokens] if request.return_token_strs else None
+        return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
+
+    def detokenize(self, request: DetokenizeRequest) -> Detokenized:
+        """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary."""
+        self.check_model(request.model)
+        check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
+        return Detokenized(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the model card in a list."""
+        return [
+            {
+                "id": self.model,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "kvferry",
+                "root": self.model,
+                "parent": None,
+                "max_model_len": self.service.machine.max_model_len,
+                "permission": [],
+            }
+        ]

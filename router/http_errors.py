@@ -1,0 +1,61 @@
+"""Errors as OpenAI clients expect them: one JSON shape for whatever went wrong, with the right status.
+
+Owns the shape and the statuses. Knows nothing of what raises: ``router.app`` maps exceptions here, ``router.streaming`` the
+errors that come too late for a status.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import MediaType, Response
+
+from core.errors import KVFerryError
+from core.wire.messages import ErrorInfo
+
+RETRY_AFTER_S = 1
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_WITH_RETRY = (429, 503)
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong. ``param`` names the field at fault; ``code`` is stable."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """Body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class RequestFailure(Exception):
+    """An error that a worker or the router's own state machine reported for a request."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+def error_info(error: KVFerryError) -> ErrorInfo:
+    """Return an exception of the tree in the form that requests end with."""
+    return ErrorInfo(
+        code=error.code, message=error.message, http_status=error.http_status, retryable=error.retryable, param=error.param
+    )
+
+
+def error_body(info: ErrorInfo) -> ErrorBody:
+    """Return the body for an error."""
+    kind = _TYPES.get(info.http_status, "server_error" if info.http_status >= 500 else "invalid_request_error")
+    return ErrorBody(error=ErrorDetail(message=info.message, type=kind, param=info.param, code=info.code))
+
+
+def error_response(info: ErrorInfo) -> Response[ErrorBody]:
+    """Return the response for an error; where it may pass, the client is told when to come back."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if info.http_status in _WITH_RETRY else {}
+    if info.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(info), status_code=info.http_status, media_type=MediaType.JSON, headers=headers)

@@ -1,0 +1,163 @@
+"""The whole router without I/O: membership and request flows behind one door.
+
+Owns the order in which the two state machines see an event. ``router.service`` runs it on real sockets, the simulation under a
+virtual clock: messages and times go in, actions come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import KVFerryError, ProtocolError
+from core.wire.messages import (
+    ErrorInfo,
+    Goodbye,
+    Heartbeat,
+    PrefillDone,
+    Refused,
+    Register,
+    Rejected,
+    RequestFailed,
+    RouterMessage,
+    Tokens,
+    WorkerMessage,
+)
+from router.cluster import Cluster, ClusterAction, Joined, Left, Reply, Worker
+from router.flow import Deliver, Ended, FlowAction, Flows, Submission
+from router.policy import max_model_len, why_not_ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLimits:
+    """What the router's state machines need of the configuration; seconds and requests."""
+
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
+    request_timeout_s: float
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Send a message to a connection."""
+
+    peer: bytes
+    message: RouterMessage
+
+
+Action = Transmit | Deliver | Ended | Joined | Left
+
+
+class RouterMachine:
+    """Membership and flows. ``router_id`` is new at every start of the router."""
+
+    def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
+        self.cluster = Cluster(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
+        self.flows = Flows(self.cluster, limits.request_timeout_s, limits.max_requests)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the longest route holds, 0 if there is none."""
+        return max_model_len(self.cluster.workers)
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """What is missing to serve a request; None if nothing is."""
+        return why_not_ready(self.cluster.workers)
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    def on_message(self, peer: bytes, message: WorkerMessage | list[Tokens], now: float) -> list[Action]:
+        """Handle what a worker sent."""
+        match message:
+            case Register():
+                return self._after(self.cluster.on_register(peer, message, now), now)
+            case Heartbeat():
+                return self._after(self.cluster.on_heartbeat(peer, message, now), now)
+            case Goodbye():
+                return self._after(self.cluster.on_goodbye(message), now)
+        sender = self.cluster.by_peer(peer)
+        if sender is None:
+            return [_refuse(peer, ErrorInfo(code="not_registered", message="register first", http_status=400, retryable=True))]
+        self.cluster.touch(sender, now)
+        return self._resolve(self._on_request_message(sender, message, now))
+
+    def on_malformed(self, peer: bytes, error: ProtocolError, now: float) -> list[Action]:
+        """Refuse a frame. A worker that sent it has lost us something: its requests fail now, not at their deadline."""
+        sender = self.cluster.by_peer(peer)
+        actions: list[Action] = []
+        if sender is not None:
+            actions = self._after(self.cluster.on_broken(sender, f"it sent a {error.message}"), now)
+        refusal = ErrorInfo(code=error.code, message=error.message, http_status=400)
+        return [*actions, _refuse(peer, refusal)]
+
+    def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
+        """Drop the worker behind a connection that no longer takes messages."""
+        worker = self.cluster.by_peer(peer)
+        return self._after(self.cluster.on_broken(worker, "its connection is gone"), now) if worker is not None else []
+
+    # ---- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, now: float) -> list[Action]:
+        """Start a request. Raises the RequestError that refuses it."""
+        return self._resolve(self.flows.submit(submission, now))
+
+    def abort(self, request_id: str, reason: str, now: float) -> list[Action]:
+        """End a request in whatever phase it is."""
+        return self._resolve(self.flows.abort(request_id, reason, now))
+
+    def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
+        """End a request that cannot go on for a reason outside the workers."""
+        return self._resolve(self.flows.fail(request_id, error, now))
+
+    def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
+        """Note that a choice ended by its text."""
+        return self._resolve(self.flows.finish_choice(request_id, index, now))
+
+    def on_timer(self, now: float) -> list[Action]:
+        """Do what is due: dead workers, deadlines, renewals. Call it several times per heartbeat."""
+        return self._after(self.cluster.on_timer(now), now) + self._resolve(self.flows.on_timer(now))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _on_request_message(
+        self, sender: Worker, message: PrefillDone | RequestFailed | Rejected | list[Tokens], now: float
+    ) -> list[FlowAction]:
+        match message:
+            case PrefillDone():
+                return self.flows.on_prefill_done(sender, message, now)
+            case RequestFailed():
+                return self.flows.on_request_failed(sender, message, now)
+            case Rejected():
+                return self.flows.on_rejected(sender, message.error, now)
+            case _:
+                return self.flows.on_tokens(sender, message, now)
+
+    def _after(self, actions: Sequence[ClusterAction], now: float) -> list[Action]:
+        """Let the flows see who left before anyone acts on it."""
+        result: list[Action] = []
+        for action in actions:
+            if isinstance(action, Reply):
+                result.append(Transmit(action.peer, action.message))
+                continue
+            result.append(action)
+            if isinstance(action, Left):
+                result += self._resolve(self.flows.on_left(action, now))
+        return result
+
+    def _resolve(self, actions: Sequence[FlowAction]) -> list[Action]:
+        """Replace worker names by their connections; what would go to a worker that has left is dropped."""
+        result: list[Action] = []
+        for action in actions:
+            if isinstance(action, Deliver | Ended):
+                result.append(action)
+                continue
+            worker = self.cluster.get(action.worker)
+            if worker is not None:
+                result.append(Transmit(worker.peer, action.message))
+        return result
+
+
+def _refuse(peer: bytes, error: ErrorInfo) -> Transmit:
+    return Transmit(peer, Refused(error=error))

@@ -1,0 +1,56 @@
+"""The router's process: model files, signals, and a graceful end.
+
+Owns what a process has once: the event loop and the signal handlers. Knows nothing of requests. ``kvferry.roles`` calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from core.config import KVFerryConfig
+from core.model.hub import resolve_model
+from core.model.tokenizer import Tokenizer
+from router.server import Router
+
+SHUTDOWN_GRACE_S = 10.0
+
+
+def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code.
+
+    ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``.
+
+    Raises:
+        ConfigError: the model cannot be found or an address cannot be bound.
+    """
+    files = resolve_model(config.model.name, Path(config.model.cache_dir))
+    router = Router(config.router, config.model.served_name or config.model.name, Tokenizer(files))
+    asyncio.run(_serve(router, announce))
+    return 0
+
+
+async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] | None) -> None:
+    must_stop, must_hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (must_hurry if must_stop.is_set() else must_stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await router.start()
+    if announce is not None:
+        announce({"http_address": router.http_address, "worker_address": router.worker_address})
+    await must_stop.wait()
+    stopping = asyncio.create_task(router.stop(SHUTDOWN_GRACE_S))
+    hurrying = asyncio.create_task(must_hurry.wait())
+    await asyncio.wait((stopping, hurrying), return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not stopping.done():
+        stopping.cancel()
+        await router.stop()
+    else:
+        stopping.result()

@@ -1,0 +1,87 @@
+"""What the router counts, under vLLM's metric names with the prefix ``kvferry_``.
+
+Owns names, units and labels; the registry is injected. Gauges are read when ``/metrics`` is asked. Times are those that the
+client sees: queueing, both legs and the hand-over included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+PREFIX = "kvferry_"
+_LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+
+
+class RouterMetrics:
+    """Counters, histograms and gauges of one router."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._first_token_s = self._histogram("time_to_first_token_seconds", "From submission to the first token.")
+        self._inter_token_s = self._histogram(
+            "inter_token_latency_seconds", "Between two arrivals of tokens of one request.", _TOKEN_BUCKETS_S
+        )
+        self._latency_s = self._histogram("e2e_request_latency_seconds", "From submission to the last token.")
+        self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
+        self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
+        self._success = Counter(
+            f"{PREFIX}request_success", "Choices that ended well, by reason.", ["finished_reason"], registry=registry
+        )
+        self._failure = Counter(
+            f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
+        )
+        self._http = Counter(f"{PREFIX}http_requests", "HTTP responses.", ["path", "status"], registry=registry)
+        self._malformed = Counter(f"{PREFIX}rejected_frames", "Worker frames that could not be understood.", registry=registry)
+        self._lost = Counter(f"{PREFIX}workers_lost", "Workers that left without a goodbye.", ["role"], registry=registry)
+
+    def watch(self, name: str, documentation: str, read: Callable[[], float], **labels: str) -> None:
+        """Add a gauge that is read at scrape time."""
+        gauge = Gauge(PREFIX + name, documentation, list(labels), registry=self.registry)
+        (gauge.labels(**labels) if labels else gauge).set_function(read)
+
+    def watch_each(self, name: str, documentation: str, label: str, reads: dict[str, Callable[[], float]]) -> None:
+        """Add a gauge with one label, one callable per value of it."""
+        gauge = Gauge(PREFIX + name, documentation, [label], registry=self.registry)
+        for value, read in reads.items():
+            gauge.labels(value).set_function(read)
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Record the time to the first token of a request."""
+        self._first_token_s.observe(seconds)
+
+    def observe_inter_token(self, seconds: float) -> None:
+        """Record the time between two arrivals of tokens."""
+        self._inter_token_s.observe(seconds)
+
+    def observe_success(self, seconds: float, finish_reasons: list[str]) -> None:
+        """Record a request that ended well."""
+        self._latency_s.observe(seconds)
+        for reason in finish_reasons:
+            self._success.labels(reason).inc()
+
+    def count_tokens(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count the tokens of a request that ended, well or not."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._generation_tokens.inc(num_output_tokens)
+
+    def count_failed(self, code: str) -> None:
+        """Count a request that ended in the error ``code``."""
+        self._failure.labels(code).inc()
+
+    def count_http(self, path: str, status: int) -> None:
+        """Count a response; ``path`` is the route's template."""
+        self._http.labels(path, str(status)).inc()
+
+    def count_malformed(self) -> None:
+        """Count a frame that was refused."""
+        self._malformed.inc()
+
+    def count_lost(self, role: str) -> None:
+        """Count a worker that left without a goodbye."""
+        self._lost.labels(role).inc()
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
+        return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)

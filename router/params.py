@@ -1,0 +1,267 @@
+"""From an OpenAI body to what the workers and the output side need: unsupported fields, ranges, defaults.
+
+Owns the meaning of request fields. Knows nothing of HTTP, tokenization or workers. Every refusal is an ``InvalidRequest`` that
+names the field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from core.errors import ContextTooLong, InvalidRequest
+from core.wire.sampling import SamplingParams
+from router.openai import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
+_MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What of the served model limits a request."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What the client gets to see. ``logprobs`` and ``prompt_logprobs``: number of alternatives, None = none at all."""
+
+    is_stream: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop_str: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+def parse_body(body: bytes, kind: type[Body]) -> Body:
+    """Decode a JSON body.
+
+    Raises:
+        InvalidRequest: malformed JSON, an unknown field, a missing one, or one of a wrong type; ``param`` names it.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def check_supported(request: CommonRequest) -> None:
+    """Refuse known fields that have no effect here.
+
+    Raises:
+        InvalidRequest: names the first such field.
+    """
+    for field, neutral in NEUTRAL.items():
+        value = getattr(request, field, None)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(f"{field} is not supported yet: leave it out", param=field)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest("best_of is not supported yet: leave it out, or set it to n", param="best_of")
+
+
+def output_options(request: CompletionRequest | ChatCompletionRequest) -> OutputOptions:
+    """Return what the client wants to see.
+
+    Raises:
+        InvalidRequest: a value is out of range, or two contradict.
+    """
+    is_stream = bool(request.stream)
+    stream_options = request.stream_options
+    if stream_options is not None and not is_stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+    if request.prompt_logprobs is not None and is_stream:
+        raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
+    _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    logprobs = _chat_logprobs(request) if isinstance(request, ChatCompletionRequest) else request.logprobs
+    _check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    return OutputOptions(
+        is_stream=is_stream,
+        stop=_stop_strings(request.stop),
+        include_stop_str=bool(request.include_stop_str_in_output),
+        min_tokens=request.min_tokens or 0,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        echo=echo,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        return_token_ids=bool(request.return_token_ids),
+        include_usage=bool(stream_options and stream_options.include_usage),
+        continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        stop_token_ids=frozenset(request.stop_token_ids or ()),
+    )
+
+
+def num_choices(request: CommonRequest) -> int:
+    """Return ``n``.
+
+    Raises:
+        InvalidRequest: out of range.
+    """
+    _check_range("n", request.n, 1, MAX_CHOICES)
+    return request.n or 1
+
+
+def sampling_params(
+    request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
+) -> SamplingParams:
+    """Return the sampling parameters for a prompt; ``seed`` is used if the client gave none.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+        ContextTooLong: prompt and output together exceed the model's context.
+    """
+    _check_ranges(request)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(field, getattr(request, field) or (), limits.vocab_size)
+    if request.allowed_token_ids is not None and not request.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty: no token could be generated", param="allowed_token_ids")
+    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
+    options = output_options(request)
+    prompt_logprobs = options.prompt_logprobs
+    if prompt_logprobs is None and options.echo:
+        prompt_logprobs = options.logprobs
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        temperature=_default(request.temperature, 1.0),
+        top_p=_default(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=_default(request.min_p, 0.0),
+        seed=seed if request.seed is None else request.seed % 2**63,
+        repetition_penalty=_default(request.repetition_penalty, 1.0),
+        presence_penalty=_default(request.presence_penalty, 0.0),
+        frequency_penalty=_default(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=options.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: names the field and the id.
+    """
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{field} holds {token_id}, the vocabulary ends at {vocab_size - 1}", param=field)
+
+
+def _check_ranges(request: CommonRequest) -> None:
+    _check_range("max_tokens", request.max_tokens, 1, None)
+    _check_range("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, None)
+    _check_range("min_tokens", request.min_tokens, 0, None)
+    _check_range("temperature", request.temperature, 0, 2)
+    _check_range("top_p", request.top_p, 0, 1, is_low_open=True)
+    _check_range("top_k", request.top_k, -1, None)
+    _check_range("min_p", request.min_p, 0, 1)
+    _check_range("repetition_penalty", request.repetition_penalty, 0, 100, is_low_open=True)
+    _check_range("presence_penalty", request.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
+    _check_range("seed", request.seed, -(2**63), 2**64 - 1)
+    _check_range("priority", request.priority, -(2**31), 2**31 - 1)
+    if request.cache_salt is not None and not request.cache_salt:
+        raise InvalidRequest("cache_salt is empty: leave it out, or give it a value", param="cache_salt")
+
+
+def _check_range(field: str, value: float | None, low: float, high: float | None, *, is_low_open: bool = False) -> None:
+    if value is None or ((low < value if is_low_open else low <= value) and (high is None or value <= high)):
+        return
+    allowed = f"more than {low:g}" if is_low_open else f"at least {low:g}"
+    if high is not None:
+        allowed += f" and at most {high:g}"
+    raise InvalidRequest(f"{field} must be {allowed}, got {value}", param=field)
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    _check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop holds {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    if "" in strings:
+        raise InvalidRequest("stop holds an empty string, which would match everywhere", param="stop")
+    return strings
+
+
+def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Return the client's limit, else the endpoint's default, checked against the model's context."""
+    room = max_model_len - num_prompt_tokens
+    is_chat = isinstance(request, ChatCompletionRequest)
+    wanted = request.max_tokens
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        wanted = request.max_completion_tokens
+    if wanted is None:
+        wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
+    needed = max(1, wanted)
+    if needed > room:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + needed} tokens ({num_prompt_tokens} in the prompt, {needed} in the completion).",
+            param="messages" if is_chat else "prompt",
+        )
+    return wanted
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    result = {}
+    for key, value in (bias or {}).items():
+        if not key.isdecimal():
+            raise InvalidRequest(f"logit_bias has the key {key!r}, expected a token id", param="logit_bias")
+        check_token_ids("logit_bias", (int(key),), vocab_size)
+        _check_range("logit_bias", value, -100, 100)
+        result[int(key)] = value
+    return result
+
+
+def _explain(message: str) -> InvalidRequest:
+    """Turn msgspec's message into one that names the field."""
+    path = _PATH.search(message)
+    place = path.group(1) if path else ""
+    what = message[: path.start()] if path else message
+    unknown, missing = _UNKNOWN_FIELD.search(what), _MISSING_FIELD.search(what)
+    named = unknown or missing
+    if named is not None:
+        place = f"{place}.{named.group(1)}" if place else named.group(1)
+        what = "unknown field" if unknown else "this field is required"
+    text = f"{place}: {what[0].lower()}{what[1:]}" if place else f"the body is not a valid request: {what}"
+    return InvalidRequest(text, param=place or None)

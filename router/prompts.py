@@ -1,0 +1,164 @@
+"""From prompts and conversations to token ids, without stalling the event loop.
+
+Owns how a request's prompt becomes tokens: forms of ``prompt``, text parts of messages, truncation. Knows nothing of sampling
+or workers. A text long enough to take about ten milliseconds is tokenized on a thread, where the tokenizer leaves Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import InvalidRequest
+from core.model.tokenizer import Tokenizer
+from router.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    RefusalPart,
+    TextPart,
+    TokenizeRequest,
+)
+from router.params import ModelLimits, check_token_ids
+
+INLINE_CHARACTERS = 8192  # at about a megabyte per second, some ten milliseconds
+MAX_PROMPTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens and as text, the client's own if there was one."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class PromptReader:
+    """Tokenizes for one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def read_completion(self, request: CompletionRequest, limits: ModelLimits) -> list[Prompt]:
+        """Return the prompts of a completion request.
+
+        Raises:
+            InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown token ids.
+        """
+        add_special = request.add_special_tokens is not False
+        prompts = []
+        for index, item in enumerate(_split_prompt(request.prompt)):
+            if isinstance(item, str):
+                token_ids = await self.encode(item, add_special_tokens=add_special)
+            else:
+                check_token_ids("prompt", item, limits.vocab_size)
+                token_ids = item
+            if not token_ids:
+                raise InvalidRequest(f"prompt {index} is empty", param="prompt")
+            prompts.append(self._prompt(item, _truncate(token_ids, request.truncate_prompt_tokens, limits), len(token_ids)))
+        return prompts
+
+    def _prompt(self, source: str | list[int], token_ids: tuple[int, ...], num_before: int) -> Prompt:
+        """Keep the client's text where it still is the text of the tokens."""
+        if isinstance(source, str) and len(token_ids) == num_before:
+            return Prompt(token_ids, source)
+        return Prompt(token_ids, self._tokenizer.decode(token_ids))
+
+    async def read_chat(self, request: ChatCompletionRequest, limits: ModelLimits) -> Prompt:
+        """Return the rendered conversation.
+
+        Raises:
+            InvalidRequest: a part is not text, or the template refuses the conversation.
+        """
+        text = self.render(request)
+        token_ids = await self.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        if not token_ids:
+            raise InvalidRequest("the conversation is empty", param="messages")
+        return Prompt(_truncate(token_ids, request.truncate_prompt_tokens, limits), text)
+
+    def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """Return a conversation as the model's template writes it.
+
+        Raises:
+            InvalidRequest: a part is not text, or the template refuses the conversation.
+        """
+        if not request.messages:
+            raise InvalidRequest("messages is empty", param="messages")
+        messages = [_template_message(index, message) for index, message in enumerate(request.messages)]
+        is_continued = bool(request.continue_final_message)
+        add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
+        arguments = request.chat_template_kwargs or {}
+        reserved = sorted({"messages", "add_generation_prompt", "continue_final_message"} & arguments.keys())
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Return the token ids of a text."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Return the prompts of the four forms that OpenAI allows, which may not be mixed."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    if len({type(item) for item in prompt}) > 1:
+        raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
+    return [item for item in prompt if not isinstance(item, int)]
+
+
+def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) -> tuple[int, ...]:
+    """Return the last ``limit`` tokens; -1 stands for what leaves room for one token of output."""
+    if limit is None:
+        return tuple(token_ids)
+    if limit < 1 and limit != -1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at least 1, or -1 for the model's limit, got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    return tuple(token_ids[-(limit if limit > 0 else max(1, limits.max_model_len - 1)) :])
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    for field in ("tool_calls", "function_call", "audio"):
+        if getattr(message, field):
+            raise InvalidRequest(
+                f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
+            )
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates know the older one
+    result = {"role": role, "content": _content_text(index, message.content)}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _content_text(index: int, content: str | list[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        match part:
+            case TextPart():
+                texts.append(part.text)
+            case RefusalPart():
+                texts.append(part.refusal)
+            case _:
+                place = f"messages[{index}].content[{number}]"
+                kind = part.__struct_config__.tag
+                raise InvalidRequest(f"{place} is of type {kind}, this model reads text only", param=place)
+    return "\n".join(texts)

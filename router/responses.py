@@ -1,0 +1,377 @@
+"""The bodies that OpenAI clients expect back, as typed structs, and how they are built from a request's output.
+
+Owns the exact shapes, whole and streamed. Knows nothing of HTTP or of where the output came from. Fields that OpenAI does not
+have (``stop_reason``, ``token_ids``, ``prompt_logprobs``, ``usage.kv_transfer``) follow vLLM's names where it has them and are
+left out unless asked for, or there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from router.output import Delta, PromptState, RequestOutput
+from router.params import OutputOptions
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Where the prompt's KV cache came from."""
+
+    cached_tokens: int
+
+
+class KVTransferUsage(msgspec.Struct, kw_only=True):
+    """What the hand-over of the request cost; of several prompts, sums and the slowest times."""
+
+    transport: str
+    transferred_tokens: int
+    transferred_bytes: int
+    transfer_ms: float
+    prefill_queue_ms: float
+    prefill_ms: float
+    decode_queue_ms: float
+
+
+class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Token counts. ``kv_transfer`` is there if the request was served by a pair of workers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_transfer: KVTransferUsage | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One choice of a completion, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /v1/completions``, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The message of a chat choice."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to a chat choice."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """One choice of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What every body of one answer repeats. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A choice as it grows, for answers that are not streamed."""
+
+    deltas: list[Delta] = field(default_factory=list)
+
+    def merged(self, index: int) -> Delta:
+        whole = Delta(index)
+        whole.text = "".join(delta.text for delta in self.deltas)
+        for delta in self.deltas:
+            whole.token_ids += delta.token_ids
+            whole.logprobs += delta.logprobs
+        whole.finish_reason, whole.stop_reason = self.deltas[-1].finish_reason, self.deltas[-1].stop_reason
+        return whole
+
+
+class Shaper:
+    """Base of the two endpoints' shapes: gathers deltas for a whole answer, or turns them into chunks."""
+
+    def __init__(self, envelope: Envelope, options: OutputOptions, output: RequestOutput, texts: TokenTexts) -> None:
+        self._envelope = envelope
+        self._options = options
+        self._output = output
+        self._texts = texts
+        self._gathered: dict[int, _Gathered] = {}
+        self._started: set[int] = set()
+
+    def gather(self, deltas: Sequence[Delta]) -> None:
+        """Keep deltas for the whole answer."""
+        for delta in deltas:
+            self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
+
+    def usage(self) -> UsageBody:
+        """Return the counts so far."""
+        output = self._output
+        return UsageBody(
+            prompt_tokens=output.num_prompt_tokens,
+            completion_tokens=output.num_completion_tokens,
+            total_tokens=output.num_prompt_tokens + output.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
+            kv_transfer=_kv_transfer(output.prompts),
+        )
+
+    def _merged(self) -> list[Delta]:
+        return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
+
+    def _is_worth_a_chunk(self, delta: Delta) -> bool:
+        shows_tokens = self._options.return_token_ids or self._options.logprobs is not None
+        return bool(delta.text or delta.finish_reason or (delta.token_ids and shows_tokens))
+
+    def _chunk_usage(self) -> UsageBody | UnsetType | None:
+        """Return what ``usage`` is in an ordinary chunk: null when a last chunk will bring it."""
+        if not self._options.include_usage:
+            return UNSET
+        return self.usage() if self._options.continuous_usage else None
+
+    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
+        return delta.token_ids if self._options.return_token_ids else UNSET
+
+    def _prompt_token_ids(self, state: PromptState) -> list[int] | UnsetType:
+        return list(state.prompt.token_ids) if self._options.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, state: PromptState) -> list[dict[str, dict[str, Any]] | None] | UnsetType:
+        if self._options.prompt_logprobs is None or state.report is None or state.report.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(self._texts, state.report.prompt_logprobs)
+
+
+class CompletionShaper(Shaper):
+    """Bodies of the completions endpoint."""
+
+    def __init__(self, envelope: Envelope, options: OutputOptions, output: RequestOutput, texts: TokenTexts) -> None:
+        super().__init__(envelope, options, output, texts)
+        self._offsets: dict[int, int] = {}  # characters of the tokens shown so far, per choice
+
+    def whole(self) -> Completion:
+        """Return the answer."""
+        return self._body([self._choice(delta, is_whole=True) for delta in self._merged()], self.usage())
+
+    def chunks(self, deltas: Sequence[Delta]) -> list[Completion]:
+        """Return the events for new deltas."""
+        choices = [self._choice(delta) for delta in deltas if self._is_first_echo(delta) or self._is_worth_a_chunk(delta)]
+        return [self._body([choice], self._chunk_usage()) for choice in choices]
+
+    def usage_chunk(self) -> Completion:
+        """Return the last event of a stream that reports usage."""
+        return self._body([], self.usage())
+
+    def _is_first_echo(self, delta: Delta) -> bool:
+        return self._options.echo and delta.index not in self._started
+
+    def _choice(self, delta: Delta, *, is_whole: bool = False) -> CompletionChoice:
+        state = self._output.prompt_of(delta.index)
+        is_first = delta.index not in self._started
+        self._started.add(delta.index)
+        has_echo = is_first and self._options.echo
+        return CompletionChoice(
+            index=delta.index,
+            text=state.prompt.text + delta.text if has_echo else delta.text,
+            logprobs=self._logprobs(delta, state, has_echo=has_echo),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=self._token_ids(delta),
+            prompt_token_ids=self._prompt_token_ids(state) if is_first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(state) if is_whole else UNSET,
+        )
+
+    def _logprobs(self, delta: Delta, state: PromptState, *, has_echo: bool) -> CompletionLogprobs | None:
+        if self._options.logprobs is None:
+            return None
+        token_ids, entries = list(delta.token_ids), list(delta.logprobs)
+        prompt_entries = state.report.prompt_logprobs if state.report else None
+        if has_echo and prompt_entries is not None:
+            result = completion_logprobs(self._texts, [*prompt_entries, *entries], [*state.prompt.token_ids, *token_ids], 0)
+        else:
+            result = completion_logprobs(self._texts, entries, token_ids, self._offsets.get(delta.index, 0))
+        if result.tokens:
+            self._offsets[delta.index] = result.text_offset[-1] + len(result.tokens[-1])
+        return result
+
+    def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
+        head = self._envelope
+        return Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=usage,
+        )
+
+
+class ChatShaper(Shaper):
+    """Bodies of the chat endpoint."""
+
+    def whole(self) -> ChatCompletion:
+        """Return the answer."""
+        head, state = self._envelope, self._output.prompts[0]
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=[
+                ChatChoice(
+                    index=delta.index,
+                    message=AssistantMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=self._token_ids(delta),
+                )
+                for delta in self._merged()
+            ],
+            usage=self.usage(),
+            prompt_token_ids=self._prompt_token_ids(state),
+            prompt_logprobs=self._prompt_logprobs(state),
+        )
+
+    def chunks(self, deltas: Sequence[Delta]) -> list[ChatChunk]:
+        """Return the events for new deltas; each choice's first event holds its role and no text."""
+        events = []
+        for delta in deltas:
+            if delta.index not in self._started:
+                is_first = not self._started
+                self._started.add(delta.index)
+                events.append(self._role_chunk(delta.index, is_first=is_first))
+            if self._is_worth_a_chunk(delta):
+                events.append(self._body([self._chunk_choice(delta)], self._chunk_usage()))
+        return events
+
+    def usage_chunk(self) -> ChatChunk:
+        """Return the last event of a stream that reports usage."""
+        return self._body([], self.usage())
+
+    def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
+        chunk = self._body([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], self._chunk_usage())
+        if is_first:
+            chunk.prompt_token_ids = self._prompt_token_ids(self._output.prompts[0])
+        return chunk
+
+    def _chunk_choice(self, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            logprobs=self._logprobs(delta) if delta.logprobs else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
+            token_ids=self._token_ids(delta),
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        num_top = self._options.logprobs
+        return None if num_top is None else chat_logprobs(self._texts, delta.logprobs, num_top)
+
+    def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
+        head = self._envelope
+        return ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=usage,
+        )
+
+
+def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
+    served = [(state.kv_transfer, state.report) for state in prompts if state.kv_transfer is not None]
+    if not served:
+        return UNSET
+    transfers = [transfer for transfer, _ in served if transfer is not None]
+    reports = [report for _, report in served if report is not None]
+    return KVTransferUsage(
+        transport=transfers[0].transport,
+        transferred_tokens=sum(transfer.transferred_tokens for transfer in transfers),
+        transferred_bytes=sum(transfer.transferred_bytes for transfer in transfers),
+        transfer_ms=max(transfer.transfer_ms for transfer in transfers),
+        prefill_queue_ms=max((report.queue_ms for report in reports), default=0.0),
+        prefill_ms=max((report.prefill_ms for report in reports), default=0.0),
+        decode_queue_ms=max(transfer.queue_ms for transfer in transfers),
+    )

@@ -1,0 +1,170 @@
+"""A router in one object: the workers' socket, the HTTP server, and the order of their start and end.
+
+Owns the listening HTTP socket and the shutdown. Knows nothing of signals and processes (``router.main``). Tests and the
+simulation of clients use it inside their own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from core.clock import Clock, SystemClock
+from core.config import RouterSection
+from core.errors import ConfigError
+from core.ids import IdSource, RandomIds, new_hex_id
+from core.log import event
+from core.model.tokenizer import Tokenizer
+from router.app import create_app
+from router.endpoints import Endpoints
+from router.metrics import RouterMetrics
+from router.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+
+
+class Router:
+    """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
+
+    ``model`` is the name that clients use and workers register with.
+    """
+
+    def __init__(
+        self,
+        config: RouterSection,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        clock, ids = clock or SystemClock(), ids or RandomIds()
+        metrics = RouterMetrics(registry or CollectorRegistry())
+        self._config = config
+        self.service = RouterService(config, model, new_hex_id(ids, "router-"), clock, metrics)
+        self.endpoints = Endpoints(
+            model=model, tokenizer=tokenizer, service=self.service, metrics=metrics, clock=clock, ids=ids
+        )
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that clients connect to."""
+        assert self._socket is not None, "the router has not been started"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def http_address(self) -> str:
+        """The base of the clients' URLs."""
+        host = self._config.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def worker_port(self) -> int:
+        """The port that workers connect to."""
+        return self.service.worker_port
+
+    @property
+    def worker_address(self) -> str:
+        """The bound address for workers."""
+        return self.service.worker_address
+
+    async def start(self) -> None:
+        """Bind both sockets and serve.
+
+        Raises:
+            ConfigError: an address cannot be bound.
+        """
+        self._socket = _listen(self._config.host, self._config.port)
+        try:
+            await self.service.start()
+        except ConfigError:
+            self._socket.close()
+            raise
+        app = create_app(
+            self.endpoints,
+            version=kvferry_version(),
+            api_key=self._config.api_key,
+            max_body_bytes=self._config.max_body_bytes,
+        )
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        await self._server.is_up.wait()
+        logger.info(event("router_started", http=self.http_address, workers=self.worker_address, model=self.endpoints.model))
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new requests, give those in flight ``grace_s`` to end, abort the rest, and close. Idempotent."""
+        self.endpoints.is_closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.service.wait_idle()
+        serving, self._serving = self._serving, None
+        await self.service.stop()
+        if self._server is not None and serving is not None:
+            self._server.should_exit = True
+            await serving
+            logger.info(event("router_stopped"))
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which belong to the process's entry point, and with a sign that it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def kvferry_version() -> str:
+    """Return the version of the installed package, "unknown" when run from a source tree."""
+    try:
+        return package_version("kvferry")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; ``""`` or ``*`` as host are all addresses.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    name = "" if host == "*" else host
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    try:
+        return socket.create_server((name, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None

@@ -1,0 +1,328 @@
+"""The router's socket, timer and streams: carries bytes and tokens between workers, the state machines and HTTP handlers.
+
+Owns the ZeroMQ socket, the tasks that read it and tick the clock, and one queue of news per HTTP request. Decides nothing:
+that is ``router.machine``. ``router.app`` opens a ``Generation`` per HTTP request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from core.clock import Clock
+from core.config import RouterSection
+from core.errors import Cancelled, KVFerryError, ProtocolError
+from core.log import event
+from core.wire import codec
+from core.wire.messages import Generate
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
+from router.cluster import Joined, Left, Worker
+from router.flow import Deliver, Ended, Flow, Phase, Submission, Update
+from router.machine import Action, RouterLimits, RouterMachine, Transmit
+from router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+_FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
+_ROLES = ("prefill", "decode", "aggregated")
+
+
+class Generation:
+    """The news of all prompts of one HTTP request, in the order in which they arrive."""
+
+    def __init__(self, service: RouterService, client_id: str, request_ids: Sequence[str]) -> None:
+        self.client_id = client_id
+        self.request_ids = tuple(request_ids)
+        self._service = service
+        self._news: list[tuple[int, Update]] = []
+        self._has_news = asyncio.Event()
+
+    async def updates(self) -> list[tuple[int, Update]]:
+        """Wait for news and return all there is, as (index of the prompt, update)."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        news, self._news = self._news, []
+        return news
+
+    def finish_choice(self, prompt_index: int, choice_index: int) -> None:
+        """Tell the workers that a choice has ended by its text."""
+        self._service.finish_choice(self.request_ids[prompt_index], choice_index)
+
+    def abort(self, reason: str) -> None:
+        """Stop whatever is still running; does nothing after the end."""
+        for request_id in self.request_ids:
+            self._service.abort(request_id, reason)
+
+    def put(self, prompt_index: int, update: Update) -> None:
+        """Add news. Called by the service only."""
+        self._news.append((prompt_index, update))
+        self._has_news.set()
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Who waits for a request's news, and what was measured of it."""
+
+    generation: Generation
+    prompt_index: int
+    arrival: float
+    last_token_at: float | None = None
+
+
+class RouterService:
+    """Runs a ``RouterMachine`` on a ZeroMQ socket. All methods belong to one event loop."""
+
+    def __init__(self, config: RouterSection, model: str, router_id: str, clock: Clock, metrics: RouterMetrics) -> None:
+        limits = RouterLimits(
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            max_requests=config.max_requests,
+        )
+        self.machine = RouterMachine(model, router_id, limits)
+        self.worker_address = config.worker_address
+        self._clock = clock
+        self._metrics = metrics
+        self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
+        self._listeners: dict[str, _Listener] = {}
+        self._context: AsyncContext | None = None
+        self._socket: AsyncSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._add_gauges()
+
+    # ---- lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind the workers' socket and start to listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._context = AsyncContext()
+        options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES)
+        self._socket = router_socket(self._context, options)
+        try:
+            self.worker_address = bind(self._socket, self.worker_address)
+        except KVFerryError:
+            self._close()
+            raise
+        self._tasks = [asyncio.create_task(self._receive(self._socket)), asyncio.create_task(self._tick())]
+
+    async def stop(self) -> None:
+        """Abort what is left, tell the workers, and close the socket. Idempotent."""
+        for request_id in list(self._listeners):
+            self.abort(request_id, "router shutdown")
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+        self._close()
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=200)  # ms: the last aborts still leave
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    @property
+    def worker_port(self) -> int:
+        """The port of the workers' socket."""
+        return split_tcp(self.worker_address)[1]
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the socket is served."""
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, one per prompt."""
+        return len(self._listeners)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def open(self, client_id: str, submissions: Sequence[Submission]) -> Generation:
+        """Start all prompts of an HTTP request, or none.
+
+        Raises:
+            RequestError: why one of them cannot be served now.
+        """
+        generation = Generation(self, client_id, [submission.request_id for submission in submissions])
+        now = self._clock.now()
+        try:
+            for index, submission in enumerate(submissions):
+                actions = self.machine.submit(submission, now)
+                self._listeners[submission.request_id] = _Listener(generation, index, now)
+                self._is_idle.clear()
+                self._perform(actions)
+        except KVFerryError:
+            generation.abort("another prompt of the request was refused")
+            raise
+        return generation
+
+    async def wait_idle(self) -> None:
+        """Return once no request is in flight."""
+        await self._is_idle.wait()
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """End a request; unknown ids are ignored."""
+        if request_id in self._listeners:
+            self._perform(self.machine.abort(request_id, reason, self._clock.now()))
+
+    def finish_choice(self, request_id: str, index: int) -> None:
+        """End one choice by its text."""
+        self._perform(self.machine.finish_choice(request_id, index, self._clock.now()))
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    async def _receive(self, socket: AsyncSocket) -> None:
+        num_frames = 0
+        while True:
+            parts = await socket.recv_multipart()
+            self._on_parts(parts)
+            num_frames += 1
+            if num_frames % _FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            self._guard(self.machine.on_timer, self._clock.now())
+
+    def _on_parts(self, parts: list[bytes]) -> None:
+        """Handle one message of a worker; nothing it sends may end the router."""
+        peer, now = parts[0], self._clock.now()
+        try:
+            if len(parts) != 2:
+                raise ProtocolError(f"message of {len(parts) - 1} frames, expected 1")
+            message = codec.decode_worker_frame(parts[1])
+        except ProtocolError as error:
+            self._metrics.count_malformed()
+            logger.warning(event("malformed_frame", peer=peer.hex(), message=error.message))
+            self._guard(self.machine.on_malformed, peer, error, now)
+            return
+        self._guard(self.machine.on_message, peer, message, now)
+
+    def _guard(self, handle: Callable[..., list[Action]], *args: object) -> None:
+        """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on."""
+        try:
+            self._perform(handle(*args))
+        except Exception:
+            logger.exception(event("router_bug", step=getattr(handle, "__name__", "?")))
+
+    # ---- actions -----------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Carry out actions, and those that follow from peers found gone on the way."""
+        queue = list(actions)
+        for action in queue:  # grows while it is walked
+            match action:
+                case Transmit():
+                    queue += self._transmit(action)
+                case Deliver():
+                    self._deliver(action)
+                case Ended():
+                    self._on_ended(action.flow, action.now)
+                case Joined():
+                    self._on_joined(action.worker)
+                case Left():
+                    self._on_left(action)
+
+    def _transmit(self, action: Transmit) -> list[Action]:
+        if self._socket is None:
+            return []
+        try:
+            frame = codec.encode_router_message(action.message)
+        except ProtocolError as error:
+            assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
+            return self.machine.fail(action.message.request_id, error, self._clock.now())
+        sent = asyncio.ensure_future(self._socket.send_multipart([action.peer, frame], flags=zmq.NOBLOCK))
+        failure = sent.exception()  # a non-blocking send is done when it returns
+        if failure is None:
+            return []
+        logger.warning(event("unreachable_peer", peer=action.peer.hex(), error=str(failure)))
+        return self.machine.on_unreachable(action.peer, self._clock.now())
+
+    def _deliver(self, action: Deliver) -> None:
+        listener = self._listeners[action.request_id]
+        if any(choice.token_ids for choice in action.update.choices):
+            now = self._clock.now()
+            if listener.last_token_at is None:
+                self._metrics.observe_first_token(now - listener.arrival)
+            else:
+                self._metrics.observe_inter_token(now - listener.last_token_at)
+            listener.last_token_at = now
+        listener.generation.put(listener.prompt_index, action.update)
+
+    def _on_ended(self, flow: Flow, now: float) -> None:
+        listener = self._listeners.pop(flow.request_id, None)
+        if not self._listeners:
+            self._is_idle.set()
+        num_prompt_tokens = len(flow.submission.prompt_token_ids)
+        seconds = now - flow.arrival
+        self._metrics.count_tokens(num_prompt_tokens, flow.num_output_tokens)
+        if flow.error is None:
+            self._metrics.observe_success(seconds, [str(reason) for reason in flow.finish_reasons])
+        if listener is None:
+            return
+        outcome = flow.error.code if flow.error else ",".join(sorted({str(reason) for reason in flow.finish_reasons}))
+        write = logger.info if flow.error is None or flow.error.code == Cancelled.code else logger.warning
+        write(
+            event(
+                "finished",
+                request_id=flow.request_id,
+                client_id=listener.generation.client_id,
+                outcome=outcome,
+                prompt_tokens=num_prompt_tokens,
+                output_tokens=flow.num_output_tokens,
+                ttft_ms=-1.0 if flow.first_token_at is None else (flow.first_token_at - flow.arrival) * 1e3,
+                total_ms=seconds * 1e3,
+                prefill=flow.prefill.engine_id if flow.prefill else "-",
+                decode=flow.decode.engine_id if flow.decode else "-",
+                **({"message": flow.error.message} if flow.error else {}),
+            )
+        )
+
+    def _on_joined(self, worker: Worker) -> None:
+        logger.info(
+            event("worker_joined", role=worker.role, engine_id=worker.key.engine_id, incarnation=f"{worker.key.incarnation:x}")
+        )
+
+    def _on_left(self, left: Left) -> None:
+        worker = left.worker
+        if not left.is_orderly:
+            self._metrics.count_lost(worker.role)
+        write = logger.info if left.is_orderly else logger.warning
+        write(event("worker_left", role=worker.role, engine_id=worker.key.engine_id, reason=left.reason))
+
+    # ---- gauges ------------------------------------------------------------------------------------------------------
+
+    def _add_gauges(self) -> None:
+        flows, cluster = self.machine.flows, self.machine.cluster
+
+        def count_role(role: str) -> Callable[[], float]:
+            return lambda: sum(worker.role == role for worker in cluster.workers)
+
+        self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(flows))
+        self._metrics.watch_each(
+            "num_requests_by_phase",
+            "Requests by the leg they are on.",
+            "phase",
+            {phase.value: lambda phase=phase: flows.count(phase) for phase in Phase},  # type: ignore[misc]
+        )
+        self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
+        self._metrics.watch(
+            "workers_draining", "Workers that take no new requests.", lambda: sum(w.is_draining for w in cluster.workers)
+        )
+        self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)

@@ -1,0 +1,376 @@
+"""A router on free ports, a tiny byte-level tokenizer, and scripted workers that speak the real wire protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+import zmq.asyncio
+
+from core.config import RouterSection
+from core.model.hub import ModelFiles
+from core.model.tokenizer import Tokenizer
+from core.wire import codec
+from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
+from core.wire.messages import (
+    Abort,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    PrefillChoice,
+    PrefillDone,
+    Register,
+    Registered,
+    RequestFailed,
+    RouterMessage,
+    TokenLogprobs,
+    Tokens,
+    TransferUsage,
+    Usage,
+    WorkerMessage,
+)
+from core.wire.sockets import SocketOptions, dealer_socket
+from router.server import Router
+
+MODEL = "tiny"
+EOS = 256
+DEADLINE_S = 10.0
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
+
+_incarnations = itertools.count(1)
+
+
+def tiny_files(folder: Path) -> ModelFiles:
+    """Write a byte-level tokenizer: one token per byte, then <eos>."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    probe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    probe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    probe.decoder = tokenizers.decoders.ByteLevel()
+    probe.add_special_tokens(["<eos>"])
+    path = folder / "tokenizer.json"
+    probe.save(str(path))
+    return ModelFiles(
+        name=MODEL,
+        path=folder,
+        config={"eos_token_id": EOS},
+        generation_config={},
+        weight_files=(),
+        tokenizer_file=path,
+        tokenizer_config={"eos_token": "<eos>"},
+        chat_template=CHAT_TEMPLATE,
+        digest_record=folder / "digests.json",
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer(tiny_files(tmp_path_factory.mktemp("tiny")))
+
+
+@dataclass
+class Script:
+    """What a scripted worker answers: ``text``, cut after ``max_tokens``, then end of sequence.
+
+    ``pause_after`` tokens of a choice it waits for ``resume``. ``is_silent``: it never answers a Generate. ``error`` is sent
+    instead of the first answer.
+    """
+
+    text: str = "hello world"
+    pause_after: int | None = None
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    is_silent: bool = False
+    error: Any = None
+    tokens_per_frame: int = 1
+    lease_ms: int = 30_000
+
+
+class FakeWorker:
+    """A worker process in miniature: DEALER socket, registration, heartbeats, and a script instead of a model."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, role: str, tokenizer: Tokenizer, **facts: Any) -> None:
+        self.script: Script = facts.pop("script", None) or Script()
+        self.role = role
+        self.incarnation: int = facts.pop("incarnation", None) or next(_incarnations)
+        self.engine_id: str = facts.pop("engine_id", f"{role}-{self.incarnation}")
+        self.received: list[RouterMessage] = []
+        self.sends_heartbeats = True
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._news = asyncio.Condition()
+        self._context = context
+        self._address = address
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.aborted: set[str] = set()
+
+    @property
+    def registration(self) -> Register:
+        defaults: dict[str, Any] = {
+            "model": MODEL,
+            "model_fingerprint": b"weights",
+            "layout": LAYOUT,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "num_blocks": 64,
+            "connector": "p2p",
+            "transports": ("tcp",),
+        }
+        return Register(engine_id=self.engine_id, incarnation=self.incarnation, role=self.role, **{**defaults, **self._facts})
+
+    async def start(self) -> FakeWorker:
+        self.connect()
+        self._spawn(self._heartbeats())
+        await self.send(self.registration)
+        await self.wait_for(lambda message: isinstance(message, Registered))
+        return self
+
+    def connect(self) -> None:
+        self._socket = dealer_socket(self._context, SocketOptions(max_message_bytes=codec.MAX_ROUTER_FRAME_BYTES))
+        self._socket.setsockopt(zmq.IMMEDIATE, 0)
+        self._socket.connect(self._address)
+        self._spawn(self._receive(self._socket))
+
+    def disconnect(self) -> None:
+        self._socket.close(linger=0)
+
+    async def kill(self) -> None:
+        """Vanish without a word."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=0)
+
+    async def leave(self) -> None:
+        await self.send(Goodbye(engine_id=self.engine_id, incarnation=self.incarnation))
+
+    async def send(self, message: WorkerMessage | list[Tokens]) -> None:
+        encode = codec.encode_tokens if isinstance(message, list) else codec.encode_worker_message
+        await self._socket.send(encode(message))
+
+    async def send_raw(self, *frames: bytes) -> None:
+        await self._socket.send_multipart(frames)
+
+    async def wait_for(self, wanted: Callable[[RouterMessage], bool]) -> RouterMessage:
+        """Return the first received message that is wanted, waiting for it if it has not come yet."""
+        async with asyncio.timeout(DEADLINE_S), self._news:
+            while True:
+                for message in self.received:
+                    if wanted(message):
+                        return message
+                await self._news.wait()
+
+    async def generated(self) -> Generate:
+        found = await self.wait_for(lambda message: isinstance(message, Generate))
+        assert isinstance(found, Generate)
+        return found
+
+    async def aborts(self, request_id: str) -> None:
+        await self.wait_for(lambda message: isinstance(message, Abort) and request_id in message.request_ids)
+
+    def messages(self, kind: type) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    # ---- the script --------------------------------------------------------------------------------------------------
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = codec.decode_router_frame(await socket.recv())
+            async with self._news:
+                self.received.append(message)
+                self._news.notify_all()
+            if isinstance(message, Abort):
+                self.aborted |= set(message.request_ids)
+            if isinstance(message, Generate) and not self.script.is_silent:
+                self._spawn(self._answer(message))
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            if self.sends_heartbeats:
+                await self.send(Heartbeat(engine_id=self.engine_id, incarnation=self.incarnation))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: Generate) -> None:
+        if self.script.error is not None:
+            await self.send(RequestFailed(request_id=message.request_id, error=self.script.error))
+        elif message.handoff:
+            await self._prefill(message)
+        else:
+            await self._decode(message)
+
+    def planned(self, message: Generate) -> tuple[list[int], str]:
+        token_ids = [*self._tokenizer.encode(self.script.text, add_special_tokens=False), EOS]
+        cut = token_ids[: message.sampling.max_tokens]
+        return cut, "stop" if cut[-1] == EOS else "length"
+
+    def logprobs_of(self, message: Generate, token_id: int) -> TokenLogprobs | None:
+        num_top = message.sampling.logprobs
+        if num_top is None:
+            return None
+        others = [token_id, *range(10, 9 + num_top)][:num_top]
+        return TokenLogprobs((token_id, *others), (-0.25, *[-0.25 - rank for rank in range(len(others))]), 1)
+
+    async def _prefill(self, message: Generate) -> None:
+        tokens, reason = self.planned(message)
+        is_over = len(tokens) == 1
+        choices = tuple(
+            PrefillChoice(
+                index=index,
+                token_id=tokens[0],
+                logprobs=self.logprobs_of(message, tokens[0]),
+                finish_reason=reason if is_over else None,
+            )
+            for index in range(message.n)
+        )
+        handoff = None if is_over else self.handoff(message)
+        await self.send(
+            PrefillDone(
+                request_id=message.request_id,
+                choices=choices,
+                kv_handoff=handoff,
+                prompt_logprobs=self._prompt_logprobs(message),
+                num_cached_tokens=4,
+                queue_ms=1.0,
+                prefill_ms=2.0,
+            )
+        )
+
+    def _prompt_logprobs(self, message: Generate) -> Any:
+        if message.sampling.prompt_logprobs is None:
+            return None
+        return (None, *[TokenLogprobs((token, token), (-1.0, -1.0), 1) for token in message.prompt_token_ids[1:]])
+
+    def handoff(self, message: Generate) -> KVHandoff:
+        return KVHandoff(
+            transfer_id=f"transfer-{message.request_id}",
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            control_address="tcp://127.0.0.1:1",
+            model_fingerprint=b"weights",
+            layout=LAYOUT,
+            groups=(GroupBlocks(group_id=0, block_ids=(1,), generations=(1,), block_hashes=(bytes(16),)),),
+            num_tokens=len(message.prompt_token_ids),
+            lease_ms=self.script.lease_ms,
+        )
+
+    async def _decode(self, message: Generate) -> None:
+        tokens, reason = self.planned(message)
+        first = len(message.choices[0].output_token_ids) if message.choices else 0
+        indices = [choice.index for choice in message.choices] or list(range(message.n))
+        transfer = TransferUsage(transport="tcp", transferred_tokens=len(message.prompt_token_ids), transferred_bytes=4096)
+        usage: Usage | None = Usage(
+            num_cached_tokens=4,
+            kv_transfer=transfer if message.kv_handoff else None,
+            prompt_logprobs=None if message.kv_handoff else self._prompt_logprobs(message),
+        )
+        step = self.script.tokens_per_frame
+        for position in range(first, len(tokens), step):
+            if self.script.pause_after is not None and position >= self.script.pause_after:
+                await self.script.resume.wait()
+            if message.request_id in self.aborted:
+                return
+            new = tuple(tokens[position : position + step])
+            end = reason if position + step >= len(tokens) else None
+            logprobs = (
+                tuple(self.logprobs_of(message, token) for token in new) if message.sampling.logprobs is not None else None
+            )
+            await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in indices])
+            usage = None
+
+
+@dataclass
+class RouterUnderTest:
+    """A started router, how to reach it, and how to add workers."""
+
+    router: Router
+    tokenizer: Tokenizer
+    context: zmq.asyncio.Context
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.router.http_address
+
+    async def add(self, role: str, **facts: Any) -> FakeWorker:
+        worker = FakeWorker(self.context, self.router.worker_address, role, self.tokenizer, **facts)
+        self.workers.append(worker)
+        return await worker.start()
+
+    async def pair(self, **script: Any) -> tuple[FakeWorker, FakeWorker]:
+        """Add a prefill and a decode worker with scripts of the same settings."""
+        prefill = await self.add("prefill", script=Script(**script))
+        return prefill, await self.add("decode", script=Script(**script))
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Poll a condition of the router with a deadline."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.router.endpoints.metrics.registry.get_sample_value(name, labels)
+        return -1.0 if value is None else value
+
+
+@pytest.fixture
+async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
+    started: list[RouterUnderTest] = []
+
+    async def start(**settings: Any) -> RouterUnderTest:
+        defaults = {
+            "port": 0,
+            "worker_address": "tcp://127.0.0.1:0",
+            "heartbeat_interval_s": 0.1,
+            "heartbeat_timeout_s": 5.0,
+            "request_timeout_s": 20.0,
+        }
+        router = Router(RouterSection(**{**defaults, **settings}), MODEL, tiny_tokenizer)
+        await router.start()
+        started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context()))
+        return started[-1]
+
+    yield start
+    for under_test in started:
+        for worker in under_test.workers:
+            await worker.kill()
+        await under_test.router.stop()
+        under_test.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def served(start_router) -> RouterUnderTest:
+    """A router with one prefill and one decode worker that answer "hello world"."""
+    under_test = await start_router()
+    await under_test.pair()
+    return under_test
+
+
+@pytest.fixture
+def sse_events() -> Callable[[str], list[Any]]:
+    """Return a parser of a whole event stream; the end mark stays a string."""
+
+    def parse(text: str) -> list[Any]:
+        assert text.endswith("\n\n")
+        frames = text[:-2].split("\n\n")
+        assert all(frame.startswith("data: ") for frame in frames)
+        return [frame[6:] if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
+
+    return parse
