@@ -30,12 +30,13 @@ from core.attention.sdpa import SdpaBackend, SdpaPlan
 from core.errors import ConfigError
 
 
-def _load_kernel() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # an older torch
-        return None
-    return varlen_attn
+def _varlen_attn(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's own parameters, passed on
+    """Call torch's kernel. Imported at the first call: it costs a worker without a GPU 2 s of its start. Raises: ImportError."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(*args, **kwargs)
+    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    return output
 
 
 @dataclass(slots=True)
@@ -56,18 +57,16 @@ class VarlenPlan(AttentionPlan):
 class VarlenBackend(AttentionBackend):
     """FlashAttention over pages. Chunked-local layers go to the reference: the kernel has no such mask.
 
-    Raises: ConfigError if torch has no ``varlen_attn`` or the pool is not NHD.
+    Raises: ConfigError if the pool is not NHD.
     """
 
     name = "varlen"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
-    kernel: ClassVar[Callable[..., Any] | None] = _load_kernel()
+    kernel: ClassVar[Callable[..., Tensor]] = _varlen_attn
 
     def __init__(self, cache: PagedKVCache) -> None:
         super().__init__(cache)
-        if type(self).kernel is None:
-            raise ConfigError("this torch has no torch.nn.attention.varlen.varlen_attn")
         if cache.layout is not KVLayout.NHD:
             raise ConfigError(f"attention backend varlen needs KV layout NHD, got {cache.layout}")
         self._reference = SdpaBackend(cache)
@@ -95,10 +94,9 @@ class VarlenBackend(AttentionBackend):
         if spec.chunk_size is not None:
             return self._reference.attend(layer, query, spec, plan.fallback)
         kernel = type(self).kernel  # through the type: an instance would bind it as a method
-        assert kernel is not None
         # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
-        output: Tensor = kernel(
+        return kernel(
             query,
             self.cache.key(layer),
             self.cache.value(layer),
@@ -112,7 +110,6 @@ class VarlenBackend(AttentionBackend):
             seqused_k=plan.seq_lens,
             block_table=plan.block_tables,
         )
-        return output
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(self.cache.device)

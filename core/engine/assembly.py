@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import Clock
 from core.config import KVFerryConfig
-from core.engine.build import BuiltEngine, ConnectorSides, build_engine
+from core.engine.build import BuiltEngine, ConnectorSides, apply_cpu_threads, build_engine
 from core.engine.hands import EngineFacts, RoleHands
 from core.ids import IdSource
 from core.wire.kv import KVLayoutInfo
@@ -76,7 +76,8 @@ class Assembled:
 def assemble(
     context: WorkerContext, hands: Callable[[EngineFacts], RoleHands], build_connector: ConnectorBuilder | None
 ) -> Assembled:
-    """Load the model and put engine, connector and hands together."""
+    """Load the model and put engine, connector and hands together, with no more threads than the worker's share."""
+    apply_cpu_threads(context.config.worker)
     connector: ConnectorBundle | None = None
 
     def make_connector(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
