@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post
@@ -18,6 +18,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Reference, Schema
+from litestar.params import Body, Parameter
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, ExceptionHandler, Guard
 from litestar.typing import FieldDefinition
@@ -28,7 +29,7 @@ from core.log import event
 from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
 from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
-from router.http_errors import ErrorBody, RequestFailure, error_info, error_response
+from router.http_errors import ErrorBody, RequestFailure, error_response
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
 from router.responses import ChatCompletion, Completion
@@ -94,12 +95,12 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     }
 
     @post("/v1/completions", dto=StrictBody, responses={200: ResponseSpec(Completion), **refusals}, status_code=200)
-    async def completions(data: CompletionRequest, request: Request[Any, Any, Any]) -> ASGIApp:
+    async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Complete a prompt."""
         return await endpoints.complete(data, _caller(request, data.request_id))
 
     @post("/v1/chat/completions", dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200)
-    async def chat_completions(data: ChatCompletionRequest, request: Request[Any, Any, Any]) -> ASGIApp:
+    async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation."""
         return await endpoints.chat(data, _caller(request, data.request_id))
 
@@ -108,12 +109,12 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post("/tokenize", dto=StrictBody, return_dto=None, status_code=200)
-    async def tokenize(data: TokenizeRequest) -> Tokenized:
+    async def tokenize(data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
         """Return the tokens of a text or a conversation."""
         return await endpoints.tokenize(data)
 
     @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
-    async def detokenize(data: DetokenizeRequest) -> Detokenized:
+    async def detokenize(data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
         """Return the text of tokens."""
         return endpoints.detokenize(data)
 
@@ -127,7 +128,7 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
         return {"object": "list", "data": endpoints.models()}
 
     @get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: Annotated[str, Parameter()]) -> dict[str, Any]:
         """Describe the served model."""
         endpoints.check_model(name.lstrip("/"))
         return endpoints.models()[0]
@@ -197,7 +198,7 @@ def _describe(error: Exception) -> ErrorInfo:
         case RequestFailure():
             return error.info
         case KVFerryError():
-            return error_info(error)
+            return ErrorInfo.of(error)
         case HTTPException() if error.status_code < 500:
             status = error.status_code
             return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)

@@ -125,6 +125,9 @@ class Cluster:
         if key in self._superseded:
             return [_refuse_duplicate(peer, key)]
         actions: list[ClusterAction] = []
+        before = self._by_peer.get(peer)
+        if before is not None and before.key != key:
+            actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
         known = self._workers.get(facts.engine_id)
         if known is not None and known.key == key:
             actions += self._heard_from(known, peer, now)

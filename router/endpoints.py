@@ -18,9 +18,9 @@ from core.clock import Clock
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.model.tokenizer import Tokenizer
-from router.flow import Submission
 from router.logprobs import TokenTexts
 from router.metrics import RouterMetrics
+from router.news import Submission
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.output import RequestOutput
 from router.params import (

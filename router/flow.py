@@ -27,13 +27,11 @@ from core.wire.messages import (
     Renew,
     RequestFailed,
     RouterMessage,
-    TokenLogprobs,
     Tokens,
-    TransferUsage,
     Usage,
 )
-from core.wire.sampling import SamplingParams
 from router.cluster import Cluster, Left, Worker, WorkerKey
+from router.news import ChoiceUpdate, PromptReport, Submission, Update
 from router.policy import Route, choose_decode, choose_route
 
 _MAX_REMEMBERED = 4096  # ended requests whose late tokens are expected and need no second abort
@@ -45,54 +43,6 @@ class Phase(Enum):
     PREFILL = "prefill"
     HANDOVER = "handover"  # the decode worker has it, but has not shown a token yet
     DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What a client wants, in token ids."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """What a choice may grow to, prompt included."""
-        return len(self.prompt_token_ids) + self.sampling.max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
-    """New tokens of one choice."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """What is known once the prompt is computed; times in ms on the worker that computed it, 0 where it does not say."""
-
-    num_cached_tokens: int
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class Update:
-    """News of one request for its client. ``error`` comes alone and last."""
-
-    choices: list[ChoiceUpdate] = field(default_factory=list)
-    prompt: PromptReport | None = None
-    kv_transfer: TransferUsage | None = None
-    error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)
@@ -266,21 +216,9 @@ class Flows:
 
     def on_left(self, left: Left, now: float) -> list[FlowAction]:
         """Fail the requests that the lost worker was at work on; the others go on without it."""
-        actions: list[FlowAction] = []
         key = left.worker.key
-        for flow in [flow for flow in self._flows.values() if key in (flow.prefill, flow.decode)]:
-            if self._current(flow) == key:
-                role = "prefill" if flow.phase is Phase.PREFILL else "decode"
-                error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
-                actions += self._fail_with(flow, _error_info(error), now)
-            elif left.is_back:
-                continue
-            elif flow.prefill == key:
-                flow.prefill = None  # the decode worker finds out by itself whether it still needs it
-            else:
-                flow.decode = None  # another one is chosen when the prompt is computed
-                self._uncount(flow, left.worker)
-        return actions
+        flows = [flow for flow in self._flows.values() if key in (flow.prefill, flow.decode)]
+        return [action for flow in flows for action in self._lose(flow, left, now)]
 
     def on_timer(self, now: float) -> list[FlowAction]:
         """End requests that are out of time; keep hand-overs alive until they are accepted."""
@@ -347,14 +285,10 @@ class Flows:
     def _hand_over(self, flow: Flow, prefill: Worker, now: float) -> list[FlowAction]:
         """Send the request, its output so far and the hand-over to a decode worker."""
         wanted = flow.submission
-        decode = self._cluster.get(flow.decode)
-        if decode is None:
-            try:
-                decode = choose_decode(self._cluster.workers, prefill, wanted.num_tokens)
-            except KVFerryError as error:
-                return self._fail(flow, error, now)
-            flow.decode = decode.key
-            self._count(flow, decode)
+        try:
+            decode = self._decode_worker(flow, prefill)
+        except KVFerryError as error:
+            return self._fail(flow, error, now)
         assert flow.handoff is not None
         flow.phase = Phase.HANDOVER
         flow.renew_at = now + _renew_interval(flow.handoff)
@@ -374,6 +308,18 @@ class Flows:
             deadline_ms=_left_ms(flow, now),
         )
         return [Send(decode.key, message)]
+
+    def _decode_worker(self, flow: Flow, prefill: Worker) -> Worker:
+        """Return the worker that was chosen at submission, or another one if it takes nothing any more."""
+        reserved = self._cluster.get(flow.decode)
+        if reserved is not None and not reserved.is_draining:
+            return reserved
+        if reserved is not None:
+            self._uncount(flow, reserved)
+        decode = choose_decode(self._cluster.workers, prefill, flow.submission.num_tokens)
+        flow.decode = decode.key
+        self._count(flow, decode)
+        return decode
 
     def _apply(self, flow: Flow, item: Tokens, updates: dict[str, Update], now: float) -> None:
         """Add one choice's tokens to its request's update.
@@ -416,6 +362,22 @@ class Flows:
         """Return the worker that has to show the next token."""
         return flow.prefill if flow.phase is Phase.PREFILL else flow.decode
 
+    def _lose(self, flow: Flow, left: Left, now: float) -> list[FlowAction]:
+        """Let a worker go that the request counts on, now or later."""
+        key = left.worker.key
+        if self._current(flow) == key:
+            role = "prefill" if flow.phase is Phase.PREFILL else "decode"
+            error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
+            return self._fail(flow, error, now)
+        if left.is_back:
+            return []
+        if flow.prefill == key:
+            flow.prefill = None  # the decode worker finds out by itself whether it still needs it
+        else:
+            flow.decode = None  # another one is chosen when the prompt is computed
+            self._uncount(flow, left.worker)
+        return []
+
     def _unexpected(self, sender: Worker, request_id: str) -> list[FlowAction]:
         """Stop a worker that is at work on something nobody waits for, once."""
         if request_id in self._ended:
@@ -424,7 +386,7 @@ class Flows:
         return [Send(sender.key, Abort(request_ids=(request_id,), reason="unknown"))]
 
     def _fail(self, flow: Flow, error: KVFerryError, now: float) -> list[FlowAction]:
-        return self._fail_with(flow, _error_info(error), now)
+        return self._fail_with(flow, ErrorInfo.of(error), now)
 
     def _fail_with(self, flow: Flow, error: ErrorInfo, now: float, gone: WorkerKey | None = None) -> list[FlowAction]:
         """Stop every leg but the one that is ``gone``, and tell the client. A retry elsewhere would start here."""
@@ -476,12 +438,6 @@ def _renew_interval(handoff: KVHandoff) -> float:
 
 def _left_ms(flow: Flow, now: float) -> int:
     return max(1, round((flow.deadline - now) * 1000))
-
-
-def _error_info(error: KVFerryError) -> ErrorInfo:
-    return ErrorInfo(
-        code=error.code, message=error.message, http_status=error.http_status, retryable=error.retryable, param=error.param
-    )
 
 
 def _check_prefill_done(message: PrefillDone, sender: Worker, flow: Flow) -> str | None:

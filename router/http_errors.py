@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 from litestar import MediaType, Response
 
-from core.errors import KVFerryError
 from core.wire.messages import ErrorInfo
 
 RETRY_AFTER_S = 1
@@ -38,13 +37,6 @@ class RequestFailure(Exception):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
         self.info = info
-
-
-def error_info(error: KVFerryError) -> ErrorInfo:
-    """Return an exception of the tree in the form that requests end with."""
-    return ErrorInfo(
-        code=error.code, message=error.message, http_status=error.http_status, retryable=error.retryable, param=error.param
-    )
 
 
 def error_body(info: ErrorInfo) -> ErrorBody:

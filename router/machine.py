@@ -24,7 +24,8 @@ from core.wire.messages import (
     WorkerMessage,
 )
 from router.cluster import Cluster, ClusterAction, Joined, Left, Reply, Worker
-from router.flow import Deliver, Ended, FlowAction, Flows, Submission
+from router.flow import Deliver, Ended, FlowAction, Flows
+from router.news import Submission
 from router.policy import max_model_len, why_not_ready
 
 

@@ -25,6 +25,9 @@ class RouterMetrics:
             "inter_token_latency_seconds", "Between two arrivals of tokens of one request.", _TOKEN_BUCKETS_S
         )
         self._latency_s = self._histogram("e2e_request_latency_seconds", "From submission to the last token.")
+        self._queue_s = self._histogram("request_queue_time_seconds", "Wait on the prefill worker, as it reports.")
+        self._prefill_s = self._histogram("request_prefill_time_seconds", "Computation of the prompt, as reported.")
+        self._transfer_s = self._histogram("kv_transfer_time_seconds", "Transfer of a prompt's KV cache, as reported.")
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
         self._success = Counter(
@@ -55,6 +58,15 @@ class RouterMetrics:
     def observe_inter_token(self, seconds: float) -> None:
         """Record the time between two arrivals of tokens."""
         self._inter_token_s.observe(seconds)
+
+    def observe_prefill(self, queue_s: float, prefill_s: float) -> None:
+        """Record where a prompt's time went."""
+        self._queue_s.observe(queue_s)
+        self._prefill_s.observe(prefill_s)
+
+    def observe_transfer(self, seconds: float) -> None:
+        """Record a hand-over."""
+        self._transfer_s.observe(seconds)
 
     def observe_success(self, seconds: float, finish_reasons: list[str]) -> None:
         """Record a request that ended well."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
-from router.flow import ChoiceUpdate, PromptReport, Update
+from router.news import ChoiceUpdate, PromptReport, Update
 from router.params import OutputOptions
 from router.prompts import Prompt
 

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import InvalidRequest
+from core.errors import ContextTooLong, InvalidRequest
 from core.model.tokenizer import Tokenizer
 from router.openai import (
     ChatCompletionRequest,
     ChatMessage,
+    CommonRequest,
     CompletionRequest,
     ContentPart,
     RefusalPart,
@@ -41,17 +42,20 @@ class PromptReader:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._longest_token = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
     async def read_completion(self, request: CompletionRequest, limits: ModelLimits) -> list[Prompt]:
         """Return the prompts of a completion request.
 
         Raises:
             InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown token ids.
+            ContextTooLong: a text is so long that no tokenization of it fits.
         """
         add_special = request.add_special_tokens is not False
         prompts = []
         for index, item in enumerate(_split_prompt(request.prompt)):
             if isinstance(item, str):
+                self._check_length(item, request, limits)
                 token_ids = await self.encode(item, add_special_tokens=add_special)
             else:
                 check_token_ids("prompt", item, limits.vocab_size)
@@ -72,8 +76,10 @@ class PromptReader:
 
         Raises:
             InvalidRequest: a part is not text, or the template refuses the conversation.
+            ContextTooLong: the text is so long that no tokenization of it fits.
         """
         text = self.render(request)
+        self._check_length(text, request, limits)
         token_ids = await self.encode(text, add_special_tokens=bool(request.add_special_tokens))
         if not token_ids:
             raise InvalidRequest("the conversation is empty", param="messages")
@@ -97,6 +103,15 @@ class PromptReader:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
         )
+
+    def _check_length(self, text: str, request: CommonRequest, limits: ModelLimits) -> None:
+        """Refuse what cannot fit before spending seconds on tokenizing it."""
+        if request.truncate_prompt_tokens is None and len(text) > self._longest_token * limits.max_model_len:
+            raise ContextTooLong(
+                f"This model's maximum context length is {limits.max_model_len} tokens. A prompt of {len(text)} characters "
+                "takes more.",
+                param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
+            )
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Return the token ids of a text."""

@@ -22,9 +22,10 @@ from core.wire import codec
 from core.wire.messages import Generate
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.cluster import Joined, Left, Worker
-from router.flow import Deliver, Ended, Flow, Phase, Submission, Update
+from router.flow import Deliver, Ended, Flow, Phase
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
 from router.metrics import RouterMetrics
+from router.news import Submission, Update
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class _Listener:
     prompt_index: int
     arrival: float
     last_token_at: float | None = None
+    has_transfer: bool = False
 
 
 class RouterService:
@@ -263,6 +265,12 @@ class RouterService:
             else:
                 self._metrics.observe_inter_token(now - listener.last_token_at)
             listener.last_token_at = now
+        report = action.update.prompt
+        if report is not None and report.prefill_ms:
+            self._metrics.observe_prefill(report.queue_ms / 1e3, report.prefill_ms / 1e3)
+        if action.update.kv_transfer is not None and not listener.has_transfer:
+            listener.has_transfer = True
+            self._metrics.observe_transfer(action.update.kv_transfer.transfer_ms / 1e3)
         listener.generation.put(listener.prompt_index, action.update)
 
     def _on_ended(self, flow: Flow, now: float) -> None:

@@ -16,9 +16,9 @@ from litestar.types import Receive, Scope, Send
 from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
 from router import sse
-from router.flow import Update
 from router.http_errors import RequestFailure, error_body
 from router.metrics import RouterMetrics
+from router.news import Update
 from router.output import Delta, RequestOutput
 from router.params import OutputOptions
 from router.responses import ChatShaper, CompletionShaper

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from core.errors import KVFerryError
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.limits import (
     ChoiceIndex,
@@ -40,6 +41,17 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     http_status: HttpStatus = 500
     retryable: bool = False
     param: str | None = None
+
+    @classmethod
+    def of(cls, error: KVFerryError) -> ErrorInfo:
+        """Return an error of the tree in the form in which it travels."""
+        return cls(
+            code=error.code,
+            message=error.message,
+            http_status=error.http_status,
+            retryable=error.retryable,
+            param=error.param,
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -286,9 +286,8 @@ class FakeWorker:
                 return
             new = tuple(tokens[position : position + step])
             end = reason if position + step >= len(tokens) else None
-            logprobs = (
-                tuple(self.logprobs_of(message, token) for token in new) if message.sampling.logprobs is not None else None
-            )
+            found = tuple(self.logprobs_of(message, token) for token in new)
+            logprobs = None if message.sampling.logprobs is None else found
             await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in indices])
             usage = None
 
@@ -322,7 +321,7 @@ class RouterUnderTest:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Poll a condition of the router with a deadline."""
         async with asyncio.timeout(DEADLINE_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - any condition of any object
                 await asyncio.sleep(0.01)
 
     def metric(self, name: str, **labels: str) -> float:

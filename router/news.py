@@ -1,0 +1,59 @@
+"""What passes between the client's side of the router and the workers': a submission in, news out. In token ids, never text.
+
+Owns the types only. ``router.flow`` makes the news from worker messages; ``router.output`` turns them into text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
+from core.wire.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What a client wants, in token ids."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """What a choice may grow to, prompt included."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUpdate:
+    """New tokens of one choice."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """What is known once the prompt is computed; times in ms on the worker that computed it, 0 where it does not say."""
+
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Update:
+    """News of one request for its client. ``error`` comes alone and last."""
+
+    choices: list[ChoiceUpdate] = field(default_factory=list)
+    prompt: PromptReport | None = None
+    kv_transfer: TransferUsage | None = None
+    error: ErrorInfo | None = None
