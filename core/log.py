@@ -13,7 +13,7 @@ import time
 from typing import TextIO
 
 _NEEDS_NO_QUOTES = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
-_QUIET_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "uvicorn.access")
+_QUIET_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "uvicorn")
 
 
 class Event:
