@@ -30,8 +30,8 @@ from core.attention.sdpa import SdpaBackend, SdpaPlan
 from core.errors import ConfigError
 
 
-def _varlen_attn(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's own parameters, passed on
-    """Call torch's kernel. Imported at the first call: it costs a worker without a GPU 2 s of its start. Raises: ImportError."""
+def _varlen_attn(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's parameters
+    """Call torch's kernel. Imported at the first call: the import takes 2 s. Raises: ImportError."""
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(*args, **kwargs)
