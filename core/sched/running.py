@@ -65,7 +65,8 @@ def chunk_of(state: SchedulerState, step: Step, num_tokens: int) -> int:
 
 
 def _has_company(state: SchedulerState) -> bool:
-    return len(state.running) + len(state.waiting) + len(state.kv_holding_waiting) > 1
+    num_ended = len(state.awaiting_sending | state.awaiting_recving)
+    return len(state.requests) - num_ended > 1
 
 
 def _position(running: list[Request], request: Request, index: int) -> int:

@@ -1,0 +1,386 @@
+"""A whole engine without a model: scheduler, manager, HashModel and a connector whose answers a test writes down."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from core.config import SchedulerSection
+from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheManager
+from core.request import (
+    EngineCoreOutput,
+    KVConnectorOutput,
+    NewRequest,
+    NewRequestData,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+)
+from core.sched.scheduler import Scheduler
+from core.testing.clock import FakeClock
+from core.testing.hash_model import HashModel, expected_tokens, hash_model_kv_config
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import ErrorInfo, TransferUsage
+from core.wire.sampling import SamplingParams
+
+LOAD_ERROR = ErrorInfo(code="peer_lost", message="the peer went away", http_status=502, retryable=True)
+
+
+@dataclass
+class Remote:
+    """What the connector answers for a request: ``num_tokens`` of its sequence can be loaded; None = ask later."""
+
+    num_tokens: int | None
+    is_async: bool = True
+    is_corrupt: bool = False  # a synchronous load brings garbage and reports the blocks
+
+
+@dataclass
+class Load:
+    """A load that the worker side was told about."""
+
+    request_id: str
+    token_ids: list[int]
+    block_ids: list[int]
+    start: int
+    end: int
+    is_async: bool
+    is_corrupt: bool
+
+
+@dataclass
+class LoadMetadata(KVConnectorMetadata):
+    loads: list[Load]
+    finished_req_ids: set[str]
+
+
+@dataclass
+class Script:
+    """Both sides of the fake connector, as the test sees them."""
+
+    remote: dict[str, Remote] = field(default_factory=dict)
+    keep: set[str] = field(default_factory=set)  # blocks are kept when these finish
+    handoffs: dict[str, KVHandoff] = field(default_factory=dict)
+    has_pending_block_frees: bool = False
+    calls: list[tuple] = field(default_factory=list)
+    loading: dict[str, Load] = field(default_factory=dict)
+    report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+
+    def named(self, name: str) -> list[tuple]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+class ScriptedScheduler(KVConnectorScheduler):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.loads: list[Load] = []
+        self.wanted: dict[str, Remote] = {}
+
+    def bind_kv_cache_manager(self, manager):
+        self.script.calls.append(("bind", manager))
+
+    def on_new_request(self, request):
+        self.script.calls.append(("on_new_request", request.request_id))
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.script.calls.append(("match", request.request_id, num_computed_tokens))
+        remote = self.script.remote.get(request.request_id)
+        if remote is None:
+            return 0, False
+        if remote.num_tokens is None:
+            return None, False
+        num_external = max(0, remote.num_tokens - num_computed_tokens)
+        return num_external, remote.is_async and num_external > 0
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self.script.calls.append(("alloc", request.request_id, num_external_tokens, len(blocks.get_block_ids()[0])))
+        if num_external_tokens:
+            # Like NIXL: a hand-over is consumed by its first load.
+            remote = self.script.remote.pop(request.request_id)
+            start = remote.num_tokens - num_external_tokens if remote.is_async else None
+            if start is None:  # a synchronous load may have been cut to leave the last token
+                start = min(remote.num_tokens, request.num_tokens - 1) - num_external_tokens
+            self.loads.append(
+                Load(
+                    request.request_id,
+                    request.all_token_ids.tolist(),
+                    blocks.get_block_ids()[0],
+                    start,
+                    start + num_external_tokens,
+                    remote.is_async,
+                    remote.is_corrupt,
+                )
+            )
+
+    def build_connector_meta(self, scheduler_output):
+        self.script.calls.append(("meta", set(scheduler_output.finished_req_ids), len(self.loads)))
+        loads, self.loads = self.loads, []
+        return LoadMetadata(loads, set(scheduler_output.finished_req_ids))
+
+    def update_connector_output(self, output):
+        self.script.calls.append(("update",))
+
+    def request_finished(self, request, block_ids):
+        self.script.calls.append(("finished", request.request_id, block_ids, request.status))
+        if request.request_id in self.script.keep and request.status < RequestStatus.FINISHED_ABORTED:
+            return True, self.script.handoffs.get(request.request_id)
+        return False, None
+
+    def has_pending_block_frees(self):
+        return self.script.has_pending_block_frees
+
+
+class ScriptedWorker(KVConnectorWorker):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def register_kv_caches(self, pool):
+        self.pool = pool
+
+    def start_load_kv(self, metadata):
+        for load in metadata.loads:
+            if load.is_async:
+                self.script.loading[load.request_id] = load
+            else:
+                self.write(load, load.is_corrupt)
+
+    def write(self, load: Load, is_corrupt: bool) -> None:
+        """Put the KV of tokens [start, end) into the blocks, or garbage."""
+        block_size = self.pool.layout.block_size
+        slot_bytes = self.pool.block_bytes // block_size
+        kv = kv_of(load.token_ids[: load.end])
+        for position in range(load.start, load.end):
+            entry = b"garbage!" if is_corrupt else kv[position * slot_bytes : (position + 1) * slot_bytes]
+            at = load.block_ids[position // block_size] * self.pool.block_bytes + position % block_size * slot_bytes
+            self.pool.buffer[at : at + slot_bytes] = entry
+        if is_corrupt:
+            first, last = load.start // block_size, -(-load.end // block_size)
+            self.script.report.invalid_block_ids |= set(load.block_ids[first:last])
+
+    def get_transfer_results(self, finished_req_ids):
+        report, self.script.report = self.script.report, KVConnectorOutput()
+        return report
+
+
+def kv_of(token_ids: list[int]) -> bytes:
+    """Return the KV of a sequence, as another worker computes it."""
+    model = HashModel(2, len(token_ids))
+    model.execute_model(
+        SchedulerOutput(
+            scheduled_new_reqs=[NewRequestData("r", Request(_plain(token_ids), None).all_token_ids, 0, None, 0, ([1],), 0)],
+            num_scheduled_tokens={"r": len(token_ids)},
+        )
+    )
+    return model.read_block(1)
+
+
+def _plain(token_ids: list[int]) -> NewRequest:
+    return NewRequest(request_id="r", prompt_token_ids=token_ids, sampling=SamplingParams())
+
+
+@dataclass
+class WorldConfig:
+    num_blocks: int = 65  # the null block included
+    block_size: int = 16
+    hash_block_size: int = 16
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 16
+    policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    max_model_len: int = 512
+    enable_caching: bool = True
+    watermark: float = 0.0
+    with_connector: bool = False
+    vocab_size: int = 50_000
+
+
+class World:
+    """One engine. ``tokens`` and ``ends`` collect what came out, ``last`` is the newest SchedulerOutput."""
+
+    def __init__(self, **config) -> None:
+        self.config = config = WorldConfig(**config)
+        self.clock = FakeClock()
+        self.hasher = BlockHasher(b"test", config.hash_block_size)
+        self.manager = KVCacheManager(
+            hash_model_kv_config(config.num_blocks, config.block_size),
+            config.max_model_len,
+            config.block_size,
+            config.hash_block_size,
+            enable_caching=config.enable_caching,
+            watermark=config.watermark,
+        )
+        self.script = Script()
+        self.worker = ScriptedWorker(self.script) if config.with_connector else None
+        connector = ScriptedScheduler(self.script) if config.with_connector else None
+        section = SchedulerSection(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            policy=config.policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+        self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock)
+        self.model = HashModel(config.num_blocks, config.block_size, self.worker, config.vocab_size)
+        self.last = SchedulerOutput()
+        self.outputs: list[EngineCoreOutput] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+
+    # ---- driving
+
+    def prompt(self, num_tokens: int, seed: int = 0) -> list[int]:
+        """Return a prompt; prompts of one seed are prefixes of each other."""
+        source = random.Random(seed)
+        return [source.randrange(1000) for _ in range(num_tokens)]
+
+    def add(self, request_id: str, prompt: list[int] | int = 20, max_tokens: int = 4, **new) -> Request:
+        """Add a request; a number stands for a prompt of its own of that length."""
+        token_ids = self.prompt(prompt, seed=hash_of(request_id)) if isinstance(prompt, int) else prompt
+        sampling = new.pop("sampling", None) or SamplingParams(max_tokens=max_tokens)
+        request = Request(NewRequest(request_id=request_id, prompt_token_ids=token_ids, sampling=sampling, **new), self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        self.last = self.scheduler.schedule()
+        return self.last
+
+    def finish_step(self) -> list[EngineCoreOutput]:
+        """Run what was scheduled and apply it."""
+        outputs = self.scheduler.update_from_output(self.last, self.model.execute_model(self.last))
+        for output in outputs:
+            assert output.request_id not in self.ends, f"{output.request_id} speaks after its end"
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+        self.outputs = outputs
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        self.schedule()
+        return self.finish_step()
+
+    def run(self, max_steps: int = 500) -> None:
+        """Step until no request is unfinished."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"still unfinished after {max_steps} steps: {list(self.scheduler.requests.values())}")
+
+    def abort(self, *request_ids: str) -> list[str]:
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    # ---- the connector's worker side
+
+    def complete_load(self, request_id: str, usage: TransferUsage | None = None) -> None:
+        """Let the KV arrive; reported by the next step."""
+        self.worker.write(self.script.loading.pop(request_id), False)
+        self.script.report.finished_recving.add(request_id)
+        if usage is not None:
+            self.script.report.transfer_usage[request_id] = usage
+
+    def fail_load(self, request_id: str, is_terminal: bool = True, error: ErrorInfo = LOAD_ERROR) -> None:
+        """Let a load fail; reported by the next step."""
+        self.script.report.failed_recving[request_id] = error
+        if is_terminal:
+            self.end_load(request_id)
+
+    def end_load(self, request_id: str) -> None:
+        """Bring garbage, late, and end the load."""
+        load = self.script.loading.pop(request_id)
+        invalid = set(self.script.report.invalid_block_ids)
+        self.worker.write(load, True)
+        self.script.report.invalid_block_ids = invalid
+        self.script.report.finished_recving.add(request_id)
+
+    def complete_send(self, request_id: str) -> None:
+        self.script.report.finished_sending.add(request_id)
+
+    # ---- looking
+
+    def status(self, request_id: str) -> RequestStatus:
+        return self.scheduler.requests[request_id].status
+
+    @property
+    def running_ids(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.running]
+
+    @property
+    def waiting_ids(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.waiting]
+
+    @property
+    def holding_ids(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.kv_holding_waiting]
+
+    @property
+    def num_used_blocks(self) -> int:
+        pool = self.manager.block_pool
+        return pool.num_usable_blocks - pool.num_free_blocks
+
+    def num_blocks_of(self, request_id: str) -> int:
+        return len(self.manager.get_block_ids(request_id)[0])
+
+    def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        return expected_tokens(token_ids, num_tokens, self.config.vocab_size)
+
+    def assert_clean(self) -> None:
+        """Nothing is left: no block in use, no request known, nothing to flush after one more step."""
+        self.step()
+        assert self.num_used_blocks == 0
+        assert self.manager.usage == 0.0
+        assert not self.scheduler.requests
+        assert not self.scheduler.has_requests()
+        assert not self.model.request_ids
+
+
+def hash_of(text: str) -> int:
+    return sum(ord(char) * 31**position for position, char in enumerate(text)) + 1
+
+
+@pytest.fixture
+def make_world() -> Callable[..., World]:
+    return World
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def loading_world() -> World:
+    return World(with_connector=True)
+
+
+@pytest.fixture
+def remote() -> Callable[..., Remote]:
+    return Remote
+
+
+@pytest.fixture
+def load_error() -> ErrorInfo:
+    return LOAD_ERROR
+
+
+@pytest.fixture
+def some_handoff() -> KVHandoff:
+    layout = KVLayoutInfo(
+        dtype="float32", order="NHD", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=128
+    )
+    return KVHandoff(
+        transfer_id="t",
+        engine_id="p",
+        incarnation=1,
+        control_address="tcp://127.0.0.1:1",
+        model_fingerprint=b"test",
+        layout=layout,
+        groups=(),
+        num_tokens=20,
+        lease_ms=1000,
+    )
