@@ -10,10 +10,10 @@ import logging
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from litestar import Litestar, Request, Response, get, post
+from litestar import Litestar, MediaType, Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.dto import MsgspecDTO
-from litestar.exceptions import HTTPException, NotAuthorizedException
+from litestar.exceptions import HTTPException, NotAuthorizedException, ValidationException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
@@ -24,7 +24,7 @@ from litestar.types import ASGIApp, ExceptionHandler, Guard
 from litestar.typing import FieldDefinition
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from core.errors import KVFerryError
+from core.errors import InvalidRequest, KVFerryError
 from core.log import event
 from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
@@ -80,7 +80,10 @@ def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", max_bod
             Exception: _on_error(endpoints),
         },
         openapi_config=OpenAPIConfig(
-            title="kvferry", version=version, path="/", render_plugins=[JsonRenderPlugin(path="/openapi.json")]
+            title="kvferry",
+            version=version,
+            path="/openapi.json",
+            render_plugins=[JsonRenderPlugin(path="/", media_type=MediaType.JSON)],
         ),
         logging_config=None,
     )
@@ -148,7 +151,8 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
     @get("/metrics", opt={_OPEN: True})
     async def metrics() -> ASGIResponse:
         """Return all metrics in Prometheus's text format."""
-        return ASGIResponse(body=generate_latest(endpoints.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        media_type, _, _ = CONTENT_TYPE_LATEST.partition("; charset=")  # which Litestar adds
+        return ASGIResponse(body=generate_latest(endpoints.metrics.registry), media_type=media_type)
 
     @get("/version", opt={_OPEN: True})
     async def show_version() -> dict[str, str]:
@@ -199,6 +203,8 @@ def _describe(error: Exception) -> ErrorInfo:
             return error.info
         case KVFerryError():
             return ErrorInfo.of(error)
+        case ValidationException():  # bodies are checked by parse_body; what is left is no body at all
+            return ErrorInfo.of(InvalidRequest("the body is empty"))
         case HTTPException() if error.status_code < 500:
             status = error.status_code
             return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)

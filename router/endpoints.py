@@ -26,9 +26,9 @@ from router.output import RequestOutput
 from router.params import (
     ModelLimits,
     OutputOptions,
+    check_ranges,
     check_supported,
     check_token_ids,
-    num_choices,
     output_options,
     sampling_params,
 )
@@ -104,6 +104,7 @@ class Endpoints:
     def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
         self.check_model(request.model)
         check_supported(request)
+        check_ranges(request)
         options = output_options(request)
         return options, self.limits()
 
@@ -144,7 +145,7 @@ class Endpoints:
             request_id=new_hex_id(self._ids),
             prompt_token_ids=prompt.token_ids,
             sampling=sampling_params(request, len(prompt.token_ids), new_seed(self._ids), limits),
-            n=num_choices(request),
+            n=request.n or 1,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
         )

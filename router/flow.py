@@ -148,7 +148,11 @@ class Flows:
 
     def abort(self, request_id: str, reason: str, now: float) -> list[FlowAction]:
         """End a request in whatever phase it is; unknown ids are ignored."""
-        return self.fail(request_id, Cancelled(f"the request was aborted: {reason}"), now)
+        flow = self._flows.get(request_id)
+        if flow is None:
+            return []
+        error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
+        return self._fail_with(flow, error, now, reason=reason)
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[FlowAction]:
         """Note that a choice ended by its text (a stop string), which no worker can know."""
@@ -388,10 +392,12 @@ class Flows:
     def _fail(self, flow: Flow, error: KVFerryError, now: float) -> list[FlowAction]:
         return self._fail_with(flow, ErrorInfo.of(error), now)
 
-    def _fail_with(self, flow: Flow, error: ErrorInfo, now: float, gone: WorkerKey | None = None) -> list[FlowAction]:
+    def _fail_with(
+        self, flow: Flow, error: ErrorInfo, now: float, *, gone: WorkerKey | None = None, reason: str = ""
+    ) -> list[FlowAction]:
         """Stop every leg but the one that is ``gone``, and tell the client. A retry elsewhere would start here."""
         flow.error = error
-        stops = [action for action in self._stop_workers(flow, error.code) if action.worker != gone]
+        stops = [action for action in self._stop_workers(flow, reason or error.code) if action.worker != gone]
         return [*stops, Deliver(flow.request_id, Update(error=error)), self._end(flow, now)]
 
     def _stop_workers(self, flow: Flow, reason: str) -> list[Send]:

@@ -115,26 +115,15 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
     )
 
 
-def num_choices(request: CommonRequest) -> int:
-    """Return ``n``.
-
-    Raises:
-        InvalidRequest: out of range.
-    """
-    _check_range("n", request.n, 1, MAX_CHOICES)
-    return request.n or 1
-
-
 def sampling_params(
     request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
 ) -> SamplingParams:
-    """Return the sampling parameters for a prompt; ``seed`` is used if the client gave none.
+    """Return the sampling parameters for a prompt; ``seed`` is used if the client gave none. ``check_ranges`` has passed.
 
     Raises:
-        InvalidRequest: a value is out of range.
+        InvalidRequest: a token id is outside the vocabulary, or two values contradict.
         ContextTooLong: prompt and output together exceed the model's context.
     """
-    _check_ranges(request)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(request, field) or (), limits.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
@@ -177,7 +166,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
             raise InvalidRequest(f"{field} holds {token_id}, the vocabulary ends at {vocab_size - 1}", param=field)
 
 
-def _check_ranges(request: CommonRequest) -> None:
+def check_ranges(request: CommonRequest) -> None:
+    """Check what can be checked without the model.
+
+    Raises:
+        InvalidRequest: names the first field out of range.
+    """
+    _check_range("n", request.n, 1, MAX_CHOICES)
     _check_range("max_tokens", request.max_tokens, 1, None)
     _check_range("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, None)
     _check_range("min_tokens", request.min_tokens, 0, None)

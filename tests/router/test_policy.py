@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from core.errors import ContextTooLong, NoWorker
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import Register
+from router.cluster import Worker, WorkerKey
+from router.policy import choose_decode, choose_route, max_model_len, mismatch, why_not_ready
+
+LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
+
+
+def member(role: str, engine_id: str, *, load: int = 0, is_draining: bool = False, last_picked: int = 0, **facts) -> Worker:
+    register = Register(
+        engine_id=engine_id,
+        incarnation=1,
+        role=role,
+        model="tiny",
+        model_fingerprint=b"w",
+        layout=LAYOUT,
+        max_model_len=100,
+        max_num_seqs=10,
+        num_blocks=10,
+        connector="p2p",
+        transports=("shm", "tcp"),
+    )
+    return Worker(
+        key=WorkerKey(engine_id, 1),
+        peer=engine_id.encode(),
+        facts=msgspec.structs.replace(register, **facts),
+        last_seen=0.0,
+        is_draining=is_draining,
+        num_inflight=load,
+        last_picked=last_picked,
+    )
+
+
+def names(route) -> list[str]:
+    return [worker.key.engine_id for worker in route.workers]
+
+
+def test_picks_the_least_loaded_of_each_role():
+    workers = [
+        member("prefill", "p0", load=2),
+        member("prefill", "p1", load=1),
+        member("decode", "d0", load=1),
+        member("decode", "d1", load=3),
+    ]
+    assert names(choose_route(workers, 10)) == ["p1", "d0"]
+
+
+def test_of_equals_picks_the_one_longest_not_picked():
+    workers = [
+        member("prefill", "p0", last_picked=5),
+        member("prefill", "p1", last_picked=3),
+        member("decode", "d0", last_picked=4),
+        member("decode", "d1", last_picked=6),
+    ]
+    assert names(choose_route(workers, 10)) == ["p1", "d0"]
+
+
+def test_counts_load_per_slot():
+    workers = [member("aggregated", "small", load=2, max_num_seqs=2), member("aggregated", "big", load=3, max_num_seqs=30)]
+    assert names(choose_route(workers, 10)) == ["big"]
+
+
+def test_the_heartbeat_s_load_counts_where_it_is_higher_than_ours():
+    busy, idle = member("aggregated", "a0"), member("aggregated", "a1", load=1)
+    busy.num_waiting = 5
+    assert names(choose_route([busy, idle], 10)) == ["a1"]
+
+
+def test_a_pair_wins_over_an_equally_loaded_aggregated_worker():
+    workers = [member("aggregated", "a0"), member("prefill", "p0"), member("decode", "d0")]
+    assert names(choose_route(workers, 10)) == ["p0", "d0"]
+
+
+def test_an_idle_aggregated_worker_wins_over_a_pair_with_a_full_half():
+    workers = [member("aggregated", "a0", load=1), member("prefill", "p0"), member("decode", "d0", load=9)]
+    assert names(choose_route(workers, 10)) == ["a0"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"model_fingerprint": b"other"}, ["different models", b"w".hex(), b"other".hex()]),
+        ({"layout": msgspec.structs.replace(LAYOUT, block_size=16)}, ["block_size=64", "block_size=16"]),
+        ({"connector": "lmcache"}, ["'p2p'", "'lmcache'"]),
+        ({"transports": ("nixl",)}, ["shm, tcp", "nixl"]),
+    ],
+)
+def test_incompatible_workers_are_never_paired_and_the_reason_names_both_values(facts, said):
+    prefill, decode = member("prefill", "p0"), member("decode", "d0", **facts)
+    reason = mismatch(prefill, decode)
+    assert reason is not None
+    assert all(part in reason for part in ["p0", "d0", *said])
+    with pytest.raises(NoWorker) as refused:
+        choose_route([prefill, decode], 10)
+    assert refused.value.message == reason
+
+
+def test_a_prefill_worker_without_a_partner_is_passed_over():
+    workers = [
+        member("prefill", "old", model_fingerprint=b"v1"),
+        member("prefill", "new", load=5),
+        member("decode", "d0"),
+    ]
+    assert names(choose_route(workers, 10)) == ["new", "d0"]
+
+
+def test_draining_workers_get_nothing_new():
+    workers = [
+        member("prefill", "p0", is_draining=True),
+        member("prefill", "p1", load=9),
+        member("decode", "d0", is_draining=True),
+        member("decode", "d1", load=9),
+    ]
+    assert names(choose_route(workers, 10)) == ["p1", "d1"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"),
+    [
+        ([], "no worker has registered"),
+        ([member("prefill", "p0")], "no decode worker"),
+        ([member("decode", "d0")], "no prefill worker"),
+        ([member("aggregated", "a0", is_draining=True)], "all workers are draining"),
+        ([member("prefill", "p0"), member("decode", "d0", is_draining=True)], "no decode worker"),
+    ],
+)
+def test_says_what_is_missing(workers, reason):
+    assert reason in (why_not_ready(workers) or "")
+    with pytest.raises(NoWorker, match=reason):
+        choose_route(workers, 10)
+
+
+def test_is_ready_with_a_pair_or_an_aggregated_worker():
+    assert why_not_ready([member("prefill", "p0"), member("decode", "d0")]) is None
+    assert why_not_ready([member("aggregated", "a0")]) is None
+
+
+def test_the_smaller_half_bounds_a_pair_s_context():
+    workers = [member("prefill", "p0", max_model_len=300), member("decode", "d0", max_model_len=200)]
+    assert max_model_len(workers) == 200
+    assert names(choose_route(workers, 200)) == ["p0", "d0"]
+    with pytest.raises(ContextTooLong, match="201"):
+        choose_route(workers, 201)
+
+
+def test_a_long_request_goes_where_it_fits_even_if_that_is_fuller():
+    workers = [member("aggregated", "small", max_model_len=100), member("aggregated", "big", max_model_len=1000, load=9)]
+    assert names(choose_route(workers, 500)) == ["big"]
+
+
+def test_a_successor_decode_worker_must_fit_and_suit_the_prefill_worker():
+    prefill = member("prefill", "p0")
+    workers = [
+        prefill,
+        member("decode", "other-model", model_fingerprint=b"v2"),
+        member("decode", "draining", is_draining=True),
+        member("decode", "small", max_model_len=10),
+        member("decode", "good", load=5),
+    ]
+    assert choose_decode(workers, prefill, 50).key.engine_id == "good"
+    with pytest.raises(NoWorker, match="p0"):
+        choose_decode(workers[:-1], prefill, 50)
