@@ -172,7 +172,7 @@ def main() -> None:
     reference = load_transformers(files.path)
     print(f"{files.name}, fp32, 1 thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}; median / min ms")
     with torch.inference_mode():
-        for num_rows in (1, 2, 4, 8, 16, 64, 256) if "linear" in arguments.only else ():
+        for num_rows in (1, 2, 4, 8, 16, 64, 256, 1024) if "linear" in arguments.only else ():
             measure(f"linear, {num_rows} rows", linear_calls(arch, num_rows), 3 * arguments.repeats, "F.linear")
         for num_tokens in (64, 256, 1024) if "prefill" in arguments.only else ():
             measure(f"prefill {num_tokens}", prefill_calls(decoder, reference, num_tokens), arguments.repeats)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.model.arch import as_token_ids
+
+logger = logging.getLogger(__name__)
 
 _DOWNLOAD_TIMEOUT_S = 1800.0
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
@@ -144,7 +147,7 @@ def content_digest(files: tuple[Path, ...], record: Path) -> str:
         is_current = {key: entry.get(key) for key in stamp} == stamp
         digests[file.name] = {**stamp, "sha256": entry["sha256"] if is_current else file_sha256(file)}
     if digests != known:
-        _write_atomically(record, json.dumps(digests, indent=2, sort_keys=True) + "\n")
+        _keep(record, json.dumps(digests, indent=2, sort_keys=True) + "\n")
     joined = "\n".join(entry["sha256"] for entry in digests.values())
     return hashlib.sha256(joined.encode()).hexdigest()
 
@@ -241,6 +244,8 @@ def _build_once(key: str, cache_dir: Path, build: Callable[[Path], None]) -> Pat
     with _file_lock(cache_dir / "locks" / f"{key}.lock"):
         if final.is_dir():
             return final
+        for abandoned in final.parent.glob(f".{key}-*"):  # of a process that was killed; the lock says that nobody else builds
+            shutil.rmtree(abandoned, ignore_errors=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=final.parent))
         try:
             build(partial)
@@ -301,6 +306,14 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds no JSON object", param="model.name")
     return value
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write a file that only saves time; a read-only cache folder costs the next start that time."""
+    try:
+        _write_atomically(path, text)
+    except OSError as error:
+        logger.warning("event=digest_not_kept path=%s reason=%s", path, error)
 
 
 def _write_atomically(path: Path, text: str) -> None:

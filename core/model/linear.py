@@ -1,9 +1,9 @@
 """Linear layers, packed for small batches where this build of torch can.
 
 The only file that touches torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
-``F.linear`` repacks it on each call from 3 rows on, which costs a factor of 2 to 3 at 4 to 16 rows and a seventh at 1024
-(docs/decisions.md). Everything else is ``F.linear``. The ops are detected, then compared with ``F.linear`` at load.
-Called by ``core.model.loader``; the decoder only calls the result.
+``F.linear`` packs it anew on each call from 3 rows on, which takes about twice the time at 4 to 16 rows and an eighth more
+at 1024 (``python benchmarks/model.py --only linear``). Everything else is ``F.linear``. The ops are detected, then compared
+with ``F.linear`` at load. Called by ``core.model.loader``; the decoder only calls the result.
 """
 
 from __future__ import annotations

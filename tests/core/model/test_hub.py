@@ -96,27 +96,51 @@ def test_a_failed_conversion_can_be_repeated(wheel, tmp_path, monkeypatch):
     assert resolve_model("tiny", tmp_path / "cache").weight_files[0].read_bytes() == b"gguf content"
 
 
-def count_and_build(cache: Path, log: Path, barrier) -> None:
+def count_and_build(cache: Path, log: Path, num_started) -> None:
     def build(folder: Path) -> None:
         with log.open("a") as file:
             file.write("built\n")
-        time.sleep(0.2)  # long enough for the other processes to reach the lock
+        deadline = time.monotonic() + 30
+        while num_started.value < 3 and time.monotonic() < deadline:  # the others shall find the lock taken
+            time.sleep(0.01)
         write_model(folder)
 
-    barrier.wait(timeout=30)
+    with num_started.get_lock():
+        num_started.value += 1
     assert hub._build_once("key", cache, build).is_dir()
 
 
 def test_processes_that_start_at_once_build_once(tmp_path):
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(3)
-    children = [context.Process(target=count_and_build, args=(tmp_path / "cache", tmp_path / "log", barrier)) for _ in range(3)]
+    num_started = context.Value("i", 0)
+    children = [
+        context.Process(target=count_and_build, args=(tmp_path / "cache", tmp_path / "log", num_started)) for _ in range(3)
+    ]
     for child in children:
         child.start()
     for child in children:
-        child.join(timeout=30)
+        child.join(timeout=60)
     assert [child.exitcode for child in children] == [0, 0, 0]
     assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_a_model_appears_whole_by_rename(tmp_path):
+    built = []
+
+    def build(folder: Path) -> None:
+        assert not (tmp_path / "cache" / "models" / "key").exists()
+        built.append(folder.stat().st_ino)
+        write_model(folder)
+
+    assert hub._build_once("key", tmp_path / "cache", build).stat().st_ino == built[0]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    abandoned = tmp_path / "cache" / "models" / ".key-abc"
+    abandoned.mkdir(parents=True)
+    (abandoned / "model.safetensors").write_bytes(b"half")
+    hub._build_once("key", tmp_path / "cache", write_model)
+    assert [path.name for path in abandoned.parent.iterdir()] == ["key"]
 
 
 def test_a_folder_is_used_where_it_lies(tmp_path):
@@ -229,3 +253,11 @@ def test_content_digest_reads_unchanged_files_once(tmp_path, monkeypatch):
     first = content_digest((file,), record)
     monkeypatch.setattr(hub, "file_sha256", lambda path: pytest.fail("read again"))
     assert content_digest((file,), record) == first
+
+
+def test_a_digest_that_cannot_be_kept_is_only_a_warning(tmp_path, caplog):
+    file, blocked = tmp_path / "weights", tmp_path / "blocked"
+    file.write_bytes(b"one")
+    blocked.write_text("a file where a folder is needed")
+    assert content_digest((file,), blocked / "record.json") == content_digest((file,), tmp_path / "record.json")
+    assert "digest_not_kept" in caplog.text
