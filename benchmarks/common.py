@@ -1,0 +1,128 @@
+"""What the benchmarks of processes share: arguments, facts about the machine, medians, and how a result is shown and kept.
+
+Knows nothing of what is measured. A script prints its result as Markdown, whose columns are aligned, so that it reads well in a
+terminal and can be pasted into ``docs/benchmarks.md``; ``--json`` writes the raw figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, smallest and largest of some measurements, in whatever unit they have."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+        """Each ratio is one of two measurements of the same repeat, so that a change of the machine's pace cancels out."""
+        return cls.of([above / below for above, below in zip(numerators, denominators, strict=True)])
+
+    def show(self, digits: int = 1, factor: float = 1.0) -> str:
+        median, low, high = (f"{factor * value:,.{digits}f}" for value in (self.median, self.low, self.high))
+        return f"{median} ({low}..{high})"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as they are shown; the first column is aligned to the left, the others to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+        return "\n".join(_line(row, widths) for row in (self.columns, rule, *self.rows))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        cell.ljust(width) if not index else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return f"| {' | '.join([first, *others])} |"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a benchmark found. ``figures`` is everything that was measured, for ``--json``."""
+
+    tables: Sequence[Table]
+    notes: Sequence[str] = ()
+    figures: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where and on what a benchmark ran, taken before it started."""
+
+    cpu: str
+    cores: int
+    load: float  # over the last minute
+    python: str
+    torch: str
+
+    @classmethod
+    def now(cls) -> Machine:
+        cores = len(os.sched_getaffinity(0))
+        return cls(_cpu_model(), cores, os.getloadavg()[0], platform.python_version(), version("torch"))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.cores} cores, load {self.load:.2f} at the start and {os.getloadavg()[0]:.2f} at the end; "
+            f"Python {self.python}, torch {self.torch}"
+        )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def make_parser(doc: str, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all have; ``quick`` means: show that the script works, whatever it measures."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="alias, folder or GGUF file (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=repeats, help="measurements of each figure (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: little of everything, figures without meaning")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    return parser
+
+
+def publish(outcome: Outcome, machine: Machine, arguments: argparse.Namespace) -> None:
+    """Print the tables and notes, and write the figures if asked to."""
+    for table in outcome.tables:
+        print(table.markdown(), end="\n\n")
+    for note in (*outcome.notes, str(machine)):
+        print(f"- {note}")
+    if arguments.quick:
+        print("- a smoke run (--quick): the figures mean nothing")
+    if arguments.json is not None:
+        content = {
+            "machine": {name: getattr(machine, name) for name in machine.__slots__},
+            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            **outcome.figures,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")

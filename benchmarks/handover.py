@@ -1,0 +1,215 @@
+"""What the hand-over of a prompt's KV cache costs, through a real prefill and a real decode worker, per transport.
+
+    python benchmarks/handover.py [--transports shm tcp nixl] [--repeats 7] [--json FILE] [--quick]
+
+A long prompt (2,048 tokens) goes through a cluster of one prefill and one decode worker, one after another, each with new
+tokens, so that nothing is cached. Time and bytes of the transfer and the time of the prefill are the workers' own
+(``usage.kv_transfer``); the transfer's time runs from the decode worker's decision to load until the blocks may be used. The
+first request is shown apart: it also shakes hands, sets up the connection and touches memory for the first time. Beside every
+request, this process copies as many bytes from one buffer to another (one thread, memory touched before): the plain copy.
+
+A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn. Compared is the client's time
+from the first to the second token: what the hand-over adds to the life of a request on an idle cluster.
+
+All workers have one torch thread. Figures are medians (smallest..largest); ratios are medians of the ratios of single requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+from common import Machine, Outcome, Spread, Table, make_parser, publish
+
+from core.config import load_config
+from kvferry.bench.client import Target
+from kvferry.bench.load import run_load
+from kvferry.bench.workload import BenchRequest, SyntheticShape, synthetic_workload
+from kvferry.local import LocalCluster
+
+TRANSPORTS = ("shm", "tcp", "nixl")
+LONG_PROMPT, SHORT_PROMPT = 2048, 64
+QUICK_PROMPT = 256
+SHARE_GOAL = 0.08  # transfer / prefill
+RATE_GOALS = {"shm": 0.50, "nixl": 0.25}  # plain copy's time / transfer's time
+REQUEST_TIMEOUT_S = 600.0
+MAX_TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One hand-over as the workers report it, and the plain copy of as many bytes right after it."""
+
+    transport: str
+    num_bytes: int
+    transfer_ms: float
+    prefill_ms: float
+    copy_ms: float
+
+
+@dataclass(slots=True)
+class Found:
+    """What one transport did. ``gaps_ms`` and ``aggregated_gaps_ms`` are the times from the first to the second token."""
+
+    first: Transfer
+    others: list[Transfer]
+    gaps_ms: list[float]
+    aggregated_gaps_ms: list[float]
+
+
+class Prompts:
+    """Never the same prompt twice."""
+
+    def __init__(self) -> None:
+        self._seed = 0
+
+    def new(self, num_tokens: int) -> tuple[int, ...]:
+        self._seed += 1
+        shape = SyntheticShape(num_requests=1, prompt_low=num_tokens, prompt_high=num_tokens, output_low=2, output_high=2)
+        (request,) = synthetic_workload(shape, self._seed)
+        return tuple(token for token in request.prompt if isinstance(token, int))
+
+
+class PlainCopy:
+    """Copies between two buffers of memory that was touched before."""
+
+    def __init__(self) -> None:
+        self._source: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._target = self._source
+
+    def time_ms(self, num_bytes: int) -> float:
+        if len(self._source) != num_bytes:
+            self._source, self._target = np.full(num_bytes, 1, np.uint8), np.full(num_bytes, 2, np.uint8)
+        begin = time.perf_counter()
+        np.copyto(self._target, self._source)
+        return (time.perf_counter() - begin) * 1e3
+
+
+class Benchmark:
+    """The long and the short prompt, through one cluster after another."""
+
+    def __init__(self, aggregated: LocalCluster, model: str, prompt_tokens: int, repeats: int) -> None:
+        self._aggregated = aggregated
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._repeats = repeats
+        self._prompts = Prompts()
+        self._copy = PlainCopy()
+
+    def run(self, pair: LocalCluster) -> Found:
+        first = self._hand_over(pair)
+        others = [self._hand_over(pair) for _ in range(self._repeats)]
+        found = Found(first, others, [], [])
+        for cluster in (pair, self._aggregated):
+            self._second_token_ms(cluster)  # not counted
+        for _ in range(self._repeats):
+            found.gaps_ms.append(self._second_token_ms(pair))
+            found.aggregated_gaps_ms.append(self._second_token_ms(self._aggregated))
+        return found
+
+    def _hand_over(self, pair: LocalCluster) -> Transfer:
+        body = {
+            "model": self._model,
+            "prompt": self._prompts.new(self._prompt_tokens),
+            "max_tokens": 2,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        response = httpx.post(f"{pair.base_url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
+        response.raise_for_status()
+        usage = response.json()["usage"]
+        transfer = usage["kv_transfer"]
+        if transfer["transferred_tokens"] != self._prompt_tokens or usage["prompt_tokens_details"]["cached_tokens"]:
+            raise RuntimeError(f"not all of the prompt was computed and transferred: {usage}")
+        num_bytes = transfer["transferred_bytes"]
+        copy_ms = self._copy.time_ms(num_bytes)
+        return Transfer(transfer["transport"], num_bytes, transfer["transfer_ms"], transfer["prefill_ms"], copy_ms)
+
+    def _second_token_ms(self, cluster: LocalCluster) -> float:
+        """Return the time between the two tokens of a short request, as its client sees it."""
+        target = Target(base_url=cluster.base_url, model=self._model)
+        for _ in range(MAX_TRIES):
+            request = BenchRequest(0.0, self._prompts.new(SHORT_PROMPT), 2)
+            (result,), _ = asyncio.run(run_load(target, [request], concurrency=1, timeout_s=REQUEST_TIMEOUT_S))
+            if result.error:
+                raise RuntimeError(f"a request failed: {result.error}")
+            if result.itl_s:  # a first token that ends within a character is sent with the second
+                return result.itl_s[0] * 1e3
+        raise RuntimeError(f"the first token came with the second {MAX_TRIES} times")
+
+
+def transfer_row(name: str, found: Found) -> tuple[str, ...]:
+    transfers = found.others
+    milliseconds = [transfer.transfer_ms for transfer in transfers]
+    prefills = [transfer.prefill_ms for transfer in transfers]
+    copies = [transfer.copy_ms for transfer in transfers]
+    rates = [transfer.num_bytes / transfer.transfer_ms / 1e6 for transfer in transfers]
+    goal = f"{100 * RATE_GOALS[name]:.0f} %" if name in RATE_GOALS else ""
+    return (
+        name,
+        f"{found.first.transfer_ms:.1f}",
+        Spread.of(milliseconds).show(),
+        Spread.of(prefills).show(),
+        Spread.of_ratios(milliseconds, prefills).show(1, 100) + " %",
+        Spread.of(rates).show(2),
+        Spread.of(copies).show(),
+        Spread.of_ratios(copies, milliseconds).show(0, 100) + " %",
+        goal,
+    )
+
+
+def second_token_row(name: str, found: Found) -> tuple[str, ...]:
+    added = [pair - alone for pair, alone in zip(found.gaps_ms, found.aggregated_gaps_ms, strict=True)]
+    return (name, Spread.of(found.gaps_ms).show(), Spread.of(found.aggregated_gaps_ms).show(), Spread.of(added).show())
+
+
+def make_outcome(found: Mapping[str, Found], prompt_tokens: int) -> Outcome:
+    columns: Sequence[str] = (
+        f"{prompt_tokens:,} tokens",
+        "first transfer, ms",
+        "transfer, ms",
+        "prefill, ms",
+        "transfer / prefill",
+        "GB/s",
+        "plain copy, ms",
+        "rate / plain copy",
+        "goal",
+    )
+    long = Table(columns, [transfer_row(name, each) for name, each in found.items()])
+    columns = (f"{SHORT_PROMPT} tokens, first to second token", "1P1D, ms", "aggregated, ms", "added, ms")
+    short = Table(columns, [second_token_row(name, each) for name, each in found.items()])
+    num_bytes = {each.first.num_bytes for each in found.values()}
+    notes = (
+        f"goal of transfer / prefill: at most {100 * SHARE_GOAL:.0f} %; the goal in the table is the least rate / plain copy",
+        f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
+    )
+    figures = {
+        "goals": {"share": SHARE_GOAL, "rate": RATE_GOALS},
+        "transports": {name: asdict(each) for name, each in found.items()},
+    }
+    return Outcome([long, short], notes, figures)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=7)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    arguments = parser.parse_args()
+    machine = Machine.now()
+    prompt_tokens, repeats = (QUICK_PROMPT, 1) if arguments.quick else (LONG_PROMPT, arguments.repeats)
+    settings = {"model.name": arguments.model, "worker.cpu_threads": 1, "router.port": 0}
+    found = {}
+    with LocalCluster(load_config(overrides=settings | {"local.aggregated": True})) as aggregated:
+        benchmark = Benchmark(aggregated, arguments.model, prompt_tokens, repeats)
+        for name in arguments.transports:
+            with LocalCluster(load_config(overrides=settings | {"connector.transports": [name]})) as pair:
+                found[name] = benchmark.run(pair)
+    publish(make_outcome(found, prompt_tokens), machine, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""What the way through router and HTTP costs beside the engine alone, on the same workloads, interleaved in one run.
+
+    python benchmarks/through_router.py [--repeats 5] [--json FILE] [--quick]
+
+Three sides, all with one torch thread per worker and the same settings:
+
+* engine      ``EngineCore`` stepped by hand in a child process that is pinned to one core
+* router      HTTP, through a cluster with one aggregated worker whose engine thread has that core; the router and the load
+              generator share the last one
+* 1P1D        HTTP, through a prefill and a decode worker, each with a core of its own; on two cores router and load generator
+              have to share these, so read this as information and not as a ratio of software
+
+Three cases:
+
+* decode      one stream: prompt 128, then 64 tokens; time per token behind the first (1P1D: the hand-over is among them)
+* throughput  16 prompts of 256 tokens, 64 tokens out, all sent at once; time until the last one ends
+* prefill     one prompt of 1,024 tokens to its first token
+
+Every repeat has new prompts (no prefix is cached), the same for all sides, and the side that goes first rotates. Figures are
+medians (smallest..largest); ratios are medians of the ratios within a repeat. An idle side sleeps while another is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Protocol, Self
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from common import Machine, Outcome, Spread, Table, make_parser, publish
+
+from core.clock import SystemClock
+from core.config import load_config
+from core.engine.build import build_engine
+from core.engine.core import EngineCore
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
+from kvferry.bench.client import Target
+from kvferry.bench.load import run_load
+from kvferry.bench.workload import BenchRequest, SyntheticShape, synthetic_workload
+from kvferry.local import ROUTER, LocalCluster
+
+GOAL = 1.05  # through the router / engine
+REQUEST_TIMEOUT_S = 600.0
+CHILD_TIMEOUT_S = 600.0
+Prompts = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from the start of a case to its first token and to its end."""
+
+    first_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload, the figure that is made of its timing, and how it is shown."""
+
+    kind: str
+    num_streams: int
+    num_prompt_tokens: int
+    num_tokens: int  # per stream
+    seconds: Callable[[Timing, Case], float]
+    unit: str
+    shown: Callable[[float, Case], float]  # seconds → what is shown, in ``unit``
+
+    @property
+    def name(self) -> str:
+        streams = f"{self.num_streams} stream{'s' if self.num_streams > 1 else ''}"
+        return f"{self.kind}: {streams}, {self.num_prompt_tokens:,} in, {self.num_tokens} out"
+
+    def prompts(self, seed: int) -> Prompts:
+        shape = SyntheticShape(
+            num_requests=self.num_streams,
+            prompt_low=self.num_prompt_tokens,
+            prompt_high=self.num_prompt_tokens,
+            output_low=self.num_tokens,
+            output_high=self.num_tokens,
+        )
+        return [tuple(request.prompt) for request in synthetic_workload(shape, seed) if not isinstance(request.prompt, str)]
+
+
+CASES = (
+    Case(
+        kind="decode",
+        num_streams=1,
+        num_prompt_tokens=128,
+        num_tokens=64,
+        seconds=lambda timing, case: (timing.total_s - timing.first_s) / (case.num_tokens - 1),
+        unit="ms per token",
+        shown=lambda seconds, case: seconds * 1e3,
+    ),
+    Case(
+        kind="throughput",
+        num_streams=16,
+        num_prompt_tokens=256,
+        num_tokens=64,
+        seconds=lambda timing, case: timing.total_s,
+        unit="tokens/s",
+        shown=lambda seconds, case: case.num_streams * case.num_tokens / seconds,
+    ),
+    Case(
+        kind="prefill",
+        num_streams=1,
+        num_prompt_tokens=1024,
+        num_tokens=1,
+        seconds=lambda timing, case: timing.first_s,
+        unit="ms to the first token",
+        shown=lambda seconds, case: seconds * 1e3,
+    ),
+)
+
+
+def quick_cases() -> list[Case]:
+    return [
+        replace(case, num_prompt_tokens=32, num_tokens=min(4, case.num_tokens), num_streams=min(2, case.num_streams))
+        for case in CASES
+    ]
+
+
+class Side(Protocol):
+    """Something that answers prompts greedily, ``num_tokens`` tokens each."""
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Timing: ...
+
+
+# ---- the engine alone ------------------------------------------------------------------------------------------------
+
+
+class EngineSide:
+    """An engine in a child process, pinned to a core like the engine thread of a worker."""
+
+    def __init__(self, settings: Mapping[str, object], core: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run_engine_child, args=(theirs, dict(settings), core), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()  # the model is loaded
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()  # the child leaves at the end of its input
+        self._process.join(10.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Timing:
+        self._connection.send((prompts, num_tokens))
+        return self._receive()
+
+    def _receive(self) -> Timing:
+        if not self._connection.poll(CHILD_TIMEOUT_S):
+            raise TimeoutError("the engine does not answer")
+        timing = self._connection.recv()
+        assert isinstance(timing, Timing)
+        return timing
+
+
+def run_engine_child(connection: Connection, settings: dict[str, object], core: int) -> None:
+    """Answer (prompts, number of tokens) with the timing until the pipe is closed; the first message says that it can."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    engine = build_engine(load_config(overrides=settings), SystemClock()).engine
+    connection.send(Timing(0.0, 0.0))
+    with contextlib.suppress(EOFError):
+        for number in itertools.count():
+            prompts, num_tokens = connection.recv()
+            connection.send(time_engine(engine, f"case{number}", prompts, num_tokens))
+    engine.shutdown()
+
+
+def time_engine(engine: EngineCore, name: str, prompts: Prompts, num_tokens: int) -> Timing:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    num_seen, token_at = 0, []
+    begin = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(NewRequest(request_id=f"{name}/{number}", prompt_token_ids=prompt, sampling=sampling))
+    while engine.has_work():
+        outputs = engine.step()
+        if outputs:
+            token_at.append(time.perf_counter())
+            num_seen += sum(len(output.new_token_ids) for output in outputs)
+    check_count(num_seen, prompts, num_tokens)
+    return Timing(token_at[0] - begin, token_at[-1] - begin)
+
+
+def check_count(num_seen: int, prompts: Prompts, num_tokens: int) -> None:
+    if num_seen != len(prompts) * num_tokens:
+        raise RuntimeError(f"{num_seen} tokens came back instead of {len(prompts)} x {num_tokens}")
+
+
+# ---- through HTTP ----------------------------------------------------------------------------------------------------
+
+
+class ClusterSide:
+    """A local cluster under the load generator of ``kvferry bench``, which runs in this process."""
+
+    def __init__(self, cluster: LocalCluster, model: str) -> None:
+        self._cluster = cluster
+        self._target = Target(base_url=cluster.base_url, model=model)
+
+    def run(self, prompts: Prompts, num_tokens: int) -> Timing:
+        requests = [BenchRequest(0.0, prompt, num_tokens) for prompt in prompts]
+        load = run_load(self._target, requests, concurrency=len(requests), timeout_s=REQUEST_TIMEOUT_S)
+        results, duration_s = asyncio.run(load)
+        for result in results:
+            if result.error or result.ttft_s is None:
+                raise RuntimeError(f"a request failed: {result.error}")
+        check_count(sum(result.num_output_tokens for result in results), prompts, num_tokens)
+        first_s = min(result.ttft_s or 0.0 for result in results)
+        # Of a single request the last token counts, not the end of the response.
+        total_s = first_s + sum(results[0].itl_s) if len(results) == 1 else duration_s
+        return Timing(first_s, total_s)
+
+    def pin(self, worker_core: int, router_core: int, warm_up: Callable[[], object]) -> None:
+        """Put the worker's engine thread, the one that ``warm_up`` keeps busy, on one core and the router on another."""
+        (worker,) = self._cluster.workers
+        process = psutil.Process(worker.pid)
+        before = cpu_times_by_thread(process)
+        warm_up()
+        spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in cpu_times_by_thread(process).items()}
+        os.sched_setaffinity(max(spent, key=lambda thread: spent[thread]), {worker_core})
+        for thread in psutil.Process(self._cluster.pids[ROUTER]).threads():
+            os.sched_setaffinity(thread.id, {router_core})
+
+
+def cpu_times_by_thread(process: psutil.Process) -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+
+
+# ---- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def measure(sides: Mapping[str, Side], cases: Sequence[Case], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of every case by case and side. One more round before the others is not counted."""
+    found: dict[str, dict[str, list[float]]] = {case.name: {name: [] for name in sides} for case in cases}
+    names = list(sides)
+    for repeat in range(repeats + 1):
+        for number, case in enumerate(cases):
+            prompts = case.prompts(seed=1000 * repeat + number)
+            for position in range(len(names)):
+                name = names[(repeat + position) % len(names)]
+                timing = sides[name].run(prompts, case.num_tokens)
+                if repeat:
+                    found[case.name][name].append(case.seconds(timing, case))
+    return found
+
+
+def make_outcome(cases: Sequence[Case], found: Mapping[str, Mapping[str, Sequence[float]]]) -> Outcome:
+    rows = []
+    for case in cases:
+        seconds = found[case.name]
+        shown = {name: Spread.of([case.shown(value, case) for value in values]).show() for name, values in seconds.items()}
+        ratios = {name: Spread.of_ratios(values, seconds["engine"]).show(3) for name, values in seconds.items()}
+        row = (case.name, case.unit, shown["engine"], shown["router"], ratios["router"], shown["1P1D"], ratios["1P1D"])
+        rows.append(row)
+    columns = ("case", "unit", "engine", "router", "router / engine, time", "1P1D", "1P1D / engine, time")
+    notes = (
+        f"goal: router / engine at most {GOAL}; 1P1D is information",
+        "one torch thread per engine; medians (smallest..largest), ratios within a repeat",
+    )
+    return Outcome([Table(columns, rows)], notes, {"goal": GOAL, "seconds": found})
+
+
+def main() -> None:
+    arguments = make_parser(__doc__, repeats=5).parse_args()
+    machine = Machine.now()
+    cases = quick_cases() if arguments.quick else list(CASES)
+    settings = {"model.name": arguments.model, "worker.cpu_threads": 1, "cache.memory_bytes": 512 << 20, "router.port": 0}
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(EngineSide(settings, cores[0]))
+        aggregated = LocalCluster(load_config(overrides=settings | {"local.aggregated": True}))
+        router = ClusterSide(stack.enter_context(aggregated), arguments.model)
+        pair = ClusterSide(stack.enter_context(LocalCluster(load_config(overrides=settings))), arguments.model)
+        os.sched_setaffinity(0, {cores[-1]})
+        router.pin(cores[0], cores[-1], lambda: router.run(cases[1].prompts(seed=-1), cases[1].num_tokens))
+        found = measure({"engine": engine, "router": router, "1P1D": pair}, cases, 1 if arguments.quick else arguments.repeats)
+    publish(make_outcome(cases, found), machine, arguments)
+
+
+if __name__ == "__main__":
+    main()
