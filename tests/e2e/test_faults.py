@@ -1,0 +1,102 @@
+"""Workers that die, hang and come back: clear errors, no leak, and a cluster that serves again."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+MODEL = "smollm2-135m"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def supervised(cluster_config, serve, tmp_path_factory):
+    """One pair that is restarted when it dies, with short leases; shared, as every test leaves it whole."""
+    from kvferry.local import LocalCluster
+
+    config = cluster_config("connector.transports=[shm]", "connector.lease_s=4", "router.heartbeat_timeout_s=3")
+    logs = tmp_path_factory.mktemp("supervised")
+    with LocalCluster(config, supervise=True, log_dir=logs) as cluster, serve("1p1d-shm", cluster) as found:
+        yield found
+
+
+def post(served, prompt, **fields):
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, **fields}
+    return served.client.post("/v1/completions", json=body)
+
+
+def assert_serves(served, corpus, eventually):
+    served.cluster.wait_until_ready()
+    eventually(lambda: post(served, corpus[:70], max_tokens=3).status_code == 200, "serving again")
+    eventually(lambda: not served.held(), f"release of {served.held()}")
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router"])
+def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, corpus, eventually, name):
+    pid = supervised.cluster.pids[name]
+    supervised.cluster.kill(name)
+    eventually(lambda: supervised.cluster.pids.get(name, pid) != pid, f"restart of {name}")
+    assert_serves(supervised, corpus, eventually)
+
+
+def test_prefill_worker_killed_between_prefill_and_read_ends_in_a_clear_error(supervised, corpus, eventually):
+    cluster = supervised.cluster
+    pid = cluster.pids["prefill-0"]
+    cluster.kill("decode-0", signal.SIGSTOP)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = pool.submit(post, supervised, corpus[100:300], max_tokens=8)
+        eventually(lambda: supervised.gauges("prefill-0")["kvferry_kv_leased_blocks"] > 0, "a lease", 10.0)
+        cluster.kill("prefill-0")
+        cluster.kill("decode-0", signal.SIGCONT)
+        response = pending.result()
+    assert response.status_code in {502, 503}
+    assert response.json()["error"]["message"]
+    eventually(lambda: cluster.pids.get("prefill-0", pid) != pid, "restart")
+    assert_serves(supervised, corpus, eventually)
+
+
+def test_decode_worker_killed_before_it_reads_costs_the_prefill_worker_one_lease(supervised, corpus, eventually):
+    cluster = supervised.cluster
+    pid = cluster.pids["decode-0"]
+    cluster.kill("decode-0", signal.SIGSTOP)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = pool.submit(post, supervised, corpus[100:300], max_tokens=8)
+        eventually(lambda: supervised.gauges("prefill-0")["kvferry_kv_leased_blocks"] > 0, "a lease", 10.0)
+        cluster.kill("decode-0")
+        response = pending.result()
+    assert response.status_code in {502, 503}
+    eventually(lambda: supervised.gauges("prefill-0")["kvferry_kv_leased_blocks"] == 0, "the end of the lease")
+    eventually(lambda: cluster.pids.get("decode-0", pid) != pid, "restart")
+    assert_serves(supervised, corpus, eventually)
+
+
+def test_killed_router_has_its_requests_aborted_on_the_workers(supervised, corpus, eventually):
+    body = {"model": MODEL, "prompt": corpus[:100], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    pid = supervised.cluster.pids["router"]
+    with supervised.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        supervised.cluster.kill("router")
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+    eventually(lambda: not supervised.held(), f"abort of {supervised.held()}", timeout_s=20.0)
+    eventually(lambda: supervised.cluster.pids.get("router", pid) != pid, "restart")
+    assert_serves(supervised, corpus, eventually)
+
+
+def test_worker_that_drains_finishes_its_request_and_leaves(start_cluster, serve, corpus, eventually):
+    cluster = start_cluster("connector.transports=[shm]")
+    with serve("1p1d-shm", cluster) as served, ThreadPoolExecutor(max_workers=1) as pool:
+        process = psutil.Process(cluster.pids["decode-0"])
+        pending = pool.submit(post, served, corpus[:50], max_tokens=40, ignore_eos=True)
+        eventually(lambda: served.gauges("decode-0")["kvferry_num_requests_running"] > 0, "a running request")
+        assert httpx.post(f"{cluster.worker('decode-0').ops_address}/drain").status_code == 202
+        refused = post(served, corpus[:50], max_tokens=4)
+        assert refused.status_code == 503
+        assert pending.result().json()["usage"]["completion_tokens"] == 40
+        eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the end of the process")

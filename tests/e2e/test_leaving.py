@@ -1,0 +1,90 @@
+"""Nothing is left of a cluster, however it ends: no process, no shared memory, no socket file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from core.config import dump_config
+from kvferry import LocalCluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
+
+
+def shared_files():
+    """Return what a process could leave behind in shared memory and as socket files."""
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) == 8}
+    return set(os.listdir("/dev/shm")), {path for path in sockets if "kvferry" in path}
+
+
+@pytest.fixture
+def serving(cluster_config, tmp_path):
+    """``kvferry serve`` in a process of its own; returns it, its children, and its address."""
+    settings = tmp_path / "settings.json"
+    settings.write_text(dump_config(cluster_config("connector.transports=[shm]", "worker.drain_timeout_s=5")))
+    command = [sys.executable, "-P", "-m", "kvferry", "serve", "--config", str(settings)]
+    with (tmp_path / "serve.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving"), (tmp_path / "serve.log").read_text()[-2000:]
+        yield process, psutil.Process(process.pid).children(recursive=True), re.search(r"http://[\d.:]+", line)[0]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def assert_all_gone(children):
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    for child in alive:
+        child.kill()
+    assert [child.pid for child in alive] == []
+    assert len(gone) == 3
+
+
+def ask(address):
+    body = {"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 4}
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=120)
+
+
+def test_nothing_is_left_after_the_serving_process_is_killed_not_even_a_stopped_child(serving):
+    process, children, address = serving
+    before = shared_files()
+    assert ask(address).status_code == 200
+    children[-1].suspend()
+    process.kill()
+    assert_all_gone(children)
+    assert shared_files()[0] <= before[0]
+    assert shared_files()[1] == set()
+    with pytest.raises(httpx.TransportError):
+        ask(address)
+
+
+def test_serving_process_leaves_in_good_order_on_sigterm(serving):
+    process, children, address = serving
+    assert ask(address).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    assert_all_gone(children)
+
+
+def test_nothing_is_left_after_a_cluster_is_stopped(cluster_config, tmp_path):
+    before = shared_files()
+    cluster = LocalCluster(cluster_config("connector.transports=[shm]"), log_dir=tmp_path / "logs")
+    with cluster:
+        children = [psutil.Process(pid) for pid in cluster.pids.values()]
+        ports = {connection.laddr.port for child in children for connection in child.net_connections(kind="inet")}
+        assert ask(cluster.base_url).status_code == 200
+    assert_all_gone(children)
+    assert shared_files() == before
+    listening = {connection.laddr.port for connection in psutil.net_connections(kind="inet") if connection.status == "LISTEN"}
+    assert not listening & ports
