@@ -137,7 +137,7 @@ class ChatCompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=T
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # known, refused unless neutral
-    echo: Any = None
+    echo: bool | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

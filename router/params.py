@@ -79,6 +79,8 @@ def check_supported(request: CommonRequest) -> None:
         value = getattr(request, field, None)
         if value is not None and value not in neutral:
             raise InvalidRequest(f"{field} is not supported yet: leave it out", param=field)
+    if isinstance(request, ChatCompletionRequest) and request.echo:
+        raise InvalidRequest("echo is not supported yet in chats: leave it out", param="echo")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of is not supported yet: leave it out, or set it to n", param="best_of")
 

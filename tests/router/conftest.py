@@ -44,7 +44,8 @@ MODEL = "tiny"
 EOS = 256
 DEADLINE_S = 10.0
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
