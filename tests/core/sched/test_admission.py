@@ -22,11 +22,13 @@ def load(loading_world, remote):
 
 
 def test_request_is_admitted_only_if_all_its_tokens_fit(make_world):
-    world = make_world(num_blocks=6, max_num_batched_tokens=16)
+    world = make_world(num_blocks=6, max_num_batched_tokens=20)
     world.add("a", 40, max_tokens=2)  # three of five blocks
+    world.step()
     world.step()
     world.add("b", 33)  # three blocks: a chunk of one would fit, the whole does not
     world.step()
+    assert world.last.num_scheduled_tokens == {"a": 1}
     assert world.waiting_ids == ["b"]
     assert world.num_blocks_of("b") == 0
     world.run()
@@ -300,9 +302,9 @@ def test_skipped_requests_stay_in_front_of_those_not_visited(make_world, remote)
 def test_loading_requests_keep_their_order(loading_world, load):
     for name in "abcd":
         load(name, 20, 20)
-    loading_world.step()
-    loading_world.step()
-    assert loading_world.holding_ids == ["a", "b", "c", "d"]
+    for _ in range(3):
+        loading_world.step()
+        assert loading_world.holding_ids == ["a", "b", "c", "d"]
     loading_world.complete_load("c")
     loading_world.step()
     loading_world.step()
@@ -467,3 +469,16 @@ def test_request_without_prefix_lookup_is_not_counted(world):
     world.add("a", 20, sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
     world.step()
     assert read(world).prefix_cache.requests == 0
+
+
+def test_prefill_stats_tell_how_long_the_request_waited_for_its_first_admission(make_world):
+    world = make_world(max_num_seqs=1)
+    world.add("a", max_tokens=2)
+    world.step()
+    world.add("b")
+    world.clock.advance(1.5)
+    world.step()
+    world.clock.advance(2.0)
+    (output,) = world.step()
+    assert output.request_id == "b"
+    assert output.prefill_stats.queue_s == pytest.approx(3.5)

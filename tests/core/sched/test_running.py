@@ -16,7 +16,7 @@ def fill(world, *names, prompt=16, max_tokens=30, **new):
 
 def test_latest_request_is_preempted_first(make_world):
     world = make_world(num_blocks=4)  # three usable: each holds one, and each wants a second
-    a, b, c = fill(world, "a", "b", "c")
+    _a, b, c = fill(world, "a", "b", "c")
     output = world.schedule()
     assert output.preempted_req_ids == {"c", "b"}  # "c" for the block of "a"; "b" had nobody left but itself
     assert scheduled_ids(world) == ["a"]
@@ -61,7 +61,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts(make_world):
 
 def test_request_that_is_the_last_victim_itself_ends_the_pass(make_world):
     world = make_world(num_blocks=3)
-    a, b = fill(world, "a", "b")
+    _a, b = fill(world, "a", "b")
     world.schedule()
     assert scheduled_ids(world) == ["a"]
     assert b.status is RequestStatus.PREEMPTED
@@ -71,7 +71,7 @@ def test_request_that_is_the_last_victim_itself_ends_the_pass(make_world):
 
 def test_resumed_request_is_sent_to_the_runner_as_new_with_its_output(make_world):
     world = make_world(num_blocks=3)
-    a, b = fill(world, "a", "b", max_tokens=2)
+    _a, b = fill(world, "a", "b", max_tokens=2)
     world.step()
     assert b.status is RequestStatus.PREEMPTED
     (new,) = world.schedule().scheduled_new_reqs

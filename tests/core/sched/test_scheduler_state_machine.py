@@ -1,0 +1,285 @@
+"""Random histories: whatever arrives, aborts, loads, fails or is preempted, every token that comes out is the right one.
+
+Scheduler, KV cache manager and HashModel are real; the connector is scripted. The oracle is the HashModel over the plain
+sequence. Pools are tiny, so that preemption, waiting loads and cache eviction are the rule.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from core.request import RequestStatus
+
+NUM_EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "60"))
+IN_QUEUES = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+HOLDING = {*IN_QUEUES, RequestStatus.WAITING_FOR_REMOTE_KVS}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    make_world: staticmethod
+    make_remote: staticmethod
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: dict[str, list[int]] = {}
+        self.max_tokens: dict[str, int] = {}
+        self.aborted: set[str] = set()
+        self.failing: set[str] = set()  # the load failed and has not ended
+        self.sending: set[str] = set()
+        self.is_stuck_excused = False
+
+    @initialize(
+        num_blocks=st.integers(4, 12),
+        max_num_batched_tokens=st.sampled_from([3, 8, 64]),
+        max_num_seqs=st.integers(1, 5),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 5]),
+        hash_block_size=st.sampled_from([1, 2, 4]),
+        enable_caching=st.sampled_from([True, True, True, False]),
+        watermark=st.sampled_from([0.0, 0.0, 0.2]),
+    )
+    def build(self, **config):
+        self.world = self.make_world(block_size=4, max_model_len=40, with_connector=True, **config)
+
+    # ---- what may happen
+
+    @rule(
+        length=st.integers(1, 24),
+        family=st.integers(0, 2),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        continued=st.integers(0, 3),
+        remote=st.sampled_from(["none", "none", "async", "async", "sync", "corrupt", "later"]),
+        remote_tokens=st.integers(1, 24),
+        is_kept=st.booleans(),
+    )
+    def add(self, *, length, family, max_tokens, priority, continued, remote, remote_tokens, is_kept):
+        world = self.world
+        request_id = f"r{len(self.prompts)}"
+        prompt = world.prompt(length, seed=family)
+        output = world.expected(prompt, min(continued, max_tokens - 1))
+        if len(prompt) + len(output) >= world.scheduler.max_model_len:
+            return
+        if remote != "none":
+            num_tokens = None if remote == "later" else min(remote_tokens, length)
+            is_async = remote not in {"sync", "corrupt"}
+            world.script.remote[request_id] = self.make_remote(num_tokens, is_async, remote == "corrupt")
+        if is_kept:
+            world.script.keep.add(request_id)
+        self.prompts[request_id] = [*prompt, *output]
+        self.max_tokens[request_id] = max_tokens - len(output)
+        world.add(
+            request_id,
+            prompt,
+            max_tokens=max_tokens,
+            priority=priority,
+            output_token_ids=output,
+            arrival_time=float(len(self.prompts)),
+        )
+
+    @rule()
+    def step(self):
+        self.check_step()
+
+    @rule(count=st.integers(2, 6))
+    def several_steps(self, count):
+        for _ in range(count):
+            self.check_step()
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if alive := self.alive():
+            self.abort_now(data.draw(st.sampled_from(alive)))
+
+    @rule(data=st.data())
+    def abort_between_schedule_and_output(self, data):
+        self.world.schedule()
+        if alive := self.alive():
+            self.abort_now(data.draw(st.sampled_from(alive)))
+        self.world.finish_step()
+        self.note_ends()
+
+    @rule(data=st.data())
+    def load_arrives(self, data):
+        if loading := self.loading():
+            self.world.complete_load(data.draw(st.sampled_from(loading)))
+
+    @rule(data=st.data(), is_terminal=st.booleans())
+    def load_fails(self, data, is_terminal):
+        if loading := self.loading():
+            request_id = data.draw(st.sampled_from(loading))
+            self.world.fail_load(request_id, is_terminal)
+            if not is_terminal:
+                self.failing.add(request_id)
+
+    @rule(data=st.data())
+    def loaded_block_is_invalid(self, data):
+        if loading := self.loading():
+            load = self.world.script.loading[data.draw(st.sampled_from(loading))]
+            first, end = load.start // 4, -(-load.end // 4)
+            block_id = data.draw(st.sampled_from(load.block_ids[first:end]))
+            self.world.script.report.invalid_block_ids.add(block_id)
+            self.failing.add(load.request_id)
+
+    @rule(data=st.data())
+    def failed_load_ends_late(self, data):
+        if self.failing:
+            request_id = data.draw(st.sampled_from(sorted(self.failing)))
+            self.failing.remove(request_id)
+            self.world.end_load(request_id)
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 24))
+    def connector_makes_up_its_mind(self, data, num_tokens):
+        deferred = sorted(name for name, remote in self.world.script.remote.items() if remote.num_tokens is None)
+        if deferred:
+            request_id = data.draw(st.sampled_from(deferred))
+            self.world.script.remote[request_id].num_tokens = min(num_tokens, len(self.prompts[request_id]))
+
+    @rule(data=st.data())
+    def reader_is_done(self, data):
+        if self.sending:
+            request_id = data.draw(st.sampled_from(sorted(self.sending)))
+            self.sending.remove(request_id)
+            self.world.complete_send(request_id)
+
+    # ---- what must hold
+
+    @invariant()
+    def every_request_is_in_one_place_with_the_right_status(self):
+        scheduler = self.world.scheduler
+        places = Counter()
+        for place, statuses in (
+            (scheduler.running, {RequestStatus.RUNNING}),
+            (scheduler.waiting, IN_QUEUES),
+            (scheduler.kv_holding_waiting, HOLDING),
+        ):
+            for request in place:
+                assert request.status in statuses, request
+                places[request.request_id] += 1
+        unfinished = {name for name, request in scheduler.requests.items() if not request.status.is_finished}
+        assert places == Counter(dict.fromkeys(unfinished, 1))
+
+    @invariant()
+    def blocks_are_held_by_known_requests_only(self):
+        scheduler, manager = self.world.scheduler, self.world.manager
+        references = Counter()
+        for name in scheduler.requests:
+            references.update(manager.get_block_ids(name)[0])
+        pool = manager.block_pool
+        assert {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt} == dict(references)
+        assert pool.num_free_blocks == pool.num_usable_blocks - len(references)
+        for request in scheduler.waiting:
+            assert self.world.num_blocks_of(request.request_id) == 0
+        for request in (*scheduler.running, *scheduler.kv_holding_waiting):
+            assert self.world.num_blocks_of(request.request_id) == -(-request.num_computed_tokens // 4) or (
+                request.num_computed_tokens % 4 == 0
+                and self.world.num_blocks_of(request.request_id) == request.num_computed_tokens // 4 + 1
+            ), request
+
+    @invariant()
+    def waiting_requests_are_in_order(self):
+        scheduler = self.world.scheduler
+        arrivals = [request.arrival_time for request in scheduler.waiting if not request.num_preemptions]
+        if self.world.config.policy == "fcfs":
+            assert arrivals == sorted(arrivals)
+
+    @invariant()
+    def tokens_are_those_of_the_oracle(self):
+        for name, tokens in self.world.tokens.items():
+            assert tokens == self.world.expected(self.prompts[name], len(tokens)), name
+            assert len(tokens) <= self.max_tokens[name]
+
+    def check_step(self) -> None:
+        """Run one step and check its budget, and that it does something if something can be done."""
+        world, config = self.world, self.world.config
+        parked_before = set(world.script.loading)
+        output = world.schedule()
+        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
+        assert output.total_num_scheduled_tokens <= config.max_num_batched_tokens
+        assert all(count > 0 for count in output.num_scheduled_tokens.values())
+        assert len(world.scheduler.running) <= config.max_num_seqs
+        assert len(output.scheduled_cached_reqs.req_ids) + len(output.scheduled_new_reqs) == len(output.num_scheduled_tokens)
+        reports = world.script.report
+        did_something = bool(output.num_scheduled_tokens or output.preempted_req_ids or not reports.is_empty())
+        world.finish_step()
+        self.note_ends()
+        if not did_something and set(world.script.loading) == parked_before and not self.waits_for_others():
+            assert not world.scheduler.has_unfinished_requests(), "the engine has work and does nothing"
+
+    def waits_for_others(self) -> bool:
+        script = self.world.script
+        alive = set(self.alive())
+        is_deferred = any(remote.num_tokens is None for name, remote in script.remote.items() if name in alive)
+        return bool(script.loading or self.failing or self.sending or is_deferred)
+
+    def alive(self) -> list[str]:
+        return [name for name, request in self.world.scheduler.requests.items() if not request.status.is_finished]
+
+    def loading(self) -> list[str]:
+        return sorted(set(self.world.script.loading) - self.failing)
+
+    def abort_now(self, request_id: str) -> None:
+        assert self.world.abort(request_id) == [request_id]
+        self.aborted.add(request_id)
+
+    def note_ends(self) -> None:
+        for name, reason in self.world.ends.items():
+            if name in self.world.script.keep and reason in ("stop", "length"):
+                self.world.script.keep.remove(name)
+                self.sending.add(name)
+
+    def teardown(self) -> None:
+        """Let everything end; then nothing is left, and every request has all its tokens or a declared error."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for _ in range(600):
+            if not world.scheduler.has_requests():
+                break
+            for remote in world.script.remote.values():
+                remote.num_tokens = remote.num_tokens or 0
+            for request_id in sorted(self.failing):
+                world.end_load(request_id)
+            self.failing.clear()
+            for request_id in sorted(world.script.loading):
+                world.complete_load(request_id)
+            for request_id in sorted(self.sending):
+                world.complete_send(request_id)
+            self.sending.clear()
+            self.check_step()
+        world.assert_clean()
+        assert set(world.ends) | self.aborted == set(self.prompts)
+        for name, reason in world.ends.items():
+            num_tokens = min(self.max_tokens[name], world.scheduler.max_model_len - len(self.prompts[name]))
+            assert reason == "error" or len(world.tokens[name]) == num_tokens, name
+            if reason == "length":
+                assert world.tokens[name] == world.expected(self.prompts[name], num_tokens)
+
+
+def run_machine(make_world, remote, num_examples: int) -> None:
+    class Machine(SchedulerMachine):
+        pass
+
+    Machine.make_world, Machine.make_remote = staticmethod(make_world), staticmethod(remote)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_random_histories_give_the_oracles_tokens_and_leak_nothing(make_world, remote):
+    run_machine(make_world, remote, NUM_EXAMPLES)
+
+
+@pytest.mark.slow
+def test_many_random_histories(make_world, remote):
+    run_machine(make_world, remote, 2000)
