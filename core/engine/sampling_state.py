@@ -19,6 +19,7 @@ from core.wire.sampling import SamplingParams
 
 _PERSON = b"kvferry-sample"
 _UINT64 = (1 << 64) - 1
+_GREEDY_BELOW = 1e-5  # of the temperature, as in vLLM: dividing by less would overflow
 
 
 def uniform(seed: int, choice_index: int, position: int) -> float:
@@ -157,7 +158,7 @@ class SamplingRows:
         self, row: int, params: SamplingParams, choice_index: int, num_output_tokens: int, edits: LogitsEdits | None
     ) -> None:
         """Fill a row for a request that starts or resumes here."""
-        self.temperature[row] = params.temperature
+        self.temperature[row] = params.temperature if params.temperature >= _GREEDY_BELOW else 0.0
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

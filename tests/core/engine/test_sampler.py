@@ -115,6 +115,30 @@ def test_draws_follow_the_exact_distribution(params, sampling_rows):
     assert statistic < degrees + 6 * math.sqrt(2 * degrees) + 6
 
 
+def test_draws_reach_every_segment_of_a_large_vocabulary(sampling_rows):
+    logits = logits_of(3, vocab=700, scale=0.5)
+    params = SamplingParams(seed=4)
+    count = 20_000
+    expected = distribution(logits[0].double().numpy(), params) * count
+    counts = np.bincount(draws(logits, params, count, sampling_rows), minlength=700)
+    statistic, degrees = chi_square(counts, expected)
+    assert statistic < degrees + 6 * math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
+def test_extreme_random_numbers_give_tokens_that_are_allowed(number, sampling_rows):
+    allowed = [300, 301, 511, 512]
+    params = SamplingParams(allowed_token_ids=tuple(allowed), temperature=3.0)
+    rows = sampling_rows(*[(params, [], [])] * 40)
+    rows.uniforms = lambda index: np.full(len(index), number)
+    seen = sample(logits_of(6, 40, vocab=1000), rows, every(40)).token_ids
+    assert set(seen) <= set(allowed)
+    if number == 0.0:
+        assert set(seen) == {300}
+    if number > 0.9:
+        assert set(seen) == {512}
+
+
 def test_top_p_is_exact_when_its_mass_lies_beyond_the_candidates(sampling_rows):
     logits = logits_of(5, vocab=2000, scale=0.1)
     params = SamplingParams(top_p=0.9, seed=1)
