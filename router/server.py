@@ -56,6 +56,9 @@ class Router:
         self.endpoints = Endpoints(
             model=model, tokenizer=tokenizer, service=self.service, metrics=metrics, clock=clock, ids=ids
         )
+        self.app = create_app(
+            self.endpoints, version=kvferry_version(), api_key=config.api_key, max_body_bytes=config.max_body_bytes
+        )
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -95,14 +98,8 @@ class Router:
         except ConfigError:
             self._socket.close()
             raise
-        app = create_app(
-            self.endpoints,
-            version=kvferry_version(),
-            api_key=self._config.api_key,
-            max_body_bytes=self._config.max_body_bytes,
-        )
         settings = uvicorn.Config(
-            app,
+            self.app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -300,6 +300,7 @@ class RouterUnderTest:
     router: Router
     tokenizer: Tokenizer
     context: zmq.asyncio.Context
+    has_http: bool
     workers: list[FakeWorker] = field(default_factory=list)
 
     @property
@@ -317,7 +318,10 @@ class RouterUnderTest:
         return prefill, await self.add("decode", script=Script(**script))
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S)
+        if self.has_http:
+            return httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, verify=False)
+        transport = httpx.ASGITransport(self.router.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://router", timeout=DEADLINE_S)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Poll a condition of the router with a deadline."""
@@ -334,7 +338,7 @@ class RouterUnderTest:
 async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
     started: list[RouterUnderTest] = []
 
-    async def start(**settings: Any) -> RouterUnderTest:
+    async def start(*, has_http: bool = True, **settings: Any) -> RouterUnderTest:
         defaults = {
             "port": 0,
             "worker_address": "tcp://127.0.0.1:0",
@@ -343,8 +347,8 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
             "request_timeout_s": 20.0,
         }
         router = Router(RouterSection(**{**defaults, **settings}), MODEL, tiny_tokenizer)
-        await router.start()
-        started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context()))
+        await (router.start() if has_http else router.service.start())
+        started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context(), has_http))
         return started[-1]
 
     yield start
@@ -357,8 +361,8 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def served(start_router) -> RouterUnderTest:
-    """A router with one prefill and one decode worker that answer "hello world"."""
-    under_test = await start_router()
+    """A router without an HTTP socket, with one prefill and one decode worker that answer "hello world"."""
+    under_test = await start_router(has_http=False)
     await under_test.pair()
     return under_test
 

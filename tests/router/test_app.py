@@ -1,12 +1,457 @@
 from __future__ import annotations
 
+import json
 
-async def test_a_completion_passes_through_both_workers(served):
-    async with served.client() as client:
-        response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "say it", "max_tokens": 50})
-    assert response.status_code == 200, response.text
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.wire.messages import ErrorInfo, Generate
+
+HELLO = "hello world"
+USER = [{"role": "user", "content": "hi"}]
+
+
+async def post(under_test, path: str, **body):
+    async with under_test.client() as client:
+        return await client.post(path, json=body)
+
+
+def error_of(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_completion_has_openai_s_shape(served):
+    response = await post(served, "/v1/completions", model="tiny", prompt="say it", max_tokens=50)
+    assert response.status_code == 200
     body = response.json()
-    assert body["choices"][0]["text"] == "hello world"
-    assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"]["completion_tokens"] == 12
-    assert body["usage"]["kv_transfer"]["transport"] == "tcp"
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 1_700_000_000
+    assert body.pop("system_fingerprint") == f"fp_{b'weights'.hex()[:12]}"
+    assert body == {
+        "object": "text_completion",
+        "model": "tiny",
+        "choices": [{"index": 0, "text": HELLO, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 6,
+            "completion_tokens": 12,
+            "total_tokens": 18,
+            "prompt_tokens_details": {"cached_tokens": 4},
+            "kv_transfer": {
+                "transport": "tcp",
+                "transferred_tokens": 6,
+                "transferred_bytes": 4096,
+                "transfer_ms": 0.0,
+                "prefill_queue_ms": 1.0,
+                "prefill_ms": 2.0,
+                "decode_queue_ms": 0.0,
+            },
+        },
+    }
+
+
+async def test_an_aggregated_worker_gives_the_same_answer_without_transfer(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.add("aggregated")
+    body = (await post(under_test, "/v1/completions", prompt="say it", max_tokens=50)).json()
+    assert body["choices"][0]["text"] == HELLO
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert "kv_transfer" not in body["usage"]
+
+
+async def test_sixteen_tokens_are_the_default(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.pair(text="x" * 40)
+    body = (await post(under_test, "/v1/completions", prompt="p")).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("x" * 16, "length")
+
+
+async def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(served):
+    response = await post(served, "/v1/completions", prompt=["one", "three"], n=2, max_tokens=50)
+    body = response.json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(index, HELLO) for index in range(4)]
+    assert body["usage"]["prompt_tokens"] == 8
+    assert body["usage"]["completion_tokens"] == 48
+    assert body["usage"]["kv_transfer"]["transferred_tokens"] == 8
+
+
+async def test_every_request_has_a_seed_and_prompts_have_different_ones(served):
+    await post(served, "/v1/completions", prompt=["a", "b"], max_tokens=2)
+    seeds = [message.sampling.seed for message in served.workers[0].messages(Generate)]
+    assert len(set(seeds)) == 2
+    await post(served, "/v1/completions", prompt=["a", "b"], max_tokens=2, seed=77)
+    assert [message.sampling.seed for message in served.workers[0].messages(Generate)][2:] == [77, 77]
+
+
+async def test_token_ids_in_and_out(served):
+    body = (await post(served, "/v1/completions", prompt=[1, 2, 3], max_tokens=3, return_token_ids=True)).json()
+    choice = body["choices"][0]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert choice["token_ids"] == served.tokenizer.encode("hel")
+    assert served.workers[0].messages(Generate)[0].prompt_token_ids == (1, 2, 3)
+
+
+async def test_logprobs_of_a_completion(served):
+    body = (await post(served, "/v1/completions", prompt="p", max_tokens=2, logprobs=2)).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["h", "e"]
+    assert logprobs["text_offset"] == [0, 1]
+    assert logprobs["token_logprobs"] == [-0.25, -0.25]
+    assert logprobs["top_logprobs"][0]["h"] == -0.25
+    assert len(logprobs["top_logprobs"][0]) == 2
+
+
+async def test_echo_with_logprobs_scores_the_prompt(served):
+    body = (await post(served, "/v1/completions", prompt="abc", max_tokens=1, echo=True, logprobs=1)).json()
+    choice = body["choices"][0]
+    assert choice["text"] == "abch"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c", "h"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -0.25]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+
+
+async def test_prompt_logprobs_have_vllm_s_shape(served):
+    body = (await post(served, "/v1/completions", prompt="ab", max_tokens=1, prompt_logprobs=1)).json()
+    first, second = body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert next(iter(second.values())) == {"logprob": -1.0, "rank": 1, "decoded_token": "b"}
+
+
+async def test_a_stop_string_ends_the_text_and_the_workers_work(served):
+    body = (await post(served, "/v1/completions", prompt="p", max_tokens=50, stop=["o w", "zzz"])).json()
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hell", "stop", "o w")
+    assert body["usage"]["completion_tokens"] == 7
+    await served.until(lambda: served.router.service.num_requests == 0)
+
+
+async def test_a_stop_string_aborts_decode(start_router):
+    under_test = await start_router(has_http=False)
+    _, decode = await under_test.pair(pause_after=8)
+    body = (await post(under_test, "/v1/completions", prompt="p", max_tokens=50, stop="o w")).json()
+    assert body["choices"][0]["text"] == "hell"
+    await decode.aborts((await decode.generated()).request_id)
+
+
+async def test_a_stop_string_in_the_first_token_still_answers(served):
+    body = (await post(served, "/v1/completions", prompt="p", max_tokens=50, stop="h")).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["stop_reason"]) == ("", "h")
+
+
+async def test_a_request_of_one_token_never_reaches_decode(served):
+    body = (await post(served, "/v1/completions", prompt="p", max_tokens=1)).json()
+    assert body["choices"][0]["text"] == "h"
+    assert served.workers[1].messages(Generate) == []
+    assert "kv_transfer" not in body["usage"]
+
+
+async def test_priority_and_salt_travel(served):
+    await post(served, "/v1/completions", prompt="p", max_tokens=2, priority=-3, cache_salt="tenant")
+    for worker in served.workers:
+        message = worker.messages(Generate)[0]
+        assert (message.priority, message.cache_salt) == (-3, "tenant")
+
+
+# ---- chats -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_completion_has_openai_s_shape(served):
+    response = await post(served, "/v1/chat/completions", model="tiny", messages=USER)
+    body = response.json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created")
+    assert body.pop("system_fingerprint")
+    assert body.pop("usage")["prompt_tokens"] == len("<user>hi<assistant>")
+    assert body == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": HELLO, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+    }
+
+
+async def test_logprobs_of_a_chat(served):
+    body = (await post(served, "/v1/chat/completions", messages=USER, max_tokens=2, logprobs=True, top_logprobs=2)).json()
+    first = body["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"], first["logprob"]) == ("h", [104], -0.25)
+    assert len(first["top_logprobs"]) == 2
+    assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+async def test_chat_choices_and_token_ids(served):
+    body = (
+        await post(served, "/v1/chat/completions", messages=USER, n=2, max_completion_tokens=2, return_token_ids=True)
+    ).json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["he", "he"]
+    assert body["choices"][1]["token_ids"] == served.tokenizer.encode("he")
+    assert body["prompt_token_ids"] == served.tokenizer.encode("<user>hi<assistant>")
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "colour": 1}, "colour"),
+        ({}, "prompt"),
+        ({"prompt": "x", "temperature": 3}, "temperature"),
+        ({"prompt": "x", "tools": []}, "tools"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": "x", "stop_token_ids": [300]}, "stop_token_ids"),
+    ],
+)
+async def test_a_wrong_body_is_a_400_that_names_the_field(served, body, param):
+    error = error_of(await post(served, "/v1/completions", **body), 400)
+    assert error["param"] == param
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"\xff\xfe", b"[1]"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_body_that_is_no_json_object_is_a_400(served, content, path):
+    async with served.client() as client:
+        error_of(await client.post(path, content=content), 400)
+
+
+async def test_wrong_fields_are_refused_even_when_nobody_could_serve(start_router):
+    under_test = await start_router(has_http=False)
+    error_of(await post(under_test, "/v1/completions", prompt="x", temperature=9), 400)
+
+
+async def test_a_prompt_beyond_the_context_is_a_400(served):
+    error = error_of(await post(served, "/v1/completions", prompt="x" * 600), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 512 tokens" in error["message"]
+
+
+async def test_an_unknown_model_is_a_404(served):
+    error = error_of(await post(served, "/v1/completions", model="gpt-9", prompt="x"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_without_workers_it_is_a_503_with_the_reason_and_when_to_retry(start_router):
+    under_test = await start_router(has_http=False)
+    response = await post(under_test, "/v1/completions", prompt="x")
+    error = error_of(response, 503)
+    assert error["message"] == "no worker has registered"
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_incompatible_workers_are_a_503_with_both_values(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.add("prefill")
+    await under_test.add("decode", model_fingerprint=b"other")
+    message = error_of(await post(under_test, "/v1/completions", prompt="x"), 503)["message"]
+    assert b"weights".hex() in message
+    assert b"other".hex() in message
+
+
+async def test_too_many_requests_are_a_429(start_router):
+    under_test = await start_router(has_http=False, max_requests=2)
+    await under_test.pair()
+    response = await post(under_test, "/v1/completions", prompt=["a", "b", "c"])
+    assert error_of(response, 429)["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "1"
+    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+
+
+async def test_a_worker_s_refusal_keeps_its_status_and_code(served):
+    served.workers[0].script.error = ErrorInfo(code="overloaded", message="full", http_status=429, retryable=True)
+    response = await post(served, "/v1/completions", prompt="x")
+    assert error_of(response, 429)["code"] == "overloaded"
+    assert "retry-after" in response.headers
+
+
+async def test_a_failed_stream_that_has_not_begun_has_its_own_status(served):
+    served.workers[0].script.error = ErrorInfo(code="internal_error", message="boom")
+    response = await post(served, "/v1/chat/completions", messages=USER, stream=True)
+    assert error_of(response, 500)["type"] == "server_error"
+
+
+async def test_a_body_above_the_cap_is_a_413(start_router):
+    under_test = await start_router(has_http=False, max_body_bytes=1000)
+    await under_test.pair()
+    error = error_of(await post(under_test, "/v1/completions", prompt="x" * 1000), 413)
+    assert error["code"] == "body_too_large"
+    assert (await post(under_test, "/v1/completions", prompt="x" * 100)).status_code == 200
+
+
+async def test_a_chunked_body_above_the_cap_is_a_413(start_router):
+    under_test = await start_router(has_http=False, max_body_bytes=1000)
+
+    async def chunks():
+        for _ in range(10):
+            yield b"x" * 200
+
+    async with under_test.client() as client:
+        error_of(await client.post("/v1/completions", content=chunks()), 413)
+
+
+async def test_the_api_key_is_asked_for_where_it_matters(start_router):
+    under_test = await start_router(has_http=False, api_key="secret")
+    await under_test.pair()
+    async with under_test.client() as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            refused = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert error_of(refused, 401)["type"] == "authentication_error"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert (await client.get("/v1/models")).status_code == 401
+        accepted = await client.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer secret"})
+        assert accepted.status_code == 200
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+
+
+async def test_unknown_paths_and_methods_have_the_same_error_shape(served):
+    async with served.client() as client:
+        assert error_of(await client.get("/v2/completions"), 404)["code"] == "not_found"
+        assert error_of(await client.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(served, monkeypatch):
+    def boom(*args):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(served.router.service, "open", boom)
+    response = await post(served, "/v1/completions", prompt="x")
+    assert error_of(response, 500)["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
+# ---- request ids -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_id_is_echoed_on_success_and_on_errors(served):
+    async with served.client() as client:
+        for body in ({"prompt": "x"}, {"prompt": ""}):
+            response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+            assert response.headers["x-request-id"] == "mine-1"
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "x" * 200])
+async def test_an_unusable_request_id_is_replaced(served, bad):
+    async with served.client() as client:
+        response = await client.get("/health", headers={"x-request-id": bad})
+        assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_id_on_the_wire_is_never_the_client_s(served):
+    async with served.client() as client:
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "same"})
+    ids = {message.request_id for message in served.workers[0].messages(Generate)}
+    assert len(ids) == 2
+    assert "same" not in ids
+
+
+async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
+    caplog.set_level("INFO", logger="router.service")
+    async with served.client() as client:
+        await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "mine"})
+    (line,) = [str(record.msg) for record in caplog.records if str(record.msg).startswith("event=finished")]
+    for part in ("client_id=mine", "outcome=length", "prompt_tokens=3", "output_tokens=2", "ttft_ms=", "prefill=prefill-"):
+        assert part in line
+
+
+# ---- the other routes --------------------------------------------------------------------------------------------------------
+
+
+async def test_models_are_listed(served):
+    async with served.client() as client:
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        (card,) = listed["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
+        assert (await client.get("/v1/models/tiny")).json() == card
+        error_of(await client.get("/v1/models/acme/other"), 404)
+
+
+async def test_tokenize_and_detokenize_are_inverse(served):
+    async with served.client() as client:
+        done = (await client.post("/tokenize", json={"prompt": "héé", "return_token_strs": True})).json()
+        assert done["count"] == len(done["tokens"]) == len(done["token_strs"]) == 5
+        assert done["max_model_len"] == 512
+        assert (await client.post("/detokenize", json={"tokens": done["tokens"]})).json() == {"prompt": "héé"}
+
+
+async def test_tokenize_renders_conversations(served):
+    async with served.client() as client:
+        chat = (await client.post("/tokenize", json={"messages": USER})).json()
+        text = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
+        assert text == "<user>hi<assistant>"
+        error_of(await client.post("/tokenize", json={"messages": USER, "prompt": "x"}), 400)
+        error_of(await client.post("/tokenize", json={}), 400)
+
+
+async def test_health_and_readiness_are_different_things(start_router):
+    under_test = await start_router(has_http=False)
+    async with under_test.client() as client:
+        assert (await client.get("/health")).status_code == 200
+        waiting = await client.get("/ready")
+        assert (waiting.status_code, waiting.json()["reason"]) == (503, "no worker has registered")
+        await under_test.pair()
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_version_load_and_schema(served):
+    async with served.client() as client:
+        assert (await client.get("/version")).json()["version"]
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        schema = (await client.get("/openapi.json")).json()
+        assert schema["openapi"].startswith("3.1")
+        body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": "#/components/schemas/ChatCompletionRequest"}
+        assert "top_logprobs" in schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+
+
+async def test_metrics_count_what_happened(served):
+    await post(served, "/v1/completions", prompt="abc", max_tokens=2)
+    await post(served, "/v1/completions", prompt="abc", temperature=9)
+    async with served.client() as client:
+        text = (await client.get("/metrics")).text
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["kvferry_request_success_total", ("finished_reason", "length")] == 1
+    assert samples["kvferry_request_failure_total", ("code", "invalid_request")] == 1
+    assert samples["kvferry_prompt_tokens_total",] == 3
+    assert samples["kvferry_generation_tokens_total",] == 2
+    assert samples["kvferry_time_to_first_token_seconds_count",] == 1
+    assert samples["kvferry_inter_token_latency_seconds_count",] == 1
+    assert samples["kvferry_e2e_request_latency_seconds_count",] == 1
+    assert samples["kvferry_request_prefill_time_seconds_sum",] == pytest.approx(0.002)
+    assert samples["kvferry_num_requests_running",] == 0
+    assert samples["kvferry_workers", ("role", "prefill")] == 1
+    assert samples["kvferry_workers", ("role", "aggregated")] == 0
+    assert samples["kvferry_ready",] == 1
+    assert samples["kvferry_http_requests_total", ("path", "/v1/completions"), ("status", "400")] == 1
+
+
+async def test_unknown_paths_do_not_grow_the_metrics(served):
+    async with served.client() as client:
+        for number in range(5):
+            await client.get(f"/scan/{number}")
+    assert served.metric("kvferry_http_requests_total", path="other", status="404") == 5
+
+
+async def test_every_answer_is_json_that_parses_strictly(served):
+    body = (await post(served, "/v1/completions", prompt="p", logprobs=1)).content
+    json.loads(body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from core.wire.messages import Abort, ErrorInfo, Generate, Release, RequestFailed
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+async def stream(under_test, path: str, parse, **body):
+    async with under_test.client() as client:
+        response = await client.post(path, json={"stream": True, **body})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = parse(response.text)
+    assert events.pop() == "[DONE]"
+    return events
+
+
+async def read_until(lines, text: str) -> None:
+    """Read events until their texts add up to ``text``; how many tokens share an event depends on timing."""
+    shown = ""
+    while shown != text:
+        line = await anext(lines)
+        if line:
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            shown += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_stream_starts_with_the_role_and_ends_with_the_reason(served, sse_events):
+    events = await stream(served, "/v1/chat/completions", sse_events, messages=USER)
+    assert {(event["object"], event["model"]) for event in events} == {("chat.completion.chunk", "tiny")}
+    assert len({event["id"] for event in events}) == 1
+    first, *rest = [event["choices"][0] for event in events]
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert first["finish_reason"] is None
+    assert all("role" not in choice["delta"] for choice in rest)
+    assert "".join(choice["delta"].get("content", "") for choice in rest) == "hello world"
+    assert [choice["finish_reason"] for choice in rest] == [None] * (len(rest) - 1) + ["stop"]
+    assert all("usage" not in event for event in events)
+
+
+async def test_a_completion_stream_adds_up_to_the_text(served, sse_events):
+    events = await stream(served, "/v1/completions", sse_events, prompt="p", max_tokens=5)
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert "".join(event["choices"][0]["text"] for event in events) == "hello"
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_comes_in_a_last_event_without_choices(served, sse_events, path):
+    body = {"prompt": "hi"} if path == "/v1/completions" else {"messages": USER}
+    events = await stream(served, path, sse_events, max_tokens=3, stream_options={"include_usage": True}, **body)
+    assert all(event["usage"] is None for event in events[:-1])
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 3
+    assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert events[-1]["usage"]["kv_transfer"]["transport"] == "tcp"
+
+
+async def test_continuous_usage_counts_as_it_goes(served, sse_events):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await stream(served, "/v1/completions", sse_events, prompt="hi", max_tokens=3, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-1] == 3
+
+
+async def test_choices_are_interleaved_by_index(served, sse_events):
+    events = await stream(served, "/v1/chat/completions", sse_events, messages=USER, n=2, max_tokens=4)
+    for index in (0, 1):
+        deltas = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert deltas[0]["delta"]["role"] == "assistant"
+        assert "".join(delta["delta"].get("content", "") for delta in deltas) == "hell"
+        assert deltas[-1]["finish_reason"] == "length"
+
+
+async def test_streamed_logprobs_cover_every_token_once(served, sse_events):
+    events = await stream(served, "/v1/chat/completions", sse_events, messages=USER, max_tokens=4, logprobs=True)
+    shown = [event["choices"][0]["logprobs"] for event in events]
+    tokens = [entry["token"] for logprobs in shown if logprobs for entry in logprobs["content"]]
+    assert tokens == list("hell")
+
+
+async def test_streamed_completion_logprobs_have_running_offsets(served, sse_events):
+    events = await stream(served, "/v1/completions", sse_events, prompt="abc", max_tokens=3, logprobs=1, echo=True)
+    assert events[0]["choices"][0]["text"].startswith("abc")
+    logprobs = [event["choices"][0]["logprobs"] for event in events]
+    assert [token for part in logprobs for token in part["tokens"]] == list("abchel")
+    assert [offset for part in logprobs for offset in part["text_offset"]] == list(range(6))
+
+
+async def test_streamed_token_ids(served, sse_events):
+    events = await stream(served, "/v1/completions", sse_events, prompt=[1, 2], max_tokens=3, return_token_ids=True)
+    assert events[0]["choices"][0]["prompt_token_ids"] == [1, 2]
+    assert all("prompt_token_ids" not in event["choices"][0] for event in events[1:])
+    ids = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert ids == served.tokenizer.encode("hel")
+
+
+async def test_no_event_is_sent_for_half_a_character(start_router, sse_events):
+    under_test = await start_router()
+    await under_test.pair(text="a€")
+    events = await stream(under_test, "/v1/completions", sse_events, prompt="p", max_tokens=50)
+    assert "".join(event["choices"][0]["text"] for event in events) == "a€"
+    assert all("\ufffd" not in event["choices"][0]["text"] for event in events)
+
+
+async def test_a_stop_string_is_never_streamed(served, sse_events):
+    events = await stream(served, "/v1/completions", sse_events, prompt="p", max_tokens=50, stop="o w")
+    assert "".join(event["choices"][0]["text"] for event in events) == "hell"
+    assert events[-1]["choices"][0]["stop_reason"] == "o w"
+
+
+async def test_the_first_token_is_streamed_before_decode_answers(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=1)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert '"text":"h"' in await anext(lines)
+        decode.script.resume.set()
+        rest = [line async for line in lines]
+    assert rest[-2] == "data: [DONE]"
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_failure_in_mid_stream_is_an_event_and_no_clean_end(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=3)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}) as response,
+    ):
+        lines = response.aiter_lines()
+        await read_until(lines, "hel")
+        failure = ErrorInfo(code="digest", message="corrupt block", http_status=502)
+        await decode.send(RequestFailed(request_id=(await decode.generated()).request_id, error=failure))
+        rest = [line async for line in lines if line]
+    assert len(rest) == 1
+    assert '"code":"digest"' in rest[0]
+    assert '"type":"server_error"' in rest[0]
+
+
+async def test_a_killed_decode_worker_ends_its_streams_within_the_heartbeat_timeout(start_router):
+    under_test = await start_router(heartbeat_timeout_s=0.5)
+    _, decode = await under_test.pair(pause_after=3)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}) as response,
+    ):
+        lines = response.aiter_lines()
+        await read_until(lines, "hel")
+        await decode.kill()
+        rest = [line async for line in lines if line]
+    assert '"code":"peer_lost"' in rest[0]
+    assert under_test.metric("kvferry_workers_lost_total", role="decode") == 1
+
+
+# ---- clients that leave ------------------------------------------------------------------------------------------------------
+
+
+async def leave_during(under_test, reached, path: str, **body) -> None:
+    """Start a request, wait until ``reached()`` is true, and drop the connection."""
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post(path, json=body))
+        await reached()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_leaving_before_the_first_token_aborts_prefill(start_router, is_stream):
+    under_test = await start_router()
+    prefill, decode = await under_test.pair(is_silent=True)
+    await leave_during(under_test, prefill.generated, "/v1/completions", prompt="p", stream=is_stream)
+    await prefill.aborts((await prefill.generated()).request_id)
+    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    assert decode.messages(Generate) == decode.messages(Abort) == []
+    await under_test.until(lambda: under_test.metric("kvferry_request_failure_total", code="cancelled") == 1)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_leaving_during_the_hand_over_aborts_decode_and_releases_the_lease(start_router, is_stream):
+    under_test = await start_router()
+    prefill, decode = await under_test.pair(pause_after=1)
+    await leave_during(under_test, decode.generated, "/v1/completions", prompt="p", stream=is_stream)
+    request_id = (await decode.generated()).request_id
+    await decode.aborts(request_id)
+    await prefill.wait_for(lambda message: message == Release(transfer_ids=(f"transfer-{request_id}",)))
+    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+
+
+async def test_leaving_in_mid_stream_aborts_decode(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=3)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/chat/completions", json={"messages": USER, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        await read_until(lines, "hel")
+    await decode.aborts((await decode.generated()).request_id)
+    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+
+
+async def test_leaving_aborts_every_prompt_of_the_request(start_router):
+    under_test = await start_router()
+    prefill, _ = await under_test.pair(is_silent=True)
+
+    async def both_started():
+        await prefill.wait_for(lambda message: len(prefill.messages(Generate)) == 2)
+
+    await leave_during(under_test, both_started, "/v1/completions", prompt=["a", "b"])
+    for message in prefill.messages(Generate):
+        await prefill.aborts(message.request_id)
+
+
+async def test_one_failing_prompt_stops_the_others(start_router):
+    under_test = await start_router()
+    prefill, _ = await under_test.pair(is_silent=True)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))
+        await prefill.wait_for(lambda message: len(prefill.messages(Generate)) == 2)
+        first, second = prefill.messages(Generate)
+        await prefill.send(RequestFailed(request_id=first.request_id, error=ErrorInfo(code="digest", message="bad")))
+        assert (await call).status_code == 500
+    await prefill.aborts(second.request_id)
+
+
+async def test_a_client_that_stays_gets_its_answer_while_others_leave(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=1)
+    async with under_test.client() as client:
+        staying = asyncio.create_task(client.post("/v1/completions", json={"prompt": "stay"}))
+        await decode.generated()
+        async with httpx.AsyncClient(base_url=under_test.url) as other:
+            leaving = asyncio.create_task(other.post("/v1/completions", json={"prompt": "leave"}))
+            await decode.wait_for(lambda message: len(decode.messages(Generate)) == 2)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        await decode.aborts(decode.messages(Generate)[1].request_id)
+        decode.script.resume.set()
+        assert (await staying).json()["choices"][0]["text"] == "hello world"
+
+
+async def test_many_streams_at_once_each_get_their_own_text(start_router, sse_events):
+    under_test = await start_router()
+    await under_test.pair(tokens_per_frame=2)
+    await under_test.pair(tokens_per_frame=3)
+
+    async def one(client, number: int) -> str:
+        body = {"prompt": "p", "stream": True, "max_tokens": 1 + number % 12}
+        events = sse_events((await client.post("/v1/completions", json=body)).text)[:-1]
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    async with httpx.AsyncClient(base_url=under_test.url, limits=httpx.Limits(max_connections=64), timeout=20) as client:
+        texts = await asyncio.gather(*[one(client, number) for number in range(64)])
+    assert texts == ["hello world"[: 1 + number % 12] for number in range(64)]
+    assert under_test.router.service.num_requests == 0
