@@ -312,6 +312,13 @@ class RouterUnderTest:
         self.workers.append(worker)
         return await worker.start()
 
+    async def stranger(self, role: str = "decode", **facts: Any) -> FakeWorker:
+        """Return a connected worker that has not registered."""
+        worker = FakeWorker(self.context, self.router.worker_address, role, self.tokenizer, **facts)
+        self.workers.append(worker)
+        worker.connect()
+        return worker
+
     async def pair(self, **script: Any) -> tuple[FakeWorker, FakeWorker]:
         """Add a prefill and a decode worker with scripts of the same settings."""
         prefill = await self.add("prefill", script=Script(**script))

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from core.clock import SystemClock
+from core.config import RouterSection
+from core.errors import ConfigError, ProtocolError
+from core.wire.messages import ErrorInfo, Generate, PrefillDone, Refused, Registered, Rejected, RequestFailed, Tokens
+from router.machine import Transmit
+from router.metrics import RouterMetrics
+from router.service import RouterService
+
+WRONG = ErrorInfo.of(ProtocolError("?"))
+BODY = {"prompt": "p", "max_tokens": 50}
+
+
+async def complete(under_test):
+    async with under_test.client() as client:
+        return await client.post("/v1/completions", json=BODY)
+
+
+async def refusal(worker, code: str) -> Refused:
+    return await worker.wait_for(lambda message: isinstance(message, Refused) and message.error.code == code)
+
+
+# ---- broken peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"",),
+        (b"\x01",),
+        (b"\x09\x01\x80",),
+        (b"\x01\x63\x80",),
+        (b"\x01\x01\xc1",),
+        (b"\x01\x02\xdd\xff\xff\xff\xff",),
+        (b"two", b"frames"),
+        (b"\x01\x01\x80", b""),
+    ],
+)
+async def test_garbage_of_a_stranger_is_refused_and_the_router_serves_on(served, frames):
+    stranger = await served.stranger()
+    await stranger.send_raw(*frames)
+    await refusal(stranger, "protocol_error")
+    assert served.metric("kvferry_rejected_frames_total") == 1
+    assert (await complete(served)).status_code == 200
+
+
+async def test_garbage_of_a_member_fails_its_requests_at_once_and_it_may_come_back(start_router):
+    under_test = await start_router(has_http=False)
+    prefill, _ = await under_test.pair(is_silent=True)
+    call = asyncio.create_task(complete(under_test))
+    await prefill.generated()
+    await prefill.send_raw(b"garbage")
+    response = await call
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "peer_lost")
+    await refusal(prefill, "protocol_error")
+    await refusal(prefill, "not_registered")  # the answer to its next heartbeat
+    await prefill.send(prefill.registration)
+    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is None)
+
+
+async def test_messages_of_workers_that_never_registered_are_refused(served):
+    stranger = await served.stranger()
+    await stranger.send(PrefillDone(request_id="r", choices=()))
+    await refusal(stranger, "not_registered")
+    await stranger.send([Tokens("r", 0, 0, (1,))])
+    await stranger.send(RequestFailed(request_id="r", error=WRONG))
+    await stranger.send(Rejected(error=WRONG))
+    await served.until(lambda: len(stranger.messages(Refused)) == 4)
+    assert (await complete(served)).status_code == 200
+
+
+@given(st.lists(st.binary(max_size=60), min_size=1, max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_of_a_worker_are_a_bug_of_ours(frames):
+    service = RouterService(RouterSection(), "tiny", "router-1", SystemClock(), RouterMetrics(CollectorRegistry()))
+    service._guard = lambda handle, *args: handle(*args)  # without the net that catches bugs
+    service._on_parts([b"peer", *frames])
+
+
+async def test_a_bug_in_one_step_is_logged_and_the_router_lives_on(served, monkeypatch, caplog):
+    def boom(*args):
+        raise RuntimeError("bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.router.service.machine.cluster, "on_heartbeat", boom)
+        await served.until(lambda: "router_bug" in caplog.text)
+    assert served.router.service.is_alive
+    assert (await complete(served)).status_code == 200
+
+
+# ---- workers that come and go ------------------------------------------------------------------------------------------------
+
+
+async def test_workers_may_come_before_and_after_one_another(start_router):
+    under_test = await start_router(has_http=False)
+    assert (await complete(under_test)).status_code == 503
+    await under_test.add("decode")
+    assert "no prefill worker" in (await complete(under_test)).json()["error"]["message"]
+    await under_test.add("prefill")
+    assert (await complete(under_test)).status_code == 200
+
+
+async def test_a_worker_that_says_goodbye_gets_no_more_requests(start_router):
+    under_test = await start_router(has_http=False)
+    first, second = await under_test.add("aggregated"), await under_test.add("aggregated")
+    await first.leave()
+    await under_test.until(lambda: len(list(under_test.router.service.machine.cluster.workers)) == 1)
+    for _ in range(3):
+        assert (await complete(under_test)).status_code == 200
+    assert first.messages(Generate) == []
+    assert len(second.messages(Generate)) == 3
+    assert under_test.metric("kvferry_workers_lost_total", role="aggregated") == -1.0
+
+
+async def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_registration(start_router):
+    under_test = await start_router(has_http=False, heartbeat_timeout_s=0.4)
+    worker = await under_test.add("aggregated")
+    worker.sends_heartbeats = False
+    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is not None)
+    worker.sends_heartbeats = True
+    await refusal(worker, "not_registered")
+    await worker.send(worker.registration)
+    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is None)
+    assert (await complete(under_test)).status_code == 200
+
+
+async def test_a_restarted_worker_takes_over_and_its_old_requests_fail_at_once(start_router):
+    under_test = await start_router(has_http=False)
+    prefill, decode = await under_test.pair(pause_after=2)
+    call = asyncio.create_task(complete(under_test))
+    await decode.generated()
+    await decode.kill()
+    await under_test.add("decode", engine_id=decode.engine_id)
+    response = await call
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "peer_lost")
+    assert "new process" in response.json()["error"]["message"]
+    prefill.script.pause_after = None
+    assert (await complete(under_test)).status_code == 200
+
+
+async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_told(start_router):
+    under_test = await start_router(has_http=False)
+    first = await under_test.add("aggregated", engine_id="twin")
+    second = await under_test.add("aggregated", engine_id="twin")
+    await refusal(first, "duplicate_engine_id")
+    assert (await complete(under_test)).status_code == 200
+    assert second.messages(Generate)
+
+
+async def test_a_worker_of_another_model_is_refused(start_router):
+    under_test = await start_router(has_http=False)
+    stranger = await under_test.stranger("aggregated", model="huge")
+    await stranger.send(stranger.registration)
+    await refusal(stranger, "model_mismatch")
+    assert (await complete(under_test)).status_code == 503
+
+
+async def test_a_worker_that_reconnects_keeps_its_membership_and_loses_its_requests(start_router):
+    under_test = await start_router(has_http=False)
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    call = asyncio.create_task(complete(under_test))
+    await worker.generated()
+    worker.disconnect()
+    worker.connect()
+    await worker.send(worker.registration)
+    response = await call
+    assert response.json()["error"]["code"] == "peer_lost"
+    worker.script.is_silent = False
+    assert (await complete(under_test)).status_code == 200
+    assert len(list(under_test.router.service.machine.cluster.workers)) == 1
+
+
+async def test_a_vanished_connection_is_noticed_by_the_next_message(start_router):
+    under_test = await start_router(has_http=False)
+    worker = await under_test.add("aggregated")
+    await worker.kill()
+    service = under_test.router.service
+    (member,) = service.machine.cluster.workers
+
+    def is_noticed() -> bool:
+        service._perform([Transmit(member.peer, Registered(router_id="probe"))])
+        return not list(service.machine.cluster.workers)
+
+    await under_test.until(is_noticed)
+    assert "no worker has registered" in (await complete(under_test)).text
+
+
+async def test_spreads_requests_over_workers(start_router):
+    under_test = await start_router(has_http=False)
+    for _ in range(2):
+        await under_test.pair()
+    await asyncio.gather(*[complete(under_test) for _ in range(8)])
+    assert [len(worker.messages(Generate)) for worker in under_test.workers] == [4, 4, 4, 4]
+
+
+# ---- life of the service -----------------------------------------------------------------------------------------------------
+
+
+async def test_stopping_aborts_what_is_in_flight(start_router):
+    under_test = await start_router(has_http=False)
+    prefill, _ = await under_test.pair(is_silent=True)
+    call = asyncio.create_task(complete(under_test))
+    request_id = (await prefill.generated()).request_id
+    await under_test.router.stop()
+    response = await call
+    assert response.status_code == 499
+    await prefill.aborts(request_id)
+
+
+async def test_a_taken_worker_port_is_a_configuration_error(start_router):
+    under_test = await start_router(has_http=False)
+    with pytest.raises(ConfigError, match="Address already in use"):
+        await start_router(has_http=False, worker_address=under_test.router.worker_address)
+
+
+async def test_the_deadline_of_a_request_is_kept(start_router):
+    under_test = await start_router(has_http=False, request_timeout_s=0.3)
+    prefill, _ = await under_test.pair(is_silent=True)
+    response = await complete(under_test)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await prefill.aborts((await prefill.generated()).request_id)
