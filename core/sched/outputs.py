@@ -5,7 +5,7 @@ Called by ``Scheduler.update_from_output`` for each request that the step comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from core.request import FINISH_REASONS, EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.release import finish_requests, free_request, remove_from_running
@@ -75,11 +75,13 @@ def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> lis
     ]
 
 
-def cache_synchronous_loads(state: SchedulerState, failed: Iterable[str]) -> None:
-    """Make the blocks of synchronous loads hits, now that the step has run and the loads are known to be good."""
+def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Mapping[str, ErrorInfo]) -> None:
+    """Make the blocks of synchronous loads hits, now that the step has run and the loads are known to be good.
+
+    Comes before the step's tokens are applied: a request that they end gives up its blocks.
+    """
     loads, state.synchronous_loads = state.synchronous_loads, []
-    bad = set(failed)
     for request in loads:
-        if request.status is RequestStatus.RUNNING and request.request_id not in bad:
-            num_confirmed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
-            state.kv_cache_manager.cache_blocks(request, min(num_confirmed_tokens, request.num_tokens))
+        if request.status is RequestStatus.RUNNING and request.request_id not in failed:
+            num_later = request.num_in_flight_tokens - scheduler_output.num_scheduled_tokens[request.request_id]
+            state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - num_later)

@@ -97,9 +97,9 @@ class Scheduler:
                 state.connector.update_connector_output(kv_output)
             state.keep_transfer_usage(kv_output.transfer_usage)
             failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
-        outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
         if state.synchronous_loads:
-            cache_synchronous_loads(state, failed)
+            cache_synchronous_loads(state, scheduler_output, failed)
+        outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
         if failed:
             outputs += fail_requests(state, failed)
         if kv_output is not None:

@@ -199,6 +199,18 @@ def test_synchronously_loaded_blocks_are_hits_only_after_the_step(make_world, re
     assert world.tokens["a"] == world.tokens["b"] == world.tokens["c"] == world.expected(prompt, 9)
 
 
+def test_synchronously_loaded_blocks_become_hits(make_world, remote):
+    world = make_world(with_connector=True)
+    prompt = world.prompt(40)
+    world.script.remote["a"] = remote(32, is_async=False)
+    world.add("a", prompt, max_tokens=1)
+    world.step()
+    world.add("b", prompt, max_tokens=1)
+    assert world.schedule().num_scheduled_tokens == {"b": 8}
+    world.finish_step()
+    assert world.tokens["b"] == world.expected(prompt, 1)
+
+
 # ---- asynchronous loads
 
 

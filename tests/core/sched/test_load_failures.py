@@ -199,6 +199,8 @@ def test_every_request_that_shares_an_invalid_block_fails(world):
     world.step()
     assert world.ends == {"a": "error", "b": "error"}
     assert world.running_ids == ["c"]
+    world.add("d", prompt)
+    assert world.schedule().num_scheduled_tokens["d"] == 40
 
 
 def test_invalid_block_of_a_request_that_waits_loaded_fails_it(make_world, remote):

@@ -142,3 +142,16 @@ def test_push_work_of_the_connector_keeps_the_engine_stepping(world):
     world.scheduler.connector.has_pending_push_work = lambda: True
     assert world.scheduler.has_requests()
     assert not world.scheduler.has_unfinished_requests()
+
+
+def test_request_that_ended_between_schedule_and_output_says_nothing_although_its_blocks_are_kept(world):
+    request = world.add("a")
+    world.schedule()
+    world.scheduler.connector.request_finished = lambda request, block_ids: (True, None)
+    world.abort("a")
+    assert world.finish_step() == []
+    assert request.num_output_tokens == 0
+    assert request.status is RequestStatus.FINISHED_ABORTED
+    world.complete_send("a")
+    world.step()
+    world.assert_clean()

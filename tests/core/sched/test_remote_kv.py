@@ -223,6 +223,19 @@ def test_abort_behind_the_report_frees_at_once(world, load):
     world.assert_clean()
 
 
+def test_reused_id_waits_for_its_own_load(world, load):
+    load("a", 40, 32)
+    world.complete_load("a")
+    world.step()
+    world.abort("a")
+    request = load("a", 40, 32)
+    world.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    world.complete_load("a")
+    world.run()
+    assert world.tokens["a"] == world.expected(prompt_of(request), 4)
+
+
 def test_abort_of_a_loaded_request_that_waits_for_a_slot(make_world, remote):
     world = make_world(with_connector=True, max_num_seqs=2, num_blocks=6)
     world.script.remote["a"] = remote(16)

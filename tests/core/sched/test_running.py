@@ -1,6 +1,6 @@
 """Tokens for running requests, and preemption where blocks run out."""
 
-from core.request import RequestStatus
+from core.request import NewRequest, Request, RequestStatus
 
 
 def scheduled_ids(world) -> list[str]:
@@ -50,13 +50,16 @@ def test_preempted_requests_wait_in_front_in_their_old_order(make_world):
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts(make_world):
-    world = make_world(num_blocks=4)
-    fill(world, "a", "b", "c")
-    world.add("d", 3)
+    world = make_world(num_blocks=5, policy="priority")
+    world.add("a", 16, priority=1, max_tokens=9)
+    world.add("large", 48, priority=9, max_tokens=9)
+    world.step()
+    world.add("small", 3, priority=0)  # "a" takes the place of "large", and leaves room for it
     world.schedule()
-    assert world.last.preempted_req_ids
-    assert "d" in world.waiting_ids
+    assert world.last.preempted_req_ids == {"large"}
     assert not world.last.scheduled_new_reqs
+    world.finish_step()
+    assert [new.request_id for new in world.schedule().scheduled_new_reqs] == ["small"]
 
 
 def test_request_that_is_the_last_victim_itself_ends_the_pass(make_world):
@@ -132,7 +135,10 @@ def test_blocks_hashed_ahead_for_a_refunded_victim_are_no_hits(make_world):
     assert meek.num_computed_tokens == 31
     world.schedule()
     assert meek.status is RequestStatus.PREEMPTED
-    _, num_hits = world.manager.get_computed_blocks(meek)
+    longer = Request(
+        NewRequest(request_id="x", prompt_token_ids=[*meek.all_token_ids, 1], sampling=meek.sampling), world.hasher
+    )
+    _, num_hits = world.manager.get_computed_blocks(longer)
     assert num_hits == 16
     world.finish_step()
     world.run()
@@ -143,13 +149,24 @@ def test_blocks_hashed_ahead_for_a_refunded_victim_are_no_hits(make_world):
 
 def test_requests_behind_a_removed_victim_are_not_skipped(make_world):
     world = make_world(num_blocks=5, policy="priority")
-    world.add("meek", 30, priority=9, max_tokens=20)  # two blocks
+    world.add("meek", 30, priority=9, max_tokens=17)  # two blocks
+    world.step()
     world.add("u1", 16, priority=1, max_tokens=20)
     world.add("u2", 16, priority=1, max_tokens=20)
     world.step()
+    assert world.running_ids == ["meek", "u1", "u2"]
     assert world.num_used_blocks == 4
-    output = world.schedule()
-    assert output.num_scheduled_tokens == {"u1": 1, "u2": 1}
+    assert world.schedule().num_scheduled_tokens == {"u1": 1, "u2": 1}
+
+
+def test_preempted_prefill_reserves_nothing(make_world):
+    world = make_world(num_blocks=5, max_num_batched_tokens=16)
+    world.add("a", 15, max_tokens=6)
+    world.step()
+    b = world.add("b", 40, max_tokens=1)
+    while not b.num_preemptions:
+        world.step()
+    assert world.scheduler._state.inflight_prefills == {}
 
 
 def test_nobody_is_preempted_or_admitted_while_the_connector_gives_blocks_back(make_world):

@@ -48,8 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- what may happen
 
     @rule(
-        length=st.integers(1, 24),
-        family=st.integers(0, 2),
+        length=st.integers(1, 26),
+        family=st.integers(0, 1),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 2),
         continued=st.integers(0, 3),
@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, *, length, family, max_tokens, priority, continued, remote, remote_tokens, is_kept):
         world = self.world
         request_id = f"r{len(self.prompts)}"
-        prompt = world.prompt(length, seed=family)
+        prompt = self.family_prompt(family, length)
         output = world.expected(prompt, min(continued, max_tokens - 1))
         if len(prompt) + len(output) >= world.scheduler.max_model_len:
             return
@@ -80,6 +80,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             output_token_ids=output,
             arrival_time=float(len(self.prompts)),
         )
+
+    def family_prompt(self, family: int, length: int) -> list[int]:
+        """Return the first tokens of one long text, so that prompts of a family, and their outputs, share prefixes."""
+        start = self.world.prompt(3, seed=family)
+        return [*start, *self.world.expected(start, 24)][:length]
 
     @rule()
     def step(self):
@@ -186,6 +191,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrivals = [request.arrival_time for request in scheduler.waiting if not request.num_preemptions]
         if self.world.config.policy == "fcfs":
             assert arrivals == sorted(arrivals)
+
+    @invariant()
+    def unfinished_prefills_are_known(self):
+        state = self.world.scheduler._state
+        holders = {request.request_id: request for request in (*state.running, *state.kv_holding_waiting)}
+        assert set(state.inflight_prefills) <= set(holders)
+        lacking = {name for name, request in holders.items() if request.num_tokens - request.num_computed_tokens > 1}
+        assert lacking <= set(state.inflight_prefills)
 
     @invariant()
     def tokens_are_those_of_the_oracle(self):
