@@ -1,6 +1,6 @@
 """How long ``kvferry serve`` takes until it serves, and what its processes cost while nobody asks for anything.
 
-    python benchmarks/cluster.py [--transports shm tcp nixl] [--repeats 3] [--idle-s 10] [--json FILE] [--quick]
+    python benchmarks/cluster.py [--transports shm tcp nixl] [--repeats 3] [--idle-s 10] [--json FILE] [--markdown] [--quick]
 
 Start: seconds from the start of the process until it says where it serves, which it does once the router and every worker are
 ready; the router's ``/ready`` is asked then. The model is in the cache (fetched before, if need be) and its file in memory.
@@ -67,7 +67,7 @@ def serve(model: str, transport: str) -> Iterator[Served]:
     command = [sys.executable, "-m", "kvferry", "serve", "--port", "0", "--model", model, "--transport", transport]
     command += ["--log-level", "ERROR", "--set", "worker.cpu_threads=1"]
     begin = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             base_url = wait_until_serving(process.stdout)
             start_s = time.perf_counter() - begin
@@ -88,7 +88,7 @@ def wait_until_serving(stdout: IO[str] | None) -> str:
         words = line.split()
         if words[:1] == ["serving"]:
             return next(word for word in words if word.startswith("http")).removesuffix("/v1")
-    raise RuntimeError("kvferry serve ended before it served; run it by hand to see why")
+    raise RuntimeError("kvferry serve ended before it served")
 
 
 def hand_over_once(base_url: str, model: str, transport: str) -> None:

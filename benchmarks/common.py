@@ -1,7 +1,7 @@
 """What the benchmarks of processes share: arguments, facts about the machine, medians, and how a result is shown and kept.
 
-Knows nothing of what is measured. A script prints its result as Markdown, whose columns are aligned, so that it reads well in a
-terminal and can be pasted into ``docs/benchmarks.md``; ``--json`` writes the raw figures.
+Knows nothing of what is measured. A script prints its tables as text, or as Markdown for ``docs/benchmarks.md``; ``--json``
+writes every single measurement.
 """
 
 from __future__ import annotations
@@ -48,18 +48,26 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    def text(self) -> str:
+        return "\n".join("  ".join(cells).rstrip() for cells in self._aligned([self.columns, *self.rows]))
+
     def markdown(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        widths = self._widths()
         rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-        return "\n".join(_line(row, widths) for row in (self.columns, rule, *self.rows))
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in self._aligned([self.columns, rule, *self.rows]))
 
+    def _widths(self) -> list[int]:
+        return [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.ljust(width) if not index else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return f"| {' | '.join([first, *others])} |"
+    def _aligned(self, rows: Sequence[Sequence[str]]) -> list[list[str]]:
+        widths = self._widths()
+        return [
+            [
+                cell.rjust(width) if number else cell.ljust(width)
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            for row in rows
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +115,14 @@ def make_parser(doc: str, repeats: int) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=repeats, help="measurements of each figure (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a smoke run: little of everything, figures without meaning")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     return parser
 
 
 def publish(outcome: Outcome, machine: Machine, arguments: argparse.Namespace) -> None:
     """Print the tables and notes, and write the figures if asked to."""
     for table in outcome.tables:
-        print(table.markdown(), end="\n\n")
+        print(table.markdown() if arguments.markdown else table.text(), end="\n\n")
     for note in (*outcome.notes, str(machine)):
         print(f"- {note}")
     if arguments.quick:

@@ -1,6 +1,6 @@
 """What the hand-over of a prompt's KV cache costs, through a real prefill and a real decode worker, per transport.
 
-    python benchmarks/handover.py [--transports shm tcp nixl] [--repeats 7] [--json FILE] [--quick]
+    python benchmarks/handover.py [--transports shm tcp nixl] [--repeats 7] [--json FILE] [--markdown] [--quick]
 
 A long prompt (2,048 tokens) goes through a cluster of one prefill and one decode worker, one after another, each with new
 tokens, so that nothing is cached. Time and bytes of the transfer and the time of the prefill are the workers' own

@@ -1,6 +1,6 @@
 """What the way through router and HTTP costs beside the engine alone, on the same workloads, interleaved in one run.
 
-    python benchmarks/through_router.py [--repeats 5] [--json FILE] [--quick]
+    python benchmarks/through_router.py [--repeats 5] [--json FILE] [--markdown] [--quick]
 
 Three sides, all with one torch thread per worker and the same settings:
 

@@ -1,0 +1,118 @@
+"""All benchmarks, one after another: prints their tables, and keeps output and figures in a folder.
+
+    python benchmarks/run_all.py [--quick] [--only NAME ...] [--output bench-results] [--docs docs/benchmarks.md]
+
+``OUTPUT/NAME.json`` holds the figures of a benchmark (its printed lines where it writes no file of its own), ``OUTPUT/NAME.md``
+what it printed. ``--docs`` puts the latter into a document, between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``. One
+benchmark that fails does not stop the others; the exit code is 1 then. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A script, its arguments, and which of the common ones it takes. ``quick`` are the arguments of a smoke run."""
+
+    name: str
+    quick: tuple[str, ...] = ("--quick",)
+    writes_json: bool = True  # --json FILE
+    writes_markdown: bool = True  # --markdown
+
+
+BENCHMARKS = (
+    Benchmark("scheduler", ("--requests", "8", "--prompt-tokens", "32", "--steps", "20"), False, False),
+    Benchmark("attention"),
+    Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
+    Benchmark("engine", ("--repeats", "1"), True, False),
+    Benchmark("handover"),
+    Benchmark("through_router"),
+    Benchmark("cluster"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What became of a benchmark."""
+
+    benchmark: Benchmark
+    exit_code: int
+    output: str
+    seconds: float
+
+
+def run(benchmark: Benchmark, folder: Path, is_quick: bool) -> Run:
+    """Run a script, show what it prints as it comes, and keep it."""
+    arguments = list(benchmark.quick) if is_quick else []
+    json_file = folder / f"{benchmark.name}.json"
+    if benchmark.writes_json:
+        arguments += ["--json", str(json_file)]
+    if benchmark.writes_markdown:
+        arguments.append("--markdown")
+    command = [sys.executable, str(FOLDER / f"{benchmark.name}.py"), *arguments]
+    print(f"== {shlex.join(['python', f'benchmarks/{benchmark.name}.py', *arguments])}", flush=True)
+    begin, lines = time.perf_counter(), []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+    print(flush=True)
+    result = Run(benchmark, process.returncode, "".join(lines), time.perf_counter() - begin)
+    if result.exit_code == 0:
+        (folder / f"{benchmark.name}.md").write_text(as_markdown(result))
+        if not benchmark.writes_json:
+            json_file.write_text(json.dumps({"arguments": arguments, "output": result.output.splitlines()}, indent=1) + "\n")
+    return result
+
+
+def as_markdown(result: Run) -> str:
+    return result.output if result.benchmark.writes_markdown else f"```\n{result.output}```\n"
+
+
+def put_into(document: Path, results: list[Run]) -> None:
+    """Replace what stands between the marks of each benchmark that ran well; one without marks is left out."""
+    text = document.read_text()
+    for result in results:
+        if result.exit_code == 0:
+            name = re.escape(result.benchmark.name)
+            between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+            output = as_markdown(result)
+            text = between.sub(lambda found, output=output: f"{found[1]}\n{output}\n{found[2]}", text)  # type: ignore[misc]
+    document.write_text(text)
+
+
+def main() -> int:
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smoke runs: figures without meaning")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--output", type=Path, default=Path("bench-results"), help="folder (default: %(default)s)")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="document to put the tables into")
+    arguments = parser.parse_args()
+    if arguments.quick and arguments.docs is not None:
+        parser.error("--docs wants figures that mean something, without --quick")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.only]
+    results = [run(benchmark, arguments.output, arguments.quick) for benchmark in chosen]
+    if arguments.docs is not None:
+        put_into(arguments.docs, results)
+    for result in results:
+        verdict = "done" if result.exit_code == 0 else f"FAILED with exit code {result.exit_code}"
+        print(f"{result.benchmark.name:16s} {verdict} after {result.seconds:.0f} s")
+    return int(any(result.exit_code for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The benchmark scripts: as modules for their pure parts, and as processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def load_benchmark(tmp_path_factory) -> Callable[[str], ModuleType]:
+    """Return a benchmark's module, under a name that is nobody else's."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"kvferry_benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def run_benchmark(no_child_left) -> Callable[..., str]:
+    """Run a script to its end and return what it printed."""
+
+    def run(name: str, *arguments: str) -> str:
+        command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    return run

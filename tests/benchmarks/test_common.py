@@ -1,0 +1,50 @@
+"""The parts of the benchmarks that compute and format."""
+
+import argparse
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def common(load_benchmark):
+    return load_benchmark("common")
+
+
+def test_spread_is_median_and_extremes(common):
+    spread = common.Spread.of([5.0, 1.0, 2.0])
+    assert (spread.median, spread.low, spread.high) == (2.0, 1.0, 5.0)
+    assert spread.show() == "2.0 (1.0..5.0)"
+    assert spread.show(0, 100) == "200 (100..500)"
+
+
+def test_ratios_are_taken_within_a_repeat(common):
+    # A machine that slows down tenfold between repeats changes no ratio.
+    spread = common.Spread.of_ratios([1.1, 11.0, 0.11], [1.0, 10.0, 0.1])
+    assert (spread.low, spread.high) == (pytest.approx(1.1), pytest.approx(1.1))
+
+
+def test_table_is_aligned_as_text_and_as_markdown(common):
+    table = common.Table(("case", "ms"), [("one", "5.0"), ("another", "12.0")])
+    assert table.text().splitlines() == ["case       ms", "one       5.0", "another  12.0"]
+    assert table.markdown().splitlines() == [
+        "| case    |   ms |",
+        "| ------- | ---: |",
+        "| one     |  5.0 |",
+        "| another | 12.0 |",
+    ]
+
+
+def test_publish_prints_tables_and_writes_figures(common, tmp_path, capsys):
+    path = tmp_path / "new" / "figures.json"
+    arguments = argparse.Namespace(markdown=False, quick=True, json=path)
+    outcome = common.Outcome([common.Table(("a", "b"), [("x", "1")])], ["a note"], {"seconds": {"x": [1.0]}})
+    common.publish(outcome, common.Machine.now(), arguments)
+    printed = capsys.readouterr().out
+    assert "x  1\n" in printed
+    assert "- a note\n" in printed
+    assert "mean nothing" in printed
+    figures = json.loads(path.read_text())
+    assert figures["seconds"] == {"x": [1.0]}
+    assert figures["machine"]["cores"] >= 1
+    assert figures["arguments"]["quick"] == "True"

@@ -1,0 +1,61 @@
+"""Running benchmarks one after another, and putting what they print into a document."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run_all(load_benchmark):
+    return load_benchmark("run_all")
+
+
+def make_run(run_all, name, output, exit_code=0):
+    (benchmark,) = [each for each in run_all.BENCHMARKS if each.name == name]
+    return run_all.Run(benchmark, exit_code, output, 1.0)
+
+
+def test_tables_replace_what_stands_between_their_marks(run_all, tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text("# A\n<!-- cluster -->\nold\n<!-- /cluster -->\n# B\n<!-- scheduler -->\n<!-- /scheduler -->\nend\n")
+    runs = [make_run(run_all, "cluster", "| new |\n"), make_run(run_all, "scheduler", r"both \1 us" + "\n")]
+    run_all.put_into(document, runs)
+    assert document.read_text() == (
+        "# A\n<!-- cluster -->\n\n| new |\n\n<!-- /cluster -->\n# B\n<!-- scheduler -->\n\n```\nboth \\1 us\n```\n\n"
+        "<!-- /scheduler -->\nend\n"
+    )
+    before = document.read_text()
+    run_all.put_into(document, runs)
+    assert document.read_text() == before
+
+
+def test_a_failed_benchmark_leaves_the_document_alone(run_all, tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text("<!-- cluster -->\nold\n<!-- /cluster -->\n")
+    run_all.put_into(document, [make_run(run_all, "cluster", "half a table", exit_code=1)])
+    assert document.read_text() == "<!-- cluster -->\nold\n<!-- /cluster -->\n"
+
+
+def test_a_benchmark_that_fails_stops_no_other_and_is_reported(run_all, tmp_path, monkeypatch, capsys):
+    for name, code in (("bad", "import sys; print('half'); sys.exit(3)"), ("good", "print('whole')")):
+        (tmp_path / f"{name}.py").write_text(code)
+    plain = {"quick": (), "writes_json": False, "writes_markdown": False}
+    monkeypatch.setattr(run_all, "BENCHMARKS", (run_all.Benchmark("bad", **plain), run_all.Benchmark("good", **plain)))
+    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--output", str(tmp_path / "results")])
+    assert run_all.main() == 1
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["good.json", "good.md"]
+    assert json.loads((tmp_path / "results" / "good.json").read_text())["output"] == ["whole"]
+    assert "bad              FAILED with exit code 3" in capsys.readouterr().out
+
+
+def test_figures_of_a_smoke_run_do_not_get_into_a_document(run_all, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--quick", "--docs", str(tmp_path / "page.md")])
+    with pytest.raises(SystemExit):
+        run_all.main()
+
+
+@pytest.mark.slow
+def test_every_benchmark_is_known_to_run_all(run_all):
+    scripts = {path.stem for path in run_all.FOLDER.glob("*.py")} - {"common", "run_all"}
+    assert scripts == {benchmark.name for benchmark in run_all.BENCHMARKS}

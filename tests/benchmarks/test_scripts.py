@@ -1,0 +1,49 @@
+"""Every benchmark explains itself and runs to its end on the real thing. What it measures is not looked at."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py") if path.stem != "common")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_tells_what_is_measured(run_benchmark, name):
+    printed = run_benchmark(name, "--help")
+    assert f"{name}.py" in printed
+    assert len(printed.splitlines()) > 10
+
+
+@pytest.mark.e2e
+def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_path):
+    printed = run_benchmark("through_router", "--quick", "--json", str(tmp_path / "f.json"))
+    seconds = json.loads((tmp_path / "f.json").read_text())["seconds"]
+    assert len(seconds) == 3
+    for case, sides in seconds.items():
+        assert case in printed
+        assert {name: len(values) for name, values in sides.items()} == {"engine": 1, "router": 1, "1P1D": 1}
+        assert all(value > 0 for values in sides.values() for value in values)
+
+
+@pytest.mark.e2e
+def test_handover_measures_transfer_copy_and_second_token(run_benchmark, tmp_path):
+    printed = run_benchmark("handover", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
+    (found,) = json.loads((tmp_path / "f.json").read_text())["transports"].values()
+    assert "rate / plain copy" in printed
+    for transfer in [found["first"], *found["others"]]:
+        assert transfer["transport"] == "tcp"
+        assert transfer["num_bytes"] >= 256 * 46080  # 30 layers x (K, V) x 3 heads x 64 x 4 bytes for each token
+        assert transfer["transfer_ms"] > 0
+        assert transfer["copy_ms"] > 0
+    assert len(found["gaps_ms"]) == len(found["aggregated_gaps_ms"]) == 1
+
+
+@pytest.mark.e2e
+def test_cluster_measures_start_and_idle_processes(run_benchmark, tmp_path):
+    run_benchmark("cluster", "--quick", "--transports", "shm", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["start_s"]["shm"][0] > 0
+    assert [each["role"] for each in figures["idle"]["shm"]] == ["router", "prefill", "decode"]
