@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from litestar.types import ASGIApp, Receive
 
-from core.clock import Clock
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.model.tokenizer import Tokenizer
@@ -64,14 +63,13 @@ class Caller:
 class Endpoints:
     """The endpoints of one model."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a router meet here
+    def __init__(
         self,
         *,
         model: str,
         tokenizer: Tokenizer,
         service: RouterService,
         metrics: RouterMetrics,
-        clock: Clock,
         ids: IdSource,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,7 +80,6 @@ class Endpoints:
         self._tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
         self._texts = TokenTexts(tokenizer)
-        self._clock = clock
         self._ids = ids
         self._wall_clock = wall_clock
         self.created = int(wall_clock())
@@ -212,7 +209,7 @@ class Endpoints:
                 "owned_by": "kvferry",
                 "root": self.model,
                 "parent": None,
-                "max_model_len": self.service.machine.max_model_len,
+                "max_model_len": self.service.machine.max_model_len or None,  # unknown without a worker
                 "permission": [],
             }
         ]

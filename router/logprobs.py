@@ -69,14 +69,15 @@ class TokenTexts:
 
     def _render(self, token_id: int) -> tuple[str, bytes]:
         known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._spell(token_id)
-        return known
-
-    def _spell(self, token_id: int) -> tuple[str, bytes]:
+        if known is not None:
+            return known
         spelled = self._tokenizer.token(token_id)
         if spelled is None:
             return "", b""
+        known = self._known[token_id] = self._spell(token_id, spelled)
+        return known
+
+    def _spell(self, token_id: int, spelled: str) -> tuple[str, bytes]:
         if _SENTENCEPIECE_SPACE in spelled:
             text = spelled.replace(_SENTENCEPIECE_SPACE, " ")  # decoding a single token would drop a leading space
             return text, text.encode()

@@ -142,7 +142,7 @@ def sampling_params(
         min_tokens=request.min_tokens or 0,
         temperature=_default(request.temperature, 1.0),
         top_p=_default(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),
+        top_k=min(max(0, request.top_k or 0), limits.vocab_size),
         min_p=_default(request.min_p, 0.0),
         seed=seed if request.seed is None else request.seed % 2**63,
         repetition_penalty=_default(request.repetition_penalty, 1.0),

@@ -27,6 +27,7 @@ from router.params import ModelLimits, check_token_ids
 
 INLINE_CHARACTERS = 8192  # at about a megabyte per second, some ten milliseconds
 MAX_PROMPTS = 1024
+_RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class PromptReader:
         is_continued = bool(request.continue_final_message)
         add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
         arguments = request.chat_template_kwargs or {}
-        reserved = sorted({"messages", "add_generation_prompt", "continue_final_message"} & arguments.keys())
+        reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
         return self._tokenizer.apply_chat_template(

@@ -53,9 +53,7 @@ class Router:
         metrics = RouterMetrics(registry or CollectorRegistry())
         self._config = config
         self.service = RouterService(config, model, new_hex_id(ids, "router-"), clock, metrics)
-        self.endpoints = Endpoints(
-            model=model, tokenizer=tokenizer, service=self.service, metrics=metrics, clock=clock, ids=ids
-        )
+        self.endpoints = Endpoints(model=model, tokenizer=tokenizer, service=self.service, metrics=metrics, ids=ids)
         self.app = create_app(
             self.endpoints, version=kvferry_version(), api_key=config.api_key, max_body_bytes=config.max_body_bytes
         )

@@ -297,7 +297,7 @@ class RouterService:
                 ttft_ms=-1.0 if flow.first_token_at is None else (flow.first_token_at - flow.arrival) * 1e3,
                 total_ms=seconds * 1e3,
                 prefill=flow.prefill.engine_id if flow.prefill else "-",
-                decode=flow.decode.engine_id if flow.decode else "-",
+                decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
                 **({"message": flow.error.message} if flow.error else {}),
             )
         )
@@ -309,6 +309,9 @@ class RouterService:
 
     def _on_left(self, left: Left) -> None:
         worker = left.worker
+        if left.is_back:
+            logger.warning(event("worker_reconnected", role=worker.role, engine_id=worker.key.engine_id))
+            return
         if not left.is_orderly:
             self._metrics.count_lost(worker.role)
         write = logger.info if left.is_orderly else logger.warning

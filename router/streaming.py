@@ -7,7 +7,6 @@ byte to the last. Knows nothing of the shapes (``router.responses``). ``router.e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import msgspec
 from litestar.response.base import ASGIResponse
@@ -18,7 +17,6 @@ from core.wire.messages import ErrorInfo
 from router import sse
 from router.http_errors import RequestFailure, error_body
 from router.metrics import RouterMetrics
-from router.news import Update
 from router.output import Delta, RequestOutput
 from router.params import OutputOptions
 from router.responses import ChatShaper, CompletionShaper
@@ -37,6 +35,7 @@ class Answer:
         self._generation = generation
         self._output = output
         self._shaper = shaper
+        self._failure: ErrorInfo | None = None
         self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
 
     async def whole(self) -> ASGIResponse:
@@ -46,7 +45,7 @@ class Answer:
             RequestFailure: the request failed, or the client left.
         """
         while not self._output.is_finished:
-            self._shaper.gather(self._apply(await self._generation.updates()))
+            self._shaper.gather(await self._deltas())
         return ASGIResponse(body=_encoder.encode(self._shaper.whole()), media_type="application/json")
 
     async def first(self) -> bytes:
@@ -57,7 +56,7 @@ class Answer:
         """
         events = b""
         while not events:
-            events = self._events(await self._generation.updates())
+            events = await self.next()
         return events
 
     async def next(self) -> bytes:
@@ -66,7 +65,7 @@ class Answer:
         Raises:
             RequestFailure: the request failed, or the client left.
         """
-        return self._events(await self._generation.updates())
+        return b"".join([sse.event(chunk) for chunk in self._shaper.chunks(await self._deltas())])
 
     def last(self, options: OutputOptions) -> bytes:
         """Return the events that end a stream."""
@@ -83,15 +82,15 @@ class Answer:
         self._watch.cancel()
         self._generation.abort("the answer was given up")
 
-    def _events(self, news: Sequence[tuple[int, Update]]) -> bytes:
-        return b"".join([sse.event(chunk) for chunk in self._shaper.chunks(self._apply(news))])
-
-    def _apply(self, news: Sequence[tuple[int, Update]]) -> list[Delta]:
-        deltas, stopped, error = self._output.apply(news)
+    async def _deltas(self) -> list[Delta]:
+        """Wait for news; what came before a failure is given out before the failure is raised."""
+        if self._failure is not None:
+            raise RequestFailure(self._failure)
+        deltas, stopped, self._failure = self._output.apply(await self._generation.updates())
         for index in stopped:
             self._generation.finish_choice(*self._output.locate(index))
-        if error is not None:
-            raise RequestFailure(error)
+        if self._failure is not None and not deltas:
+            raise RequestFailure(self._failure)
         return deltas
 
 

@@ -3,8 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import ContextTooLong, InvalidRequest
+from core.wire import codec
+from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams
 from router.openai import NEUTRAL, ChatCompletionRequest, CompletionRequest
 from router.params import ModelLimits, check_ranges, check_supported, output_options, parse_body, sampling_params
@@ -224,6 +228,32 @@ def test_token_ids_and_contradictions_are_checked(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         sampling(completion(**fields))
     assert refused.value.param == param
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e9, 1e9) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("019x", max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+plausible = st.integers(-2, 300) | st.floats(-2, 3) | st.lists(st.integers(-1, 300), max_size=3) | st.booleans() | values
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_body_is_refused_or_becomes_a_message_that_workers_can_read(kind, data):
+    fields = data.draw(st.dictionaries(st.sampled_from(kind.__struct_fields__), plausible, max_size=6))
+    required = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+    try:
+        request = parse_body(json.dumps({**required, **fields}).encode(), kind)
+        check_supported(request)
+        check_ranges(request)
+        output_options(request)
+        params = sampling_params(request, 10, 5, LIMITS)
+    except InvalidRequest:
+        return
+    message = Generate(request_id="r", prompt_token_ids=(1,), sampling=params, n=request.n or 1, priority=request.priority or 0)
+    assert codec.decode_router_frame(codec.encode_router_message(message)) == message
 
 
 # ---- defaults and conversion -------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ async def test_an_empty_conversation_is_refused(reader):
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
 async def test_template_arguments_cannot_replace_the_request_s_own(reader, name):
     with pytest.raises(InvalidRequest) as refused:
         reader.render(said(USER, chat_template_kwargs={name: []}))

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from core.wire.messages import Abort, ErrorInfo, Generate, Release, RequestFailed
+from core.wire.messages import Abort, ErrorInfo, Generate, Release, RequestFailed, Tokens
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -152,6 +152,23 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_clean_end(start_router
     assert len(rest) == 1
     assert '"code":"digest"' in rest[0]
     assert '"type":"server_error"' in rest[0]
+
+
+async def test_tokens_that_come_with_a_failure_are_shown_before_it(start_router, sse_events):
+    under_test = await start_router()
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}))
+        request_id = (await worker.generated()).request_id
+        lost = Tokens(request_id, 0, 5, (72,))  # a gap: tokens 1 to 4 never came
+        generation = under_test.router.service._listeners[request_id].generation
+        (member,) = under_test.router.service.machine.cluster.workers
+        for item in (Tokens(request_id, 0, 0, (71,)), lost):  # both before the handler gets its turn
+            under_test.router.service._perform(under_test.router.service.machine.on_message(member.peer, [item], 0.0))
+        assert len(generation._news) == 2
+        events = sse_events((await call).text)
+    assert [("choices" in event, "error" in event) for event in events] == [(True, False), (False, True)]
 
 
 async def test_a_killed_decode_worker_ends_its_streams_within_the_heartbeat_timeout(start_router):
