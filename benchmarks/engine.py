@@ -156,17 +156,16 @@ def behind_first(times: list[float], num_tokens: int) -> float:
 class Suite:
     """All cases over one pair of models."""
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, step_tokens: int, seed: int) -> None:
         settings = {
             "model.name": model,
             "model.device": "cpu",
-            "cache.memory_bytes": 700 << 20,
+            "cache.memory_bytes": 400 << 20,
             "scheduler.max_num_seqs": STREAMS,
+            "scheduler.max_num_batched_tokens": step_tokens,
         }
         built = build_engine(load_config(overrides=settings), SystemClock())
-        whole = settings | {"scheduler.max_num_batched_tokens": PREFILL_TOKENS, "cache.memory_bytes": 200 << 20}
         self.ours = Ours(built)
-        self.ours_one_step = Ours(build_engine(load_config(overrides=whole), SystemClock()))
         self.theirs = Theirs(built.files.path)
         self.arch = built.arch
         self.random = np.random.default_rng(seed)
