@@ -175,6 +175,14 @@ def test_cost_of_a_load_goes_out_with_the_first_output_behind_it(world, load):
     assert second.transfer_usage is None
 
 
+def test_cost_of_a_load_is_forgotten_with_its_request(world, load):
+    load("a", 40, 32)
+    world.complete_load("a", USAGE)
+    world.step()
+    world.abort("a")
+    assert world.scheduler._state.transfer_usage == {}
+
+
 def test_cost_of_a_load_nobody_waits_for_is_forgotten(world, load):
     load("a", 40, 32)
     world.abort("a")

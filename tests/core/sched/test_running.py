@@ -1,6 +1,6 @@
 """Tokens for running requests, and preemption where blocks run out."""
 
-from core.request import NewRequest, Request, RequestStatus
+from core.request import RequestStatus
 
 
 def scheduled_ids(world) -> list[str]:
@@ -127,24 +127,19 @@ def test_victim_that_was_scheduled_already_is_refunded(make_world):
 
 
 def test_blocks_hashed_ahead_for_a_refunded_victim_are_no_hits(make_world):
-    world = make_world(num_blocks=4, policy="priority")
-    meek = world.add("meek", 30, priority=9, max_tokens=17)
+    world = make_world(num_blocks=9, policy="priority", max_num_batched_tokens=48, long_prefill_token_threshold=32)
+    meek = world.add("meek", 112, priority=9, max_tokens=2)
     world.step()
-    urgent = world.add("urgent", 16, priority=1, max_tokens=3)
-    world.step()  # "meek" has 32 known tokens now; scheduling the next one completes, and hashes, its second block
-    assert meek.num_computed_tokens == 31
-    world.schedule()
-    assert meek.status is RequestStatus.PREEMPTED
-    longer = Request(
-        NewRequest(request_id="x", prompt_token_ids=[*meek.all_token_ids, 1], sampling=meek.sampling), world.hasher
-    )
-    _, num_hits = world.manager.get_computed_blocks(longer)
-    assert num_hits == 16
+    world.add("urgent", 16, priority=1, max_tokens=3)
+    world.step()
+    assert (meek.num_computed_tokens, world.running_ids) == (80, ["meek", "urgent"])
+    world.schedule()  # 32 tokens for "meek", two blocks completed; then "urgent" needs a block
+    assert world.last.preempted_req_ids == {"meek"}
+    _, num_hits = world.manager.get_computed_blocks(meek)
+    assert num_hits == 80
     world.finish_step()
     world.run()
-    assert world.tokens["meek"] == world.expected(meek.all_token_ids[:30].tolist(), 17)
-    assert world.ends == {"meek": "length", "urgent": "length"}
-    assert urgent.num_preemptions == 0
+    assert world.tokens["meek"] == world.expected(meek.all_token_ids[:112].tolist(), 2)
 
 
 def test_requests_behind_a_removed_victim_are_not_skipped(make_world):
