@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -230,7 +231,8 @@ class LocalCluster:
 
     def _spec(self, name: str) -> ChildSpec:
         arguments = ["decode", "--aggregated"] if self._roles.get(name) == "aggregated" else [name.rpartition("-")[0] or name]
-        return ChildSpec(name, [*arguments, "--config", str(self._write_config(name))], self._log_file(name))
+        command = [sys.executable, "-P", "-m", "kvferry", *arguments, "--config", str(self._write_config(name))]
+        return ChildSpec(name, command, self._log_file(name))
 
     def _write_config(self, name: str) -> Path:
         """Write the settings of one process; it reads them again when it is restarted."""

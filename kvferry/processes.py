@@ -15,15 +15,16 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from core.clock import Clock
+from core.errors import StartFailed
 from core.log import event
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SPAWN_RETRY_S = 5.0
+_LIVENESS_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What is started: ``python -P -m kvferry ARGUMENTS``. ``log_file`` None = this process's stderr."""
+    """What is started: ``command`` with the two options of ``kvferry.child`` added. ``log_file`` None = this stderr."""
 
     name: str
-    arguments: Sequence[str]
+    command: Sequence[str]
     log_file: Path | None
 
 
@@ -151,6 +153,10 @@ class ProcessKeeper:
         self._commands.put(run)
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
             os.write(self._wake_write, b"x")
+        while not result.done() and self._thread.is_alive():
+            futures.wait([result], timeout=_LIVENESS_CHECK_S)
+        if not result.done():
+            raise StartFailed("the thread that keeps the child processes has died")
         return result.result()
 
     def _run(self) -> None:
@@ -169,15 +175,15 @@ class ProcessKeeper:
         poll.register(self._wake_read, select.POLLIN)
         handlers: dict[int, Callable[[], None]] = {self._wake_read: self._drain_wakeups}
         for child in self._children.values():
-            handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
-            poll.register(child.pidfd, select.POLLIN)
-            if child.pipe_fd >= 0:
+            if child.pipe_fd >= 0:  # before the pidfd: what a child has said is read before the child is reaped
                 handlers[child.pipe_fd] = lambda child=child: self._read_addresses(child)  # type: ignore[misc]
                 poll.register(child.pipe_fd, select.POLLIN)
+            handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
+            poll.register(child.pidfd, select.POLLIN)
         due = min((at for at, _ in self._restarts.values()), default=None)
         timeout_ms = None if due is None else max(0.0, (due - self._clock.now()) * 1e3)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        for fd in [fd for fd in handlers if fd in ready]:  # a pipe is read before its process is reaped
+        for fd in [fd for fd in handlers if fd in ready]:
             handlers[fd]()
 
     def _drain_wakeups(self) -> None:
@@ -200,8 +206,7 @@ class ProcessKeeper:
         assert spec.name not in self._children, f"{spec.name} is running"
         self._restarts.pop(spec.name, None)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        command = [sys.executable, "-P", "-m", "kvferry", *spec.arguments]
-        command += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+        command = [*spec.command, "--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
         try:
             with contextlib.ExitStack() as stack:
                 log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file is not None else None

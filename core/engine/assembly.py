@@ -94,6 +94,7 @@ def assemble(
 def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:
     """Run a function on a thread that cannot keep the process alive."""
     result: Future[Assembled] = Future()
+    result.set_running_or_notify_cancel()  # whoever waits may give up, the load goes on
 
     def run() -> None:
         try:

@@ -108,6 +108,7 @@ class Worker:
         pending: list[asyncio.Future[Any]] = [assembling, self._exit_code]
         await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if self._exit_code.done():
+            assembling.cancel()
             return False
         assembled = assembling.result()
         self._engine = EngineThread(

@@ -1,0 +1,76 @@
+"""The command line: what it refuses, what it prints, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry import __version__, cli
+from kvferry.models import is_cached
+
+
+def kvferry(*arguments):
+    command = [sys.executable, "-P", "-m", "kvferry", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_version_is_printed():
+    result = CliRunner().invoke(cli.app, ["version"])
+    assert (result.exit_code, result.stdout.strip()) == (0, __version__)
+
+
+@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "demo", "models"])
+def test_every_command_explains_itself(command):
+    result = CliRunner().invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--set" in result.stdout
+    assert "--ready-fd" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "--set", "cache.blok_size=16"], "did you mean cache.block_size?"),
+        (["router", "--port", "99999"], "router.port: expected `int` <= 65535"),
+        (["prefill", "--log-level", "loud"], "allowed: DEBUG, INFO, WARNING, ERROR"),
+        (["decode", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["serve", "--prefill", "0"], "at least one of each is needed"),
+        (["prefill", "--model", "no-such-model", "--set", "connector.name=x"], "connector.name = 'x': no such connector"),
+    ],
+)
+def test_wrong_setting_is_one_clear_line_and_exit_code_2(arguments, hint):
+    result = kvferry(*arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvferry: ")
+    assert hint in line
+
+
+def test_unknown_option_is_exit_code_2():
+    assert kvferry("serve", "--prefil", "2").returncode == 2
+
+
+def test_supervisor_router_and_help_start_without_torch():
+    script = (
+        "import sys; import kvferry.cli, kvferry.serve, kvferry.local, kvferry.demo, kvferry.models, router.main;"
+        "sys.exit(','.join(name for name in ('torch', 'transformers', 'nixl') if name in sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stderr.strip() == ""
+
+
+def test_models_are_listed_with_their_state(tmp_path):
+    result = CliRunner().invoke(cli.app, ["models", "--set", f"model.cache_dir={tmp_path}"])
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("smollm2-135m")]
+    assert "not cached" in line
+
+
+def test_model_counts_as_cached_only_with_the_wanted_content(tmp_path):
+    (tmp_path / "models" / "smollm2-135m-000000000000-v1").mkdir(parents=True)
+    assert not is_cached("smollm2-135m", str(tmp_path))
+    (tmp_path / "models" / "smollm2-135m-bcc81830d10c-v1").mkdir(parents=True)
+    assert is_cached("smollm2-135m", str(tmp_path))

@@ -1,0 +1,177 @@
+"""Children are started, heard, restarted and reaped, whatever they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from core.clock import SystemClock
+from kvferry.processes import Backoff, ChildSpec, ProcessKeeper
+
+# Children are scripts; each is called with --ready-fd FD --parent-pid PID at the end of its arguments.
+TELL = 'import os, sys; os.write(int(sys.argv[-3]), b\'{"ops_address": "here"}\\n\'); os.close(int(sys.argv[-3]));'
+SLEEP = "import time; time.sleep(600)"
+
+pytestmark = pytest.mark.usefixtures("no_child_left")
+
+
+def child(script, name="c", log_file=None):
+    return ChildSpec(name, [sys.executable, "-c", script], log_file)
+
+
+@pytest.fixture
+def exits():
+    return []
+
+
+@pytest.fixture
+def keeper(exits):
+    """A keeper that notes unexpected exits and restarts nothing."""
+
+    def on_exit(child, lived_s):
+        exits.append(child.process.returncode)
+
+    keeper = ProcessKeeper(SystemClock(), on_exit)
+    yield keeper
+    keeper.close()
+
+
+def test_child_tells_its_addresses(keeper):
+    started = keeper.start(child(TELL + SLEEP))
+    assert started.addresses.result(30) == {"ops_address": "here"}
+    assert keeper.current("c") is started
+
+
+def test_child_that_ends_without_telling_fails_the_wait_and_is_reported(keeper, exits):
+    started = keeper.start(child("import sys; sys.exit(3)"))
+    with pytest.raises(ChildProcessError, match="exit code 3"):
+        started.addresses.result(30)
+    assert started.ended.wait(30)
+    assert exits == [3]
+    assert keeper.current("c") is None
+
+
+def test_output_goes_to_the_log_file(keeper, tmp_path):
+    log = tmp_path / "c.log"
+    started = keeper.start(
+        child("import sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr)", log_file=log)
+    )
+    assert started.ended.wait(30)
+    assert log.read_text() == "to stdout\nto stderr\n"
+
+
+def test_dead_child_is_restarted_until_told_otherwise():
+    deaths, third = [], threading.Event()
+
+    def on_exit(child, lived_s):
+        deaths.append(child.pid)
+        if len(deaths) == 3:
+            third.set()
+            return None
+        return 0.01
+
+    keeper = ProcessKeeper(SystemClock(), on_exit)
+    keeper.start(child("pass"))
+    assert third.wait(30)
+    keeper.close()
+    assert len(set(deaths)) == 3
+
+
+def test_ended_child_is_neither_reported_nor_restarted(keeper, exits):
+    started = keeper.start(child(TELL + SLEEP))
+    started.addresses.result(30)
+    keeper.end(["c"], grace_s=30)
+    assert started.process.returncode == -signal.SIGTERM
+    assert exits == []
+
+
+def test_ending_cancels_a_planned_restart():
+    died = threading.Event()
+    keeper = ProcessKeeper(SystemClock(), lambda child, lived_s: died.set() or 3600.0)
+    keeper.start(child("pass"))
+    assert died.wait(30)
+    keeper.end(["c"], grace_s=0)
+    assert keeper.start(child("pass")).ended.wait(30)  # the name is free again
+    keeper.close()
+
+
+def test_child_that_will_not_leave_is_killed_with_its_own_children(keeper):
+    script = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"grandchild = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]);"
+        'import os; os.write(int(sys.argv[-3]), b\'{"pid": "%d"}\\n\' % grandchild.pid); os.close(int(sys.argv[-3]));' + SLEEP
+    )
+    started = keeper.start(child(script))
+    grandchild = psutil.Process(int(started.addresses.result(30)["pid"]))
+    keeper.end(["c"], grace_s=0.1)
+    assert started.process.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs([grandchild], timeout=30)
+    assert alive == []
+
+
+def test_signal_to_a_child_that_has_ended_hits_nobody(keeper):
+    started = keeper.start(child("pass"))
+    assert started.ended.wait(30)
+    assert keeper.send_signal(started, signal.SIGKILL) is False
+
+
+def test_closing_kills_what_is_left_even_if_it_is_stopped():
+    keeper = ProcessKeeper(SystemClock(), lambda child, lived_s: 0.0)
+    started = keeper.start(child(TELL + SLEEP))
+    started.addresses.result(30)
+    keeper.send_signal(started, signal.SIGSTOP)
+    keeper.close()
+    keeper.close()
+    assert started.process.returncode == -signal.SIGKILL
+
+
+def test_child_dies_with_a_parent_that_is_killed():
+    """A process that keeps one child is killed; the child, which ignores SIGTERM, must be gone."""
+    inner = (
+        "import signal, sys; from kvferry.child import announcer, die_with_parent;"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); die_with_parent(int(sys.argv[-1]));"
+        "announcer(int(sys.argv[-3]))({'ops_address': 'here'});" + SLEEP
+    )
+    outer = (
+        "import sys; from core.clock import SystemClock; from kvferry.processes import ChildSpec, ProcessKeeper;"
+        "keeper = ProcessKeeper(SystemClock(), lambda child, lived_s: None);"
+        f"child = keeper.start(ChildSpec('c', [sys.executable, '-c', {inner!r}], None));"
+        "child.addresses.result(60); print(child.pid, flush=True);" + SLEEP
+    )
+    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([orphan], timeout=30)
+    assert alive == []
+
+
+def test_child_refuses_to_start_without_its_parent():
+    script = "from kvferry.child import die_with_parent; die_with_parent(1)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert os.getpid() != 1
+    assert "the parent process 1 is gone" in result.stderr
+
+
+def test_announcer_without_a_pipe_does_nothing_and_with_one_writes_json():
+    from kvferry.child import announcer
+
+    announcer(None)({"a": "b"})
+    read_fd, write_fd = os.pipe()
+    announcer(write_fd)({"a": "b"})
+    with os.fdopen(read_fd) as pipe:
+        assert json.loads(pipe.read()) == {"a": "b"}
+
+
+def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_long_life():
+    backoff = Backoff(0.5, 3.0)
+    assert [backoff.next_delay_s(lived_s=0.1) for _ in range(4)] == [0.5, 1.0, 2.0, 3.0]
+    assert backoff.next_delay_s(lived_s=10.0) == 0.5
