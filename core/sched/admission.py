@@ -42,30 +42,42 @@ class _Prefix:
 
 def schedule_waiting(state: SchedulerState, step: Step) -> None:
     """Admit waiting requests, in order, while the budget, the running slots and the blocks last."""
-    step_skipped_waiting: deque[Request] = deque()
     step_skipped_kv_holding: deque[Request] = deque()
-    holder_lacks_blocks = False
-    while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
-        if state.kv_holding_waiting:
-            request = state.kv_holding_waiting.pop_request()
-            outcome = _resume_holder(state, step, request)
-            if outcome is not _Outcome.RUNS:
-                step_skipped_kv_holding.appendleft(request)
-                holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
-        elif state.waiting and not holder_lacks_blocks:
-            request = state.waiting.pop_request()
-            outcome = _admit(state, step, request)
-            if outcome is _Outcome.LOADS:
-                step_skipped_kv_holding.appendleft(request)
-            elif outcome is not _Outcome.RUNS:
-                step_skipped_waiting.appendleft(request)
-            if outcome is _Outcome.NO_BLOCKS:
-                break
-        else:
-            break
-    # Each deque is newest first, and prepending one by one reverses it: the original order is back, ahead of the unvisited.
-    state.waiting.prepend_requests(step_skipped_waiting)
+    if _resume_holders(state, step, step_skipped_kv_holding):
+        _admit_others(state, step, step_skipped_kv_holding)
+    # Each deque of skipped requests is newest first, and prepending one by one reverses it: the original order is back.
     state.kv_holding_waiting.prepend_requests(step_skipped_kv_holding)
+
+
+def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> bool:
+    """Start every holder that can go on; say whether none of them lacks blocks, so that others may be admitted."""
+    holder_lacks_blocks = False
+    while state.kv_holding_waiting and _has_room(state, step):
+        request = state.kv_holding_waiting.pop_request()
+        outcome = _resume_holder(state, step, request)
+        if outcome is not _Outcome.RUNS:
+            step_skipped_kv_holding.appendleft(request)
+            holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
+    return not holder_lacks_blocks
+
+
+def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> None:
+    """Admit requests without blocks, up to the first that gets none; those that begin to load are holders from now on."""
+    step_skipped_waiting: deque[Request] = deque()
+    while state.waiting and _has_room(state, step):
+        request = state.waiting.pop_request()
+        outcome = _admit(state, step, request)
+        if outcome is _Outcome.LOADS:
+            step_skipped_kv_holding.appendleft(request)
+        elif outcome is not _Outcome.RUNS:
+            step_skipped_waiting.appendleft(request)
+        if outcome is _Outcome.NO_BLOCKS:
+            break
+    state.waiting.prepend_requests(step_skipped_waiting)
+
+
+def _has_room(state: SchedulerState, step: Step) -> bool:
+    return step.token_budget > 0 and len(state.running) < state.config.max_num_seqs
 
 
 def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outcome:

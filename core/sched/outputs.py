@@ -60,6 +60,19 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
     output.prompt_logprobs = model_output.prompt_logprobs.get(output.request_id)
 
 
+def unhash_failed(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
+    """Return those that still run, once nobody can hit their KV any more: it may be why they got no token."""
+    manager = state.kv_cache_manager
+    found: dict[str, ErrorInfo] = {}
+    for request_id, error in failed.items():
+        request = state.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.RUNNING:
+            for block_ids in manager.get_block_ids(request_id):
+                manager.evict_blocks(block_ids)
+            found[request_id] = error
+    return found
+
+
 def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> list[EngineCoreOutput]:
     """End these requests with their errors; return their last outputs."""
     usage = {request_id: state.transfer_usage.get(request_id) for request_id in failed}

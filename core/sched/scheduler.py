@@ -22,7 +22,7 @@ from core.kv.manager import KVCacheManager
 from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.admission import schedule_waiting
 from core.sched.load_failures import handle_load_failures
-from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens
+from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
 from core.sched.queue import RequestQueue
 from core.sched.release import finish_requests
 from core.sched.remote_kv import update_from_kv_xfer_finished
@@ -97,6 +97,8 @@ class Scheduler:
                 state.connector.update_connector_output(kv_output)
             state.keep_transfer_usage(kv_output.transfer_usage)
             failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
+        if model_output.failed:
+            failed = unhash_failed(state, model_output.failed) | failed
         if state.synchronous_loads:
             cache_synchronous_loads(state, scheduler_output, failed)
         outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
