@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import zmq
@@ -42,9 +42,17 @@ class LinkEvents(Protocol):
 class RouterSockets:
     """Connects to every address of every name in ``addresses``, as long as the name service knows it."""
 
-    def __init__(self, addresses: Sequence[str], events: LinkEvents) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        events: LinkEvents,
+        resolve: Callable[[str], Awaitable[list[str]]] = resolve,
+        interval_s: float = RESOLVE_INTERVAL_S,
+    ) -> None:
         self._addresses = tuple(addresses)
         self._events = events
+        self._resolve = resolve
+        self._interval_s = interval_s
         self._context = AsyncContext()
         self._sockets: dict[str, AsyncSocket] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
@@ -83,13 +91,13 @@ class RouterSockets:
             if not self._unresolved:  # a name service that is down proves nothing about the routers
                 for link in sorted(self._sockets.keys() - found):
                     await self._disconnect(link)
-            await asyncio.sleep(RESOLVE_RETRY_S if self._unresolved else RESOLVE_INTERVAL_S)
+            await asyncio.sleep(min(RESOLVE_RETRY_S, self._interval_s) if self._unresolved else self._interval_s)
 
     async def _resolve_all(self) -> set[str]:
         found: set[str] = set()
         for address in self._addresses:
             try:
-                found.update(await resolve(address))
+                found.update(await self._resolve(address))
                 self._unresolved.discard(address)
             except PeerUnreachable as error:
                 if address not in self._unresolved:
