@@ -259,12 +259,14 @@ class ModelRunnerOutput:
     """What one step produced.
 
     ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
-    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked.
+    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked. ``failed`` requests got no
+    token although it was their turn, and end; nobody else is concerned.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
+    failed: dict[str, ErrorInfo] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
 
 

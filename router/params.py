@@ -182,7 +182,7 @@ def check_ranges(request: CommonRequest) -> None:
     _check_range("top_p", request.top_p, 0, 1, is_low_open=True)
     _check_range("top_k", request.top_k, -1, None)
     _check_range("min_p", request.min_p, 0, 1)
-    _check_range("repetition_penalty", request.repetition_penalty, 0, 100, is_low_open=True)
+    _check_range("repetition_penalty", request.repetition_penalty, 0.01, 100)
     _check_range("presence_penalty", request.presence_penalty, -2, 2)
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(2**63), 2**64 - 1)

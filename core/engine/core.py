@@ -50,6 +50,7 @@ class EngineCore:
             RequestError: it can never be served here; nothing is kept.
         """
         self._check_token_ids(new)
+        _check_can_sample(new)
         self.scheduler.add_request(Request(new, self._hasher))
         self._is_stalled = False
 
@@ -92,7 +93,7 @@ class EngineCore:
         return self._gauges
 
     def shutdown(self) -> None:
-        """Stop both sides of the connector and give the pool back."""
+        """Stop both sides of the connector."""
         if self.scheduler.connector is not None:
             self.scheduler.connector.shutdown()
         self._runner.shutdown()
@@ -123,6 +124,17 @@ class EngineCore:
             num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
             num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
         )
+
+
+def _check_can_sample(new: NewRequest) -> None:
+    """Refuse a request that has no token for its next position: all that it allows would end it too early."""
+    sampling = new.sampling
+    if sampling.allowed_token_ids and len(new.output_token_ids) < sampling.min_tokens:
+        if new.stop_token_ids.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequest(
+                f"every token in allowed_token_ids ends the text, and min_tokens = {sampling.min_tokens} forbids that",
+                param="allowed_token_ids",
+            )
 
 
 def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> bool:

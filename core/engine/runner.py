@@ -15,6 +15,7 @@ from torch import Tensor
 from core.attention.base import AttentionBackend
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
+from core.engine.hands import error_info
 from core.engine.inputs import InputBatch, StepInputs
 from core.engine.kv_cache import KVPool
 from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
@@ -65,9 +66,8 @@ class ModelRunner:
         return output
 
     def shutdown(self) -> None:
-        """Stop the connector's worker side and close the pool's memory file."""
+        """Stop the connector's worker side. The pool stays: peers may still be reading."""
         self._connector.shutdown()
-        self._kv_pool.close()
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler: drop who left or was preempted, take who came, advance the others."""
@@ -114,6 +114,9 @@ class ModelRunner:
         if sampled.logprobs:
             found = zip(request_ids, sampled.logprobs, strict=True)
             output.logprobs = {request_id: [entry] for request_id, entry in found if entry is not None}
+        for slot, error in sampled.failures.items():
+            output.failed[request_ids[slot]] = error_info(error)
+            del output.sampled_token_ids[request_ids[slot]]
 
     def _take_prompt_logprobs(self, parts: list[PromptRows], hidden: Tensor, output: ModelRunnerOutput) -> None:
         start = 0

@@ -13,7 +13,7 @@ logit (top-k, min-p) or probability (top-p) is not below that of the last one ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.engine.sampling_state import SamplingRows
+from core.errors import InvalidRequest, KVFerryError
 from core.wire.messages import TokenLogprobs
 
 # Most distributions have their top-p mass in this many tokens; finding these costs 1/30 of a full sort.
@@ -32,10 +33,14 @@ _SEGMENT = 256
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One token per row of logits; ``logprobs`` is empty or holds one entry per row, None where not asked for."""
+    """One token per row of logits; ``logprobs`` is empty or holds one entry per row, None where not asked for.
+
+    ``failures`` names the rows that have no token to choose; what stands for them in the two lists means nothing.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    failures: dict[int, KVFerryError] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> SampledTokens:
@@ -45,21 +50,31 @@ def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> 
     Log-probabilities are those of the model itself, before temperature, penalties and filters.
     """
     logits = logits.float()
+    failures = _rows_without_numbers(logits)
     wants_logprobs = np.flatnonzero(rows.num_logprobs[index] >= 0)
     raw = logits[torch.from_numpy(wants_logprobs).to(logits.device)].log_softmax(-1) if wants_logprobs.size else None
     for slot in np.flatnonzero(rows.has_edits[index]).tolist():
         edits = rows.edits[index[slot]]
         if edits is not None:
             edits.apply(logits[slot], int(rows.num_output_tokens[index[slot]]))
+            if slot not in failures and not bool(logits[slot].amax().isfinite()):
+                failures[slot] = InvalidRequest("allowed_token_ids, logit_bias and min_tokens leave no token to choose")
     token_ids = _choose(logits, rows, index)
     if raw is None:
-        return SampledTokens(token_ids, [])
+        return SampledTokens(token_ids, [], failures)
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     chosen = [token_ids[slot] for slot in wants_logprobs.tolist()]
     found = gather_logprobs(raw, chosen, rows.num_logprobs[index[wants_logprobs]].tolist())
     for slot, entry in zip(wants_logprobs.tolist(), found, strict=True):
         logprobs[slot] = entry
-    return SampledTokens(token_ids, logprobs)
+    return SampledTokens(token_ids, logprobs, failures)
+
+
+def _rows_without_numbers(logits: Tensor) -> dict[int, KVFerryError]:
+    """Return the rows that no token can be chosen from: the largest entry is NaN if any is, or infinite."""
+    highest = np.max(logits.numpy(), axis=-1) if logits.device.type == "cpu" else logits.amax(-1).cpu().numpy()
+    broken = np.flatnonzero(~np.isfinite(highest)).tolist()
+    return {slot: KVFerryError("the model's logits are not finite: its weights or its KV cache are damaged") for slot in broken}
 
 
 def gather_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

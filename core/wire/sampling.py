@@ -16,6 +16,9 @@ from core.wire.limits import Count, Fraction, TokenId
 NonNegative = Annotated[float, Meta(ge=0, le=1e6)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Factor = Annotated[float, Meta(ge=0.01, le=100)]  # a factor of 0 would make all seen tokens equal, or infinite
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=100)]  # per token; a frame must be able to hold them
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,17 +36,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: Count = 0
     min_p: Fraction = 0.0
     seed: Seed = 0
-    repetition_penalty: NonNegative = 1.0
+    repetition_penalty: Factor = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: dict[TokenId, Bias] = {}
     allowed_token_ids: tuple[TokenId, ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    logprobs: Count | None = None  # top-N per sampled token beside the sampled one; None = none at all
-    prompt_logprobs: Count | None = None  # the same for prompt tokens
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the token is the argmax."""
-        return self.temperature == 0.0
+    logprobs: NumLogprobs | None = None  # top-N per sampled token beside the sampled one; None = none at all
+    prompt_logprobs: NumLogprobs | None = None  # the same for prompt tokens

@@ -169,6 +169,7 @@ def test_neutral_values_pass(kind):
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 0.001),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("seed", 2**64),

@@ -28,7 +28,7 @@ def prompts(count, seed=0, longest=90):
 
 
 def pool_of(built) -> torch.Tensor:
-    return built.engine._runner._kv_pool.cache.pool
+    return built.pool.cache.pool
 
 
 def assert_nothing_held(built):
@@ -238,3 +238,49 @@ def test_engine_without_requests_has_no_work(build_tiny, run_engine):
     run_engine(engine, [request("r", [5, 6], max_tokens=2)])
     assert not engine.has_work()
     assert engine.gauges.num_running == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_logits_are_not_finite_ends_alone(build_tiny, run_engine, oracle, temperature):
+    built = build_tiny()
+    runner = built.engine._runner
+    compute_logits = runner._decoder.compute_logits
+
+    def damaged(hidden):
+        logits = compute_logits(hidden)
+        if len(logits) > 1:
+            logits[1, 5] = torch.nan
+        return logits
+
+    runner._decoder.compute_logits = damaged
+    texts = [list(range(10, 50)), list(range(60, 100))]
+    requests = [request("good", texts[0], max_tokens=8), request("bad", texts[1], max_tokens=8, temperature=temperature)]
+    found = run_engine(built.engine, requests)
+    assert found["good"].finish_reason == "length"
+    oracle.assert_greedy(texts[0], found["good"].token_ids)
+    last = found["bad"].outputs[-1]
+    assert (last.finish_reason, last.error.code, last.error.http_status) == ("error", "internal_error", 500)
+    assert found["bad"].token_ids == []
+    assert_nothing_held(built)
+    runner._decoder.compute_logits = compute_logits
+    again = run_engine(built.engine, [request("again", [*texts[1], 7], max_tokens=1)])
+    assert again["again"].outputs[0].prefill_stats.num_local_cached_tokens == 0, "the failed request's KV is still a hit"
+
+
+def test_a_request_that_may_only_stop_but_must_not_is_refused(build_tiny, run_engine):
+    engine = build_tiny().engine
+    with pytest.raises(InvalidRequest, match=r"allowed_token_ids.*min_tokens = 3"):
+        engine.add_request(request("r", [5, 6], stop={2, 9}, allowed_token_ids=(2, 9), min_tokens=3, max_tokens=5))
+    found = run_engine(engine, [request("s", [5, 6], stop={2}, allowed_token_ids=(2, 9), min_tokens=3, max_tokens=5)])
+    assert set(found["s"].token_ids[:3]) == {9}
+
+
+def test_a_request_whose_tokens_are_all_masked_ends_alone(build_tiny, run_engine, oracle):
+    engine = build_tiny().engine
+    prompt = list(range(10, 50))
+    bias = {9: float("-inf")}
+    found = run_engine(
+        engine, [request("good", prompt, max_tokens=8), request("r", [5, 6], allowed_token_ids=(9,), logit_bias=bias)]
+    )
+    assert found["r"].outputs[-1].error.code == "invalid_request"
+    oracle.assert_greedy(prompt, found["good"].token_ids)

@@ -331,3 +331,27 @@ def test_moving_a_row_moves_everything(sampling_rows):
     rows.move(2, 0)
     moved = sample(logits.clone(), rows, np.array([0]))
     assert (moved.token_ids, moved.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_a_logit_that_is_no_number_fails_alone(sampling_rows, value, temperature):
+    params = SamplingParams(temperature=temperature, seed=3, top_p=0.9, logprobs=1)
+    logits = logits_of(1, 3)
+    healthy = sample(logits.clone(), sampling_rows(*[(params, [], [])] * 3), every(3))
+    logits[1, 7] = value
+    found = sample(logits, sampling_rows(*[(params, [], [])] * 3), every(3))
+    assert list(found.failures) == [1]
+    assert found.failures[1].http_status == 500
+    assert [found.token_ids[row] for row in (0, 2)] == [healthy.token_ids[row] for row in (0, 2)]
+    assert [found.logprobs[row] for row in (0, 2)] == [healthy.logprobs[row] for row in (0, 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_tokens_are_all_excluded_fails_alone(sampling_rows, temperature):
+    free = SamplingParams(temperature=temperature)
+    stuck = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3), min_tokens=5)
+    rows = sampling_rows((free, [], []), (stuck, [], [], 0, frozenset({2, 3})))
+    found = sample(logits_of(1, 2), rows, every(2))
+    assert list(found.failures) == [1]
+    assert found.failures[1].http_status == 400
