@@ -54,9 +54,18 @@ class BuiltEngine:
     arch: ModelArch
     eos_token_ids: frozenset[int]
     model_fingerprint: bytes
-    layout: KVLayoutInfo
+    pool: KVPool  # open until the process ends: peers know its memory file by number
     max_model_len: int  # tokens, prompt and output
-    num_blocks: int
+
+    @property
+    def layout(self) -> KVLayoutInfo:
+        """What one block of the pool looks like."""
+        return self.pool.layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return self.pool.config.num_blocks
 
 
 def build_engine(
@@ -97,9 +106,8 @@ def build_engine(
         arch=arch,
         eos_token_ids=frozenset(files.eos_token_ids),
         model_fingerprint=fingerprint,
-        layout=pool.layout,
+        pool=pool,
         max_model_len=scheduler.max_model_len,
-        num_blocks=cache_config.num_blocks,
     )
 
 

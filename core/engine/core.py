@@ -129,12 +129,12 @@ class EngineCore:
 def _check_can_sample(new: NewRequest) -> None:
     """Refuse a request that has no token for its next position: all that it allows would end it too early."""
     sampling = new.sampling
-    if sampling.allowed_token_ids and len(new.output_token_ids) < sampling.min_tokens:
-        if new.stop_token_ids.issuperset(sampling.allowed_token_ids):
-            raise InvalidRequest(
-                f"every token in allowed_token_ids ends the text, and min_tokens = {sampling.min_tokens} forbids that",
-                param="allowed_token_ids",
-            )
+    must_go_on = len(new.output_token_ids) < sampling.min_tokens
+    if must_go_on and sampling.allowed_token_ids and new.stop_token_ids.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequest(
+            f"every token in allowed_token_ids ends the text, and min_tokens = {sampling.min_tokens} forbids that",
+            param="allowed_token_ids",
+        )
 
 
 def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> bool:

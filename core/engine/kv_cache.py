@@ -94,7 +94,7 @@ class KVPool:
             self.cache.pool[block_id].zero_()
 
     def close(self) -> None:
-        """Close the memory file. The mapping lives until the last tensor or view of it is gone."""
+        """Close the memory file, once no peer can ask for it. The mapping lives as long as a tensor or view of it."""
         if self.region.memory_fd is not None:
             os.close(self.region.memory_fd)
 

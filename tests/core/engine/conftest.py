@@ -122,6 +122,7 @@ def build_tiny(tiny_llama, tmp_path) -> Iterable[Callable[..., BuiltEngine]]:
     yield build
     for one in built:
         one.engine.shutdown()
+        one.pool.close()
 
 
 @dataclass

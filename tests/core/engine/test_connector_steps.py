@@ -23,11 +23,12 @@ def request(name="r", prompt=PROMPT, **sampling):
 @pytest.fixture
 def computed_prompt(build_tiny):
     """Compute the prompt in one engine; return its pool, and where the prompt's blocks lie in it."""
-    engine = build_tiny().engine
+    built = build_tiny()
+    engine = built.engine
     engine.add_request(request(max_tokens=50))
     engine.step()
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("r")
-    return engine._runner._kv_pool.cache.pool.clone(), blocks[: -(-len(PROMPT) // BLOCK)]
+    return built.pool.cache.pool.clone(), blocks[: -(-len(PROMPT) // BLOCK)]
 
 
 @pytest.mark.parametrize("is_async", [True, False])

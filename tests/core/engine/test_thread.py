@@ -53,8 +53,7 @@ def start(build_tiny):
     def start(connector=None, prepare=None, **settings):
         mailbox = Mailbox()
         engine = build_tiny(connector, **settings).engine
-        engine_shutdown, engine.shutdown = engine.shutdown, lambda: None  # the fixture of the engine shuts it down
-        del engine_shutdown
+        engine.shutdown = lambda: None  # the fixture of the engine does it
         thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death, prepare)
         thread.start()
         threads.append(thread)
