@@ -63,7 +63,7 @@ def distribution(values, params):
 
 def draws(logits, params, count, rows_builder):
     """Sample one distribution at ``count`` positions of the stream."""
-    rows = rows_builder(*[(params, [], [0] * position) for position in range(count)])
+    rows = rows_builder(*[(params, [], range(position)) for position in range(count)])
     return sample(logits.expand(count, -1).clone(), rows, every(count)).token_ids
 
 
