@@ -24,8 +24,9 @@ HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
+ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+NumSeqs = Annotated[int, msgspec.Meta(ge=1, le=65536)]  # the engine keeps a row for each
 
 
 def default_cache_dir() -> str:
@@ -59,14 +60,14 @@ class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     memory_bytes: Positive = 1 << 30  # of the pool on CPU
     num_blocks: NonNegative = 0  # 0 = from memory_bytes
     enable_prefix_caching: bool = True
-    watermark: Fraction = 0.0  # share of the pool kept free when a waiting request is admitted beside running ones
+    watermark: ShareBelowOne = 0.0  # share of the pool kept free when a waiting request is admitted beside running ones
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Continuous batching."""
 
     max_num_batched_tokens: Positive = 256  # per step; keeps a CPU step, and with it an abort, well under a second
-    max_num_seqs: Positive = 64
+    max_num_seqs: NumSeqs = 64
     policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: NonNegative = 0  # largest chunk of one prompt while others are live; 0 = off
 
@@ -146,11 +147,36 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log: LogSection = LogSection()
 
     def __post_init__(self) -> None:
+        """Check what two settings mean together."""
         if self.cache.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(
                 f"cache.block_size = {self.cache.block_size} is not a multiple of the hash block size {HASH_BLOCK_SIZE}",
                 param="cache.block_size",
             )
+        connector, router, worker = self.connector, self.router, self.worker
+        _check_order(
+            "connector.lease_renew_interval_s", connector.lease_renew_interval_s, "<", "connector.lease_s", connector.lease_s
+        )
+        _check_order("connector.lease_s", connector.lease_s, "<=", "connector.lease_max_s", connector.lease_max_s)
+        _check_order(
+            "router.heartbeat_interval_s",
+            router.heartbeat_interval_s,
+            "<",
+            "router.heartbeat_timeout_s",
+            router.heartbeat_timeout_s,
+        )
+        _check_order("worker.host_slot", worker.host_slot, "<", "worker.workers_on_host", worker.workers_on_host)
+
+
+def _check_order(low: str, low_value: float, relation: Literal["<", "<="], high: str, high_value: float) -> None:
+    """Refuse two settings whose values are in the wrong order; both are named by their paths."""
+    if low_value < high_value or (relation == "<=" and low_value == high_value):
+        return
+    raise ConfigError(
+        f"{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {high} = {high_value:g}: "
+        f"lower the first or raise the second",
+        param=low,
+    )
 
 
 def load_config(

@@ -22,7 +22,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-HASH_BLOCK_SIZE = 16
+from core.config import HASH_BLOCK_SIZE
+
 BLOCK_HASH_BYTES = 16
 ROOT_HASH = bytes(BLOCK_HASH_BYTES)
 

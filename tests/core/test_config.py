@@ -44,13 +44,13 @@ def test_assignment_parses_lists_numbers_and_booleans():
             "connector.transports=[tcp]",
             "worker.router_addresses=[tcp://r1:1, tcp://r2:1]",
             "worker.pin_cpus=false",
-            "connector.lease_s=2.5",
+            "connector.transfer_deadline_s=2.5",
         ]
     )
     assert config.connector.transports == ("tcp",)
     assert config.worker.router_addresses == ("tcp://r1:1", "tcp://r2:1")
     assert config.worker.pin_cpus is False
-    assert config.connector.lease_s == 2.5
+    assert config.connector.transfer_deadline_s == 2.5
 
 
 def test_connector_extra_takes_any_keys():
@@ -113,3 +113,43 @@ def test_cache_dir_follows_the_environment(monkeypatch):
     assert default_cache_dir() == "/xdg/kvferry"
     monkeypatch.setenv("KVFERRY_CACHE", "/explicit")
     assert default_cache_dir() == "/explicit"
+
+
+@pytest.mark.parametrize(
+    ("assignments", "hint"),
+    [
+        (["connector.lease_renew_interval_s=30"], "connector.lease_renew_interval_s = 30 must be below connector.lease_s = 30"),
+        (["connector.lease_s=601"], "connector.lease_s = 601 must be at most connector.lease_max_s = 600"),
+        (["router.heartbeat_interval_s=5"], "router.heartbeat_interval_s = 5 must be below router.heartbeat_timeout_s = 5"),
+        (["worker.host_slot=1"], "worker.host_slot = 1 must be below worker.workers_on_host = 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_both_paths_and_the_fix(assignments, hint):
+    with pytest.raises(ConfigError, match=hint) as refused:
+        load_config(assignments=assignments)
+    assert refused.value.param == assignments[0].partition("=")[0]
+    assert "raise the second" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "cache.watermark=1.0",
+        "cache.watermark=.nan",
+        "scheduler.max_num_seqs=65537",
+        "connector.lease_s=.inf",
+        "connector.lease_s=.nan",
+        "worker.drain_timeout_s=1.0e+9",
+    ],
+)
+def test_values_that_nothing_could_work_with_are_refused(assignment):
+    with pytest.raises(ConfigError) as refused:
+        load_config(assignments=[assignment])
+    assert refused.value.param == assignment.partition("=")[0]
+
+
+def test_equal_lease_bounds_are_allowed_and_survive_the_round_trip(tmp_path):
+    config = load_config(assignments=["connector.lease_max_s=30", "worker.workers_on_host=3", "worker.host_slot=2"])
+    path = tmp_path / "c.json"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config

@@ -19,7 +19,12 @@ def supervised(cluster_config, serve, tmp_path_factory):
     """One pair that is restarted when it dies, with short leases; shared, as every test leaves it whole."""
     from kvferry.local import LocalCluster
 
-    config = cluster_config("connector.transports=[shm]", "connector.lease_s=4", "router.heartbeat_timeout_s=3")
+    config = cluster_config(
+        "connector.transports=[shm]",
+        "connector.lease_s=4",
+        "connector.lease_renew_interval_s=1",
+        "router.heartbeat_timeout_s=3",
+    )
     logs = tmp_path_factory.mktemp("supervised")
     with LocalCluster(config, supervise=True, log_dir=logs) as cluster, serve("1p1d-shm", cluster) as found:
         yield found

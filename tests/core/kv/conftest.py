@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from core.kv.hashing import HASH_BLOCK_SIZE, BlockHasher
+from core.config import HASH_BLOCK_SIZE
+from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import NewRequest, Request

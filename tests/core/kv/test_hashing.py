@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from core.kv.hashing import HASH_BLOCK_SIZE, BlockHasher, block_extra_keys, encode_extra_keys
+from core.config import HASH_BLOCK_SIZE
+from core.kv.hashing import BlockHasher, block_extra_keys, encode_extra_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 FINGERPRINT = b"golden model fingerprint"
