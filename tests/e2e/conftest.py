@@ -151,6 +151,7 @@ def corpus() -> list[int]:
 @pytest.fixture(scope="session")
 def oracle(smollm2_gguf):
     """transformers' own model, read from the GGUF file by its own reader."""
+    torch.set_num_threads(1)  # two threads would wait for each other behind the workers
     model = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32)
     return model.eval()
 

@@ -71,7 +71,7 @@ def test_openai_client_streams_what_it_gets_whole(served, openai_client, assert_
 
 
 def test_usage_tells_the_hand_over(served, corpus):
-    usage = served.complete(corpus[300:400], max_tokens=4)["usage"]
+    usage = served.complete(corpus[1300:1400], max_tokens=4)["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (100, 4)
     if not served.is_disaggregated:
         assert "kv_transfer" not in usage
