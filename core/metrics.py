@@ -33,6 +33,7 @@ WORKER_COUNTERS: Mapping[str, str] = {
     "num_preemptions": "Running requests that were put back for lack of blocks.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found there.",
+    "ignored_transfer_reports": "A connector's reports about transfers or blocks that nobody waits for: late, or told twice.",
 }
 
 

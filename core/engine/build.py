@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -91,17 +92,21 @@ def build_engine(
     backend = _select_attention(arch, cache_config, dtype, device)
     fingerprint = model_fingerprint(arch, files.weights_id)
     pool = allocate_kv_pool(cache_config, dtype, backend.preferred_layout, device)
-    connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
-    if connector is not None:
-        connector.worker.register_kv_caches(pool.region)
-    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device)
-    batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
-    runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
-    manager = _kv_cache_manager(config, cache_config, max_model_len)
-    scheduler = Scheduler(config.scheduler, manager, max_model_len, connector.scheduler if connector else None, clock)
+    with ExitStack() as on_failure:
+        on_failure.callback(pool.close)
+        connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
+        if connector is not None:
+            connector.worker.register_kv_caches(pool.region)
+        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device)
+        batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
+        runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
+        manager = _kv_cache_manager(config, cache_config, max_model_len)
+        scheduler = Scheduler(config.scheduler, manager, max_model_len, connector.scheduler if connector else None, clock)
+        engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size)
+        on_failure.pop_all()
     _log_ready(files, pool, max_model_len)
     return BuiltEngine(
-        engine=EngineCore(scheduler, runner, BlockHasher(fingerprint), arch.vocab_size),
+        engine=engine,
         files=files,
         arch=arch,
         eos_token_ids=frozenset(files.eos_token_ids),

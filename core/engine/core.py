@@ -18,7 +18,7 @@ from core.sched.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGauges:
-    """How busy the engine is. Counts of requests and blocks are of one moment; the last four only grow."""
+    """How busy the engine is. Counts of requests and blocks are of one moment; the last five only grow."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -30,17 +30,25 @@ class EngineGauges:
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_ignored_reports: int = 0
 
 
 class EngineCore:
-    """Everything between a new request and its tokens. One thread only."""
+    """Everything between a new request and its tokens. One thread only.
+
+    Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, hasher: BlockHasher, vocab_size: int) -> None:
+        hash_block_size = scheduler.kv_cache_manager.hash_block_size
+        if hasher.hash_block_size != hash_block_size:
+            raise ValueError(f"hashes of {hasher.hash_block_size} tokens, but the KV cache looks up {hash_block_size}")
         self.scheduler = scheduler
         self._runner = runner
         self._hasher = hasher
         self._vocab_size = vocab_size
         self._is_stalled = False
+        self._is_shut_down = False
         self._gauges = EngineGauges()
 
     def add_request(self, new: NewRequest) -> None:
@@ -51,6 +59,7 @@ class EngineCore:
         """
         self._check_token_ids(new)
         _check_can_sample(new)
+        self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed
         self.scheduler.add_request(Request(new, self._hasher))
         self._is_stalled = False
 
@@ -61,10 +70,13 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule, run and digest one step; return the news of every request that has any."""
+        connector = self.scheduler.connector
+        # Such blocks may come back within the step, behind the decision that lacked them; nobody would tell.
+        awaits_blocks = connector is not None and connector.has_pending_block_frees()
         scheduler_output = self.scheduler.schedule()
         runner_output = self._runner.execute_model(scheduler_output)
         outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
-        self._is_stalled = not outputs and _nothing_happened(scheduler_output, runner_output)
+        self._is_stalled = not outputs and not awaits_blocks and _nothing_happened(scheduler_output, runner_output)
         self._update_gauges()
         return outputs
 
@@ -93,7 +105,10 @@ class EngineCore:
         return self._gauges
 
     def shutdown(self) -> None:
-        """Stop both sides of the connector."""
+        """Stop both sides of the connector. Idempotent."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         if self.scheduler.connector is not None:
             self.scheduler.connector.shutdown()
         self._runner.shutdown()
@@ -119,6 +134,7 @@ class EngineCore:
             kv_cache_usage=stats.kv_cache_usage,
             num_loading_blocks=stats.num_loading_blocks,
             num_parked_blocks=stats.num_parked_blocks,
+            num_ignored_reports=before.num_ignored_reports + stats.num_ignored_reports,
             num_steps=before.num_steps + 1,
             num_preemptions=before.num_preemptions + stats.num_preemptions,
             num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,

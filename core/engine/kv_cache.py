@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,11 +38,18 @@ def kv_cache_config(arch: ModelArch, section: CacheSection, dtype: torch.dtype) 
     Windowed layers keep all blocks of a sequence, as full ones do; their window is applied by attention.
 
     Raises:
-        ConfigError: the groups differ in size, or the memory holds no usable block.
+        ConfigError: there are several groups although prefix caching is on, they differ in size, or the memory holds no
+            usable block.
     """
     groups = arch.kv_groups
     if len({len(layers) for layers in groups}) > 1:
         raise ConfigError(f"layers per attention window differ: {[len(layers) for layers in groups]}", param="model.name")
+    if len(groups) > 1 and section.enable_prefix_caching:
+        raise ConfigError(
+            f"cache.enable_prefix_caching = true, but the model mixes {len(groups)} attention windows, and prefixes of several "
+            "KV cache groups cannot be found yet: set it to false",
+            param="cache.enable_prefix_caching",
+        )
     spec = FullAttentionSpec(
         block_size=section.block_size,
         num_kv_heads=arch.num_kv_heads,
@@ -82,6 +89,7 @@ class KVPool:
     config: KVCacheConfig
     cache: PagedKVCache
     region: KVPoolRegion
+    _is_closed: bool = field(default=False, init=False, repr=False)
 
     @property
     def layout(self) -> KVLayoutInfo:
@@ -94,8 +102,9 @@ class KVPool:
             self.cache.pool[block_id].zero_()
 
     def close(self) -> None:
-        """Close the memory file, once no peer can ask for it. The mapping lives as long as a tensor or view of it."""
-        if self.region.memory_fd is not None:
+        """Close the memory file, once no peer can ask for it. The mapping lives as long as a tensor or view. Idempotent."""
+        was_closed, self._is_closed = self._is_closed, True
+        if not was_closed and self.region.memory_fd is not None:
             os.close(self.region.memory_fd)
 
 

@@ -284,18 +284,18 @@ class Worker:
         return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
 
     def _ready(self) -> OpsResponse:
-        state = self._state
-        if state is None or self._engine is None:
-            status = "loading"
-        elif not self._engine.is_alive():
-            status = "engine dead"
-        elif state.is_draining:
-            status = "draining"
-        elif not state.num_registered_routers:
-            status = "not registered"
-        else:
-            return OpsResponse.of_json(HTTPStatus.OK, {"status": "ready", "routers": state.num_registered_routers})
-        return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": status})
+        reason = self._why_not_ready()
+        status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
+        return OpsResponse.of_json(status, {"status": reason or "ready"})
+
+    def _why_not_ready(self) -> str | None:
+        if self._state is None or self._engine is None:
+            return "loading"
+        if not self._engine.is_alive():
+            return "engine dead"
+        if self._state.is_draining:
+            return "draining"
+        return None if self._state.num_registered_routers else "not registered"
 
     def _metrics(self) -> OpsResponse:
         return OpsResponse(HTTPStatus.OK, generate_latest(self._context.metrics), CONTENT_TYPE_LATEST)
@@ -350,6 +350,7 @@ class Worker:
             "num_preemptions": lambda: engine.gauges().num_preemptions,
             "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
             "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
+            "ignored_transfer_reports": lambda: engine.gauges().num_ignored_reports,
         }
 
     def _log_threads(self, num_threads: int) -> None:

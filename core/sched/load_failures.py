@@ -56,9 +56,11 @@ def _handle_invalid_blocks(
 
     Raises: RuntimeError with several KV cache groups, where a block id does not name one table position.
     """
-    if not invalid_block_ids:
-        return {}
     manager = state.kv_cache_manager
+    num_unknown = sum(not 0 < block_id < manager.block_pool.num_blocks for block_id in invalid_block_ids)
+    state.num_ignored_reports += num_unknown
+    if len(invalid_block_ids) == num_unknown:
+        return {}
     if len(manager.kv_cache_config.groups) > 1:
         raise RuntimeError("invalid_block_ids names blocks of one KV cache group; with several, report failed_recving")
     holders = chain(state.kv_holding_waiting, state.running)

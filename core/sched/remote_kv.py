@@ -32,21 +32,27 @@ def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
 def update_from_kv_xfer_finished(state: SchedulerState, output: KVConnectorOutput) -> None:
     """Apply the terminal transfers: loaded requests may run, blocks of finished ones are freed.
 
-    A finished request may wait for both, a load that can still write and a reader; the last one frees.
+    A finished request may wait for both, a load that can still write and a reader; the last one frees. Reports that nobody
+    waits for (late, or told twice) are counted and change nothing.
     """
     for request_id in output.finished_recving:
         request = state.requests.get(request_id)
-        assert request is not None, f"load of unknown request {request_id} ended"
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        is_loading = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_loading and request_id not in state.finished_recving_kv_req_ids:
             state.finished_recving_kv_req_ids.add(request_id)
-            continue
-        assert request_id in state.awaiting_recving, f"{request!r} did not load"
-        state.awaiting_recving.remove(request_id)
-        _free_if_settled(state, request)
+        else:
+            _end_wait(state, state.awaiting_recving, request_id)
     for request_id in output.finished_sending:
-        assert request_id in state.awaiting_sending, f"nobody waits for the sending of {request_id}"
-        state.awaiting_sending.remove(request_id)
-        _free_if_settled(state, state.requests[request_id])
+        _end_wait(state, state.awaiting_sending, request_id)
+
+
+def _end_wait(state: SchedulerState, awaiting: set[str], request_id: str) -> None:
+    """A finished request waits for one transfer less."""
+    if request_id not in awaiting:
+        state.num_ignored_reports += 1
+        return
+    awaiting.remove(request_id)
+    _free_if_settled(state, state.requests[request_id])
 
 
 def _free_if_settled(state: SchedulerState, request: Request) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from core.clock import Clock
 from core.config import SchedulerSection
 from core.connector import KVConnectorScheduler
-from core.errors import ContextTooLong, InvalidRequest
+from core.errors import ContextTooLong, InvalidRequest, NoWorker
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheManager
 from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
@@ -78,7 +78,7 @@ class Scheduler:
             output.kv_connector_metadata = state.connector.build_connector_meta(output)
 
     def _update_after_schedule(self, step: Step) -> None:
-        """Advance the counters as if the step had run, so that another could be scheduled before it has."""
+        """Advance the counters as if the step had run. One step is in flight at a time."""
         for request, num_tokens in zip(step.scheduled, step.output.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             request.num_in_flight_tokens += num_tokens
@@ -116,9 +116,10 @@ class Scheduler:
         Raises:
             ContextTooLong: it can never run here; the message names its length and the limit.
             InvalidRequest: it has no tokens, no token left to sample, or an id that is in use.
+            NoWorker: its id was in use until now, and a transfer still reads or writes the blocks.
         """
         state = self._state
-        self._check_can_ever_run(request)
+        self._check_can_run(request)
         if request.arrival_time == 0.0:
             request.arrival_time = state.clock.now()
         if state.connector is not None:
@@ -126,9 +127,24 @@ class Scheduler:
         state.requests[request.request_id] = request
         state.waiting.add_request(request)
 
-    def _check_can_ever_run(self, request: Request) -> None:
-        state = self._state
-        if request.request_id in state.requests:
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse a request of ``num_tokens`` known tokens, prompt and output, that can never run here.
+
+        Raises:
+            ContextTooLong: there is no room for one more token; the message names the length and the limit.
+        """
+        if num_tokens >= self.max_model_len:
+            raise ContextTooLong(
+                f"the request has {num_tokens} tokens; prompt and at least one more token must fit the context length of "
+                f"{self.max_model_len} tokens, what the model and the KV cache of this worker allow",
+                param="prompt",
+            )
+
+    def _check_can_run(self, request: Request) -> None:
+        known = self._state.requests.get(request.request_id)
+        if known is not None and known.status.is_finished:
+            raise NoWorker(f"request {request.request_id} has ended, but a transfer still uses its blocks: try again later")
+        if known is not None:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         if request.num_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -136,13 +152,7 @@ class Scheduler:
             raise InvalidRequest(
                 f"{request.num_output_tokens} tokens are there already, max_tokens is {request.max_tokens}", param="max_tokens"
             )
-        if request.num_tokens >= state.max_model_len:
-            limited_by = "context length" if state.max_model_len == state.context_len else "KV cache capacity"
-            raise ContextTooLong(
-                f"the request has {request.num_tokens} tokens; prompt and at least one more token must fit the {limited_by} "
-                f"of {state.max_model_len} tokens",
-                param="prompt",
-            )
+        self.check_length(request.num_tokens)
 
     def finish_requests(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
         """End requests from outside, whatever state they are in (all for None); return the ids of those that were alive.

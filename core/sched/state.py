@@ -46,7 +46,6 @@ class SchedulerState:
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
-        self.context_len = max_model_len
         self.max_model_len = _most_tokens_that_fit(kv_cache_manager, max_model_len)
         self.connector = connector
         self.clock = clock
@@ -65,6 +64,7 @@ class SchedulerState:
         self.synchronous_loads: list[Request] = []  # start in the step that is in flight; hits once it has run
         self.connector_prefix_cache_stats = PrefixCacheStats()
         self.num_preemptions = 0
+        self.num_ignored_reports = 0
 
     def keep_transfer_usage(self, usage: Mapping[str, TransferUsage]) -> None:
         """Remember what loads cost until the requests have something to say."""

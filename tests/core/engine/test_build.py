@@ -1,5 +1,7 @@
+import gc
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +9,9 @@ import torch
 from core.clock import SystemClock
 from core.config import WorkerSection, load_config
 from core.engine.build import apply_cpu_threads, build_engine
-from core.errors import ConfigError
+from core.engine.core import EngineCore
+from core.errors import ConfigError, ConnectorUnavailable
+from core.kv.hashing import BlockHasher
 
 
 def on_a_thread(function):
@@ -69,6 +73,50 @@ def test_connector_gets_layout_fingerprint_and_the_pool(build_tiny, copy_connect
     built = build_tiny(lambda layout, fingerprint: seen.append((layout, fingerprint)) or connector)
     assert seen == [(built.layout, built.model_fingerprint)]
     assert connector.worker.pool.num_blocks == built.num_blocks
+
+
+def pool_files():
+    folder = Path("/proc/self/fd")
+    return sum("kvferry-kv" in os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink())
+
+
+def test_a_build_that_fails_gives_the_pool_back(build_tiny):
+    before, during = pool_files(), []
+
+    def broken(layout, fingerprint):
+        during.append(pool_files())
+        raise ConnectorUnavailable("no")
+
+    with pytest.raises(ConnectorUnavailable) as refused:
+        build_tiny(broken)
+    del refused
+    gc.collect()  # the mapping keeps a descriptor of its own, and lives in the frames of the error
+    assert during[0] > before
+    assert pool_files() == before
+
+
+def test_engine_and_pool_can_be_closed_twice(build_tiny, copy_connector):
+    connector = copy_connector()
+    built = build_tiny(connector)
+    ends = []
+    connector.worker.shutdown = lambda: ends.append("worker")
+    connector.scheduler.shutdown = lambda: ends.append("scheduler")
+    other = os.dup(built.pool.region.memory_fd)
+    for _ in range(2):
+        built.engine.shutdown()
+        built.pool.close()
+    assert sorted(ends) == ["scheduler", "worker"]
+    reused = os.dup(other)  # takes the number that the pool has given back
+    built.pool.close()
+    os.fstat(reused)
+    os.close(reused)
+    os.close(other)
+
+
+def test_hashes_of_another_block_size_are_refused(build_tiny):
+    engine = build_tiny().engine
+    with pytest.raises(ValueError, match=r"32 tokens.*16"):
+        EngineCore(engine.scheduler, engine._runner, BlockHasher(b"model", 32), 211)
 
 
 def test_a_worker_takes_its_share_of_the_cores():

@@ -284,3 +284,36 @@ def test_a_request_whose_tokens_are_all_masked_ends_alone(build_tiny, run_engine
     )
     assert found["r"].outputs[-1].error.code == "invalid_request"
     oracle.assert_greedy(prompt, found["good"].token_ids)
+
+
+def test_an_overlong_prompt_is_refused_before_it_is_hashed(build_tiny):
+    engine = build_tiny().engine
+    engine._hasher.extend = lambda *_: pytest.fail("hashed")
+    with pytest.raises(ContextTooLong, match="context length of 512"):
+        engine.add_request(request("r", [5] * 600))
+
+
+def test_engine_does_not_sleep_while_blocks_are_about_to_come_back(build_tiny, copy_connector):
+    connector = copy_connector()
+    built = build_tiny(connector, cache__num_blocks=5)
+    engine, manager = built.engine, built.engine.scheduler.kv_cache_manager
+    engine.add_request(request("r", list(range(10, 40)), max_tokens=20))
+    engine.step()
+    pinned = manager.block_pool.get_new_blocks(manager.block_pool.num_free_blocks)
+    build_meta = connector.scheduler.build_connector_meta
+
+    def give_back(output):
+        manager.block_pool.free_blocks(pinned)
+        pinned.clear()
+        return build_meta(output)
+
+    connector.scheduler.has_pending_block_frees = lambda: bool(pinned)
+    engine.step()
+    engine.step()  # fills the second block
+    engine.step()
+    assert engine.has_work()
+    connector.scheduler.build_connector_meta = give_back
+    engine.step()
+    assert engine.has_work()
+    ends = [output for _ in range(30) if engine.has_work() for output in engine.step() if output.finish_reason]
+    assert [output.finish_reason for output in ends] == ["length"]

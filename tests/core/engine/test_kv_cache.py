@@ -51,11 +51,25 @@ def test_memory_for_less_than_one_usable_block_is_refused(section):
         kv_cache_config(parse_arch(CONFIG), section, torch.float32)
 
 
+def test_several_groups_are_refused_with_prefix_caching_and_named_with_the_fix():
+    arch = parse_arch(
+        CONFIG
+        | {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
+        | {"max_position_embeddings": 64}
+    )
+    section = CacheSection(block_size=16, num_blocks=4)
+    with pytest.raises(ConfigError, match=r"2 attention windows.*set it to false") as refused:
+        kv_cache_config(arch, section, torch.float32)
+    assert refused.value.param == "cache.enable_prefix_caching"
+    section = CacheSection(block_size=16, num_blocks=4, enable_prefix_caching=False)
+    assert len(kv_cache_config(arch, section, torch.float32).groups) == 2
+
+
 def test_windows_of_unequal_groups_are_refused():
     arch = parse_arch(
         CONFIG | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1, "max_position_embeddings": 64}
     )
-    with pytest.raises(ConfigError, match="window"):
+    with pytest.raises(ConfigError, match="layers per attention window"):
         kv_cache_config(arch, CacheSection(block_size=16, num_blocks=4), torch.float32)
 
 

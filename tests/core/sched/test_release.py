@@ -2,6 +2,7 @@
 
 import pytest
 
+from core.errors import InvalidRequest, NoWorker
 from core.request import RequestStatus
 
 
@@ -116,19 +117,31 @@ def test_reader_may_end_before_the_load(world, remote):
     world.assert_clean()
 
 
-def test_id_stays_in_use_while_its_blocks_are_kept(world):
+def test_id_of_an_ended_request_can_be_used_again_once_its_blocks_are_free(world):
     world.script.keep.add("a")
     world.add("a", 40, max_tokens=1)
     world.step()
     assert world.abort("a") == []
-    with pytest.raises(Exception, match="in use"):
+    with pytest.raises(NoWorker, match="a transfer still uses its blocks") as refused:
+        world.add("a")
+    assert refused.value.retryable
+    world.complete_send("a")
+    world.step()
+    world.add("a")
+    with pytest.raises(InvalidRequest, match="in use"):
         world.add("a")
 
 
-def test_end_of_a_sending_nobody_waits_for_is_our_own_bug(world):
-    world.script.report.finished_sending.add("nobody")
-    with pytest.raises(AssertionError, match="nobody"):
-        world.step()
+def test_end_of_a_sending_nobody_waits_for_is_counted_and_ignored(world):
+    world.script.keep.add("a")
+    world.add("a", 40, max_tokens=1)
+    world.step()
+    world.script.report.finished_sending |= {"nobody", "a"}
+    world.step()
+    world.script.report.finished_sending.add("a")
+    world.step()
+    assert world.num_used_blocks == 0
+    assert world.scheduler.make_stats().num_ignored_reports == 2
 
 
 def test_requests_end_only_with_a_finished_status(world):

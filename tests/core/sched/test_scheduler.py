@@ -223,7 +223,7 @@ def test_prompt_without_room_for_one_more_token_is_refused_with_both_numbers(mak
 
 def test_prompt_that_can_never_fit_the_pool_is_refused_with_both_numbers(make_world):
     world = make_world(num_blocks=5, max_model_len=512)
-    with pytest.raises(ContextTooLong, match=r"64 tokens.*KV cache capacity of 64 tokens"):
+    with pytest.raises(ContextTooLong, match=r"has 64 tokens.*context length of 64 tokens"):
         world.add("a", 64)
     assert world.scheduler.max_model_len == 64
 
