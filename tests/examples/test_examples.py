@@ -2,19 +2,16 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def run_example(no_child_left):
+def run_example(examples_dir, no_child_left):
     def run(name, *arguments):
-        command = [sys.executable, str(EXAMPLES / name), *arguments]
+        command = [sys.executable, str(examples_dir / name), *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout

@@ -1,0 +1,242 @@
+"""The example of a connector of one's own: hand-overs through files, on a small engine and in a real cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.registry import ConnectorContext
+from core.clock import SystemClock
+from core.config import load_config
+from core.errors import ConfigError, ConnectorUnavailable, EngineDead
+from core.ids import SeededIds
+from core.testing.connector_engine import ConnectorEngine, small_layout
+from kvferry.local import LocalCluster
+
+FINGERPRINT = b"model"
+LAYOUT = small_layout(block_size=32)
+PROMPT = list(range(100, 200))  # three full blocks and a part of one
+
+
+@pytest.fixture(scope="module")
+def folder_connector(examples_dir):
+    path = examples_dir / "folder_connector" / "folder_connector.py"
+    spec = importlib.util.spec_from_file_location("folder_connector", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["folder_connector"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["folder_connector"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "kv"
+
+
+@dataclass
+class Peer:
+    engine: ConnectorEngine
+    connector: object
+
+    def load(self, request_id, prompt, handoff):
+        request = self.engine.add(request_id, prompt, handoff)
+        self.engine.admit(request)
+        return request
+
+    async def outcome(self, request_id):
+        await self.engine.until(lambda: self.engine.loads[request_id].is_ended)
+        return self.engine.loads[request_id]
+
+
+@pytest.fixture
+def context(folder):
+    def make(role, layout=LAYOUT, **settings):
+        overrides = {"connector.extra": {"folder": str(folder)}} | {
+            f"connector.{key}": value for key, value in settings.items()
+        }
+        return ConnectorContext(
+            role=role,
+            engine_id=f"{role}-0",
+            incarnation=1,
+            model_fingerprint=FINGERPRINT,
+            layout=layout,
+            config=load_config(overrides=overrides).connector,
+            control_address="tcp://127.0.0.1:0",
+            advertise_host="",
+            clock=SystemClock(),
+            ids=SeededIds(1),
+            metrics=CollectorRegistry(),
+        )
+
+    return make
+
+
+@pytest.fixture
+def peer(folder_connector, context):
+    """Start a connector beside an engine without a model."""
+
+    @asynccontextmanager
+    async def start(role, **settings):
+        connector = folder_connector.connector(context(role, **settings))
+        engine = ConnectorEngine(connector.scheduler, connector.worker, FINGERPRINT, LAYOUT)
+        await connector.start()
+        try:
+            yield Peer(engine, connector)
+        finally:
+            await connector.stop()
+            engine.close()
+
+    return start
+
+
+async def test_blocks_arrive_and_both_sides_let_go_of_them(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        handoff = prefill.engine.prefill("a", PROMPT)
+        assert prefill.engine.num_used_blocks == 4
+        await prefill.engine.until(lambda: not prefill.engine.parked)
+        assert prefill.engine.num_used_blocks == 0
+        request = decode.load("a", PROMPT, handoff)
+        outcome = await decode.outcome("a")
+        assert outcome.error is None
+        assert decode.engine.has_content(request)
+        assert (outcome.usage.transport, outcome.usage.transferred_tokens) == ("folder", len(PROMPT))
+        decode.engine.finish(request)
+        assert decode.engine.num_used_blocks == 0
+
+
+async def test_blocks_that_are_local_hits_are_not_read(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        first = decode.load("a", PROMPT, prefill.engine.prefill("a", PROMPT))
+        await asyncio.gather(prefill.engine.until(lambda: not prefill.engine.parked), decode.outcome("a"))
+        decode.engine.finish(first)
+        longer = PROMPT[:96] + list(range(500, 540))
+        second = decode.load("b", longer, prefill.engine.prefill("b", longer))
+        _, outcome = await asyncio.gather(prefill.engine.until(lambda: not prefill.engine.parked), decode.outcome("b"))
+        assert outcome.usage.transferred_bytes == 2 * LAYOUT.block_bytes
+        assert decode.engine.has_content(second)
+
+
+async def test_reader_waits_for_a_file_that_is_not_written_yet(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        handoff = prefill.engine.prefill("a", PROMPT)  # its file is written in the next step
+        request = decode.load("a", PROMPT, handoff)
+        decode.engine.step()
+        assert not decode.engine.loads["a"].is_ended
+        await prefill.engine.until(lambda: not prefill.engine.parked)
+        assert (await decode.outcome("a")).error is None
+        assert decode.engine.has_content(request)
+
+
+async def test_a_file_that_never_comes_fails_the_load_at_its_deadline(peer):
+    async with peer("prefill") as prefill, peer("decode", transfer_deadline_s=0.05) as decode:
+        decode.load("a", PROMPT, prefill.engine.prefill("a", PROMPT))
+        assert (await decode.outcome("a")).error.code == "deadline"
+        assert decode.engine.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "cut"])
+async def test_other_bytes_than_were_written_fail_the_load(peer, folder, damage):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        handoff = prefill.engine.prefill("a", PROMPT)
+        await prefill.engine.until(lambda: not prefill.engine.parked)
+        (path,) = folder.glob("*.kv")
+        content = bytearray(path.read_bytes())
+        content[2 * LAYOUT.block_bytes + 5] ^= 1
+        path.write_bytes(content if damage == "flipped bit" else content[: 2 * LAYOUT.block_bytes])
+        decode.load("a", PROMPT, handoff)
+        assert (await decode.outcome("a")).error.code == "digest"
+        assert decode.engine.num_used_blocks == 0
+
+
+async def test_a_hand_over_of_another_prompt_is_refused(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        handoff = prefill.engine.prefill("a", PROMPT)
+        decode.load("a", [*PROMPT[:-1], 7], handoff)
+        assert (await decode.outcome("a")).error.code == "stale"
+
+
+async def test_abort_frees_the_blocks_of_a_load_that_waits(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        request = decode.load("a", PROMPT, prefill.engine.prefill("a", PROMPT))
+        decode.engine.step()
+        decode.engine.abort(request)
+        assert decode.engine.num_used_blocks == 4
+        await decode.outcome("a")
+        assert decode.engine.num_used_blocks == 0
+
+
+async def test_release_deletes_the_file_and_renewal_keeps_it(peer, folder):
+    async with peer("prefill", lease_s=60.0) as prefill:
+        handoffs = [prefill.engine.prefill(name, [*PROMPT, ord(name)]) for name in "abc"]
+        await prefill.engine.until(lambda: not prefill.engine.parked)
+        for path in folder.glob("*.kv"):
+            os.utime(path, (0, 0))
+        prefill.connector.renew([handoffs[0].transfer_id, "unknown"])
+        prefill.connector.release([handoffs[1].transfer_id, "unknown"])
+        assert len(list(folder.glob("*.kv"))) == 2
+        prefill.connector._clear()
+        (left,) = folder.glob("*.kv")
+        assert left.stat().st_mtime > 0
+    assert list(folder.iterdir()) == [left]
+
+
+async def test_an_id_with_a_path_stays_in_the_folder(folder_connector, folder):
+    assert folder_connector.file_of(folder, "../../etc/passwd").parent == folder
+
+
+async def test_a_dead_thread_ends_the_engine(peer):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        handoff = prefill.engine.prefill("a", PROMPT)
+        await prefill.engine.until(lambda: not prefill.engine.parked)
+        decode.connector.worker._rows = None
+        decode.load("a", PROMPT, handoff)
+        with pytest.raises(EngineDead, match="TypeError"):
+            await decode.engine.until(lambda: False)
+
+
+def test_a_missing_folder_is_a_configuration_error(folder_connector, context):
+    with pytest.raises(ConfigError, match=r"connector\.extra\.folder"):
+        folder_connector.connector(context("prefill", extra={}))
+
+
+async def test_a_folder_that_cannot_be_made_is_told_at_start(folder_connector, context, folder):
+    folder.write_text("a file")
+    with pytest.raises(ConnectorUnavailable, match=r"connector\.extra\.folder"):
+        await folder_connector.connector(context("prefill")).start()
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_installed_package_serves_a_cluster(examples_dir, tmp_path, folder, cluster_config, monkeypatch, eventually):
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(examples_dir / "folder_connector", source, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", site, source], check=True, timeout=120)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    answers = {}
+    settings = {
+        "folder": ("connector.name=folder", f"connector.extra.folder={folder}", "connector.lease_s=6"),
+        "alone": ("local.aggregated=true", "local.num_decode=1"),
+    }
+    for name, assignments in settings.items():
+        with LocalCluster(cluster_config(*assignments)) as cluster:
+            body = {"model": "smollm2-135m", "prompt": "The ferry leaves the", "max_tokens": 8, "temperature": 0, "n": 2}
+            response = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=120)
+            assert response.status_code == 200, response.text
+            answers[name] = response.json()
+            if name == "folder":
+                eventually(lambda: not list(folder.glob("*.kv")), "end of the lease")
+    assert answers["folder"]["usage"]["kv_transfer"]["transport"] == "folder"
+    texts = {name: [choice["text"] for choice in answer["choices"]] for name, answer in answers.items()}
+    assert texts["folder"] == texts["alone"]
