@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from connectors.p2p.transport.nixl import NixlTransport
 from connectors.p2p.transport.shm import ShmTransport
 from connectors.p2p.transport.tcp import TcpTransport
 from core.errors import ConfigError, ConnectorUnavailable
@@ -52,7 +53,9 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
             return ShmTransport(settings.ids)
         case "tcp":
             return TcpTransport(settings.ids, settings.bind_address, settings.advertise_host)
-    raise ConfigError(f"connector.transports: {name!r} is not one of shm, tcp", param="connector.transports")
+        case "nixl":
+            return NixlTransport(settings.ids, settings.engine_id)
+    raise ConfigError(f"connector.transports: {name!r} is not one of shm, nixl, tcp", param="connector.transports")
 
 
 def open_transports(

@@ -84,7 +84,7 @@ class ConnectorEngine:
     ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load.
     """
 
-    def __init__(  # noqa: PLR0913  what a worker consists of
+    def __init__(
         self,
         scheduler: KVConnectorScheduler,
         worker: KVConnectorWorker,
@@ -163,7 +163,7 @@ class ConnectorEngine:
 
     def add(self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None) -> Request:
         """Add a request that continues a hand-over after its first token."""
-        request = self._new_request(
+        return self._new_request(
             NewRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
@@ -172,7 +172,6 @@ class ConnectorEngine:
                 kv_handoff=handoff,
             )
         )
-        return request
 
     def admit(self, request: Request) -> int:
         """Give the request its blocks and start its load; return how many tokens are loaded from elsewhere."""

@@ -300,12 +300,16 @@ class TcpTransport(Transport):
 
     def _fill_window(self, peer: _Peer) -> None:
         while peer.waiting and (not peer.in_flight or peer.in_flight_bytes + peer.waiting[0].num_bytes <= WINDOW_BYTES):
-            chunk = peer.waiting.popleft()
+            chunk = peer.waiting[0]
             chunk_id = self._next_id()
+            request = ChunkRequest(FORMAT_VERSION, peer.token, chunk_id, chunk.region, chunk.remote_rows)
+            try:
+                peer.socket.send(self._encoder.encode(request), zmq.NOBLOCK)
+            except zmq.Again:
+                return  # the connection is gone; the monitor's news of it is on the way
+            peer.waiting.popleft()
             peer.in_flight[chunk_id] = chunk
             peer.in_flight_bytes += chunk.num_bytes
-            request = ChunkRequest(FORMAT_VERSION, peer.token, chunk_id, chunk.region, chunk.remote_rows)
-            peer.socket.send(self._encoder.encode(request))
 
     def _receive(self, peer: _Peer, max_chunks: int = CHUNKS_PER_POLL) -> None:
         for _ in range(max_chunks):

@@ -1,0 +1,277 @@
+"""Reads through NIXL (UCX): RDMA where there is a NIC, cross-memory attach on one host, TCP elsewhere.
+
+The only file that imports the library. What was learned about NIXL 1.5.1 decides the design:
+
+- Releasing a handle does not cancel its read: its bytes land later. So a handle in progress is never released, and a read has
+  no early end. The reader makes **one agent per peer and incarnation**; destroying that agent is the fence, and touches no
+  other peer. The owner has one agent for all readers, which take no part of its time.
+- Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well; both are failures.
+- After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
+- On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
+  on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
+- The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
+
+Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from connectors.p2p.transport.base import RowShape, check_read, check_shapes, decode_metadata, region_at
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
+from core.ids import IdSource, new_hex_id
+from core.transport import PeerId, ReadResult, RowRegion, Transport
+
+BACKEND = "UCX"
+MODULE = "nixl_cu12"
+INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1)"
+FIRST_BACKOFF_S = 0.0002
+LAST_BACKOFF_S = 0.001
+
+# The library has no types.
+Agent = Any
+XferHandle = Any
+DescriptorList = Any
+
+
+class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a region of the owner lies, from which the reader builds the descriptors itself."""
+
+    base_address: Annotated[int, msgspec.Meta(ge=0)]
+    shape: RowShape
+    memory_type: str
+    device_id: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner tells its readers. ``agent`` is the library's own blob."""
+
+    agent: bytes
+    regions: tuple[RemoteRegion, ...]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Our agent for one peer, with its descriptor lists: one pair per region, one descriptor per row."""
+
+    agent: Agent
+    shapes: list[RowShape]
+    local: list[DescriptorList]
+    remote: list[DescriptorList]
+
+
+@dataclass(slots=True)
+class _Read:
+    peer_id: PeerId
+    xfer: XferHandle
+
+
+class NixlTransport(Transport):
+    """Reads rows with one NIXL agent per peer.
+
+    ``name_prefix`` starts the names of agents, which are never reused; ``backend_params`` goes to the UCX backend (strings).
+    """
+
+    name = "nixl"
+
+    def __init__(self, ids: IdSource, name_prefix: str, backend_params: Mapping[str, str] | None = None) -> None:
+        self._ids = ids
+        self._name_prefix = name_prefix
+        self._backend_params = {"ucx_error_handling_mode": "peer", **(backend_params or {})}
+        self._api: Any = None
+        self._errors: tuple[type[Exception], ...] = ()
+        self._refusals: tuple[type[Exception], ...] = ()  # what the library raises for metadata it does not accept
+        self._regions: tuple[RowRegion, ...] = ()
+        self._owner: Agent = None
+        self._peers: dict[PeerId, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._ended: list[ReadResult] = []
+        self._last_handle = 0
+        self._backoff_s = FIRST_BACKOFF_S
+
+    def unavailable_reason(self) -> str | None:
+        """Look for the library without loading it."""
+        if importlib.util.find_spec(MODULE) is None:
+            return f"NIXL is not installed: {INSTALL_HINT}"
+        return None
+
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        """Load the library and check that it takes the regions' memory, on an agent made for it."""
+        self._load_library()
+        self._regions = tuple(regions)
+        try:
+            self._owner = self._new_agent("owner")
+        except self._errors as error:
+            raise ConnectorUnavailable(f"nixl transport: {type(error).__name__}: {error}") from None
+
+    def describe(self) -> bytes:
+        """Return the owner agent's metadata; its progress thread serves from ``register`` on."""
+        regions = tuple(
+            RemoteRegion(
+                base_address=region.base_address,
+                shape=RowShape(region.num_rows, region.row_bytes),
+                memory_type=memory_type(region),
+                device_id=device_id(region),
+            )
+            for region in self._regions
+        )
+        return msgspec.msgpack.encode(NixlMetadata(agent=self._owner.get_agent_metadata(), regions=regions))
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        """Make an agent for this peer. Takes about half a second."""
+        owner = decode_metadata(metadata, NixlMetadata, self.name)
+        check_shapes(self._regions, [region.shape for region in owner.regions])
+        if peer in self._peers:
+            return
+        try:
+            self._peers[peer] = self._connect(owner)
+        except self._errors as error:
+            gc.collect()
+            kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
+            raise kind(f"nixl cannot reach {peer.address}: {type(error).__name__}: {error}") from None
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Post one transfer with a descriptor per row. On one host it is over when this returns."""
+        owner = self._peers.get(peer)
+        if owner is None:
+            raise PeerUnreachable(f"no NIXL agent for {peer.address}")
+        local = region_at(self._regions, region)
+        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        agent = owner.agent
+        self._last_handle += 1
+        self._backoff_s = FIRST_BACKOFF_S
+        try:
+            xfer = agent.make_prepped_xfer(
+                "READ", owner.local[region], _indices(local_rows), owner.remote[region], _indices(remote_rows)
+            )
+            self._reads[self._last_handle] = _Read(peer, xfer)
+            self._settle(self._last_handle, agent.transfer(xfer))
+        except self._errors as error:
+            self._fail(self._last_handle, error)
+        return self._last_handle
+
+    def poll(self) -> list[ReadResult]:
+        """Ask for the state of every read in progress."""
+        for handle, read in list(self._reads.items()):
+            try:
+                self._settle(handle, self._peers[read.peer_id].agent.check_xfer_state(read.xfer))
+            except self._errors as error:
+                self._fail(handle, error)
+        ended, self._ended = self._ended, []
+        self._backoff_s = FIRST_BACKOFF_S if ended else min(LAST_BACKOFF_S, 2 * self._backoff_s)
+        return ended
+
+    def cancel(self, handle: int) -> None:
+        """Nothing: a read in progress has no early end. It ends by itself, or with its peer's fence."""
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Destroy the peer's agent, and with it everything that could still write."""
+        owner = self._peers.pop(peer, None)
+        if owner is None:
+            return
+        for handle in [handle for handle, read in self._reads.items() if read.peer_id == peer]:
+            del self._reads[handle]
+            self._ended.append(ReadResult(handle, PeerUnreachable(f"{peer.address} was removed")))
+        owner.local.clear()
+        owner.remote.clear()
+        owner.agent = None
+        gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
+
+    def max_wait_s(self) -> float | None:
+        """Back off while reads are in progress; nothing else needs polling."""
+        if self._ended:
+            return 0.0
+        return self._backoff_s if self._reads else None
+
+    def close(self) -> None:
+        """Destroy all agents."""
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+        self._owner = None
+        self._regions = ()
+        gc.collect()
+
+    def _load_library(self) -> None:
+        try:
+            self._api = importlib.import_module(f"{MODULE}._api")
+            bindings = importlib.import_module(f"{MODULE}._bindings")
+        except ImportError as error:
+            raise ConnectorUnavailable(f"NIXL cannot be loaded ({error}): {INSTALL_HINT}") from None
+        names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+        self._errors = tuple(getattr(bindings, name) for name in names)
+        self._refusals = (bindings.nixlMismatchError, bindings.nixlInvalidParamError, bindings.nixlNotAllowedError)
+
+    def _new_agent(self, purpose: str) -> Agent:
+        """Return an agent with all our regions registered. Its progress thread serves asynchronous transfers."""
+        config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
+        agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-{purpose}-"), config)
+        agent.create_backend(BACKEND, self._backend_params)
+        for region in self._regions:
+            entry = (region.base_address, region.num_bytes, device_id(region), "")
+            agent.register_memory([entry], memory_type(region), backends=[BACKEND])
+        return agent
+
+    def _connect(self, owner: NixlMetadata) -> _Peer:
+        agent = self._new_agent("reader")
+        remote_name = agent.add_remote_agent(owner.agent)
+        if isinstance(remote_name, bytes):
+            remote_name = remote_name.decode()
+        peer = _Peer(agent, [region.shape for region in owner.regions], [], [])
+        for local, remote in zip(self._regions, owner.regions, strict=True):
+            local_rows = _descriptors(local.base_address, RowShape(local.num_rows, local.row_bytes), device_id(local))
+            peer.local.append(agent.prep_xfer_dlist("", local_rows, mem_type=memory_type(local)))
+            remote_rows = _descriptors(remote.base_address, remote.shape, remote.device_id)
+            peer.remote.append(agent.prep_xfer_dlist(remote_name, remote_rows, mem_type=remote.memory_type))
+        return peer
+
+    def _settle(self, handle: int, state: str) -> None:
+        """Take the state of a transfer. Only a terminal one is released."""
+        if state == "PROC":
+            return
+        read = self._reads.pop(handle)
+        error: KVFerryError | None = None
+        if state != "DONE":
+            error = PeerUnreachable(f"a NIXL read from {read.peer_id.address} ended in state {state}")
+        else:
+            read.xfer.release()
+        self._ended.append(ReadResult(handle, error))
+
+    def _fail(self, handle: int, error: Exception) -> None:
+        read = self._reads.pop(handle, None)
+        address = read.peer_id.address if read is not None else "the peer"
+        self._ended.append(
+            ReadResult(handle, PeerUnreachable(f"a NIXL read from {address} failed: {type(error).__name__}: {error}"))
+        )
+
+
+def memory_type(region: RowRegion) -> str:
+    """Return NIXL's name of the kind of memory."""
+    return "DRAM" if region.device == "cpu" else "VRAM"
+
+
+def device_id(region: RowRegion) -> int:
+    """Return the index in ``cuda:1``; 0 for host memory."""
+    return int(region.device.partition(":")[2] or 0)
+
+
+def _descriptors(base_address: int, shape: RowShape, device: int) -> npt.NDArray[np.uint64]:
+    """Return [num_rows, 3] of address, length and device."""
+    rows = np.empty((shape.num_rows, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(base_address) + np.arange(shape.num_rows, dtype=np.uint64) * np.uint64(shape.row_bytes)
+    rows[:, 1] = shape.row_bytes
+    rows[:, 2] = device
+    return rows
+
+
+def _indices(rows: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.asarray(rows, dtype=np.int32)

@@ -1,0 +1,158 @@
+"""A process that owns rows and serves them by a transport, for tests that kill, freeze or restart it.
+
+Run as ``python -P -m core.testing.transport_owner FACTORY NUM_ROWS ROW_BYTES SALT``; FACTORY is
+``/path/to/file.py:function`` and the function takes no argument and returns a transport. Prints its metadata as one line of
+hex, then serves until its standard input ends. ``ProcessOwner`` is the parent's end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from core.transport import RowRegion, Transport
+
+START_TIMEOUT_S = 60.0
+IDLE_CHECK_MS = 200  # how often a served process looks whether its transport wants to be polled
+
+
+class HostRows:
+    """Rows in an anonymous memory file. ``rows`` is [num_rows, row_bytes] uint8."""
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        self.fd = os.memfd_create("kvferry-test-rows", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_rows * row_bytes)
+        self._memory = mmap.mmap(self.fd, num_rows * row_bytes)
+        flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self.rows = flat.reshape(num_rows, row_bytes)
+        self.rows[:] = 0
+        self.region = RowRegion(flat.ctypes.data, num_rows, row_bytes, memoryview(self._memory), self.fd)
+
+    def fill(self, salt: int) -> None:
+        """Give every row its content."""
+        for row in range(len(self.rows)):
+            self.rows[row] = row_content(salt, row, self.rows.shape[1])
+
+    def close(self) -> None:
+        """Close the file; the memory goes with the last reference."""
+        os.close(self.fd)
+
+
+def row_content(salt: int, row: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return what an owner filled with ``salt`` holds in a row."""
+    return np.random.default_rng((salt, row)).integers(0, 256, row_bytes, np.uint8)
+
+
+class ProcessOwner:
+    """An owner in a child process. ``environment`` is what the child sees, the parent's own if None."""
+
+    def __init__(
+        self, factory: str, num_rows: int, row_bytes: int, salt: int, environment: dict[str, str] | None = None
+    ) -> None:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "core.testing.transport_owner",
+            factory,
+            str(num_rows),
+            str(row_bytes),
+            str(salt),
+        ]
+        # Unbuffered: a line that hides in a buffer would never wake the poll in ``_read_line``.
+        self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert self._process.stdout is not None
+        line = _read_line(self._process.stdout)
+        if not line:
+            self.close()
+            raise RuntimeError(f"the owner process ended with {self._process.returncode} before it served")
+        self.metadata = bytes.fromhex(line)
+
+    @property
+    def pid(self) -> int:
+        """Number of the child process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill the process without warning and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """Stop the process where it is."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End and reap the process, whatever its state."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def _read_line(stream: IO[bytes]) -> str:
+    """Read the line of metadata, skipping what a library may print. Empty if the process ended or took too long."""
+    poller = zmq.Poller()
+    poller.register(stream.fileno(), zmq.POLLIN)
+    while poller.poll(int(1000 * START_TIMEOUT_S)):
+        line = stream.readline().decode()
+        if not line:
+            return ""
+        if line.startswith("metadata "):
+            return line.removeprefix("metadata ").strip()
+    return ""
+
+
+def load_factory(factory: str) -> Callable[[], Transport]:
+    """Return the function of ``/path/to/file.py:function``."""
+    path, _, name = factory.rpartition(":")
+    spec = importlib.util.spec_from_file_location("kvferry_transport_factory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[], Transport] = getattr(module, name)
+    return found
+
+
+def serve(transport: Transport) -> None:
+    """Serve until standard input ends."""
+    stdin = sys.stdin.fileno()
+    while True:
+        transport.poll()
+        wait_s = transport.max_wait_s()
+        timeout_ms = IDLE_CHECK_MS if wait_s is None else int(1000 * wait_s)
+        sources = [(stdin, zmq.POLLIN), *((pollable, zmq.POLLIN) for pollable in transport.pollables())]
+        if any(source == stdin for source, _ in zmq.zmq_poll(sources, timeout_ms)):
+            return
+
+
+def main(arguments: list[str]) -> None:
+    """Own and serve rows."""
+    factory, num_rows, row_bytes, salt = arguments
+    memory = HostRows(int(num_rows), int(row_bytes))
+    memory.fill(int(salt))
+    transport = load_factory(factory)()
+    transport.register([memory.region])
+    os.write(sys.stdout.fileno(), f"metadata {transport.describe().hex()}\n".encode())
+    serve(transport)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

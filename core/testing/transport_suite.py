@@ -1,0 +1,373 @@
+"""What every transport of KV blocks must do: a test class to derive from.
+
+    class TestTcp(TransportSuite):
+        factory = f"{__file__}:make_tcp"          # a function without arguments that returns a transport
+
+Owners run in processes of their own, which the tests really kill and freeze. A transport that lives in one process overrides
+``start_owner``. Imports pytest; only tests import this module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Protocol
+
+import numpy as np
+import pytest
+import zmq
+
+from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
+from core.testing.transport_owner import HostRows, ProcessOwner, load_factory, row_content
+from core.transport import PeerId, ReadResult, Transport
+
+NUM_ROWS = 40
+ROW_BYTES = 64 << 10
+UNTOUCHED = 0xA5
+DEADLINE_S = 30.0
+PEER = PeerId("suite", 1)
+
+
+class Owner(Protocol):
+    """Who owns the rows that the transport under test reads."""
+
+    metadata: bytes
+
+    def kill(self) -> None:
+        """Die without warning."""
+
+    def freeze(self) -> None:
+        """Stop answering, with everything still there."""
+
+    def thaw(self) -> None:
+        """Go on."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class Reader:
+    """A transport under test with rows of its own, and what its polls reported."""
+
+    def __init__(self, transport: Transport, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> None:
+        self.transport = transport
+        self.memory = HostRows(num_rows, row_bytes)
+        self.memory.rows[:] = UNTOUCHED
+        transport.register([self.memory.region])
+        self.results: dict[int, ReadResult] = {}
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Poll once, after waiting as the transfer thread does; every handle must end once."""
+        wait_s = self.transport.max_wait_s()
+        timeout_ms = 1000 * timeout_s if wait_s is None else min(1000 * timeout_s, 1000 * wait_s)
+        zmq.zmq_poll([(pollable, zmq.POLLIN) for pollable in self.transport.pollables()], int(timeout_ms))
+        for result in self.transport.poll():
+            assert result.handle not in self.results, f"read {result.handle} ended twice"
+            self.results[result.handle] = result
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll until the condition holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "the transport made no progress"
+            self.poll(0.05)
+
+    def wait(self, *handles: int) -> list[KVFerryError | None]:
+        """Poll until these reads have ended; return their errors."""
+        self.until(lambda: self.results.keys() >= set(handles))
+        return [self.results[handle].error for handle in handles]
+
+    def read(self, remote_rows: Sequence[int], local_rows: Sequence[int], peer: PeerId = PEER) -> KVFerryError | None:
+        """Read and wait; return the error, also one that posting raised."""
+        try:
+            handle = self.transport.post_read(peer, 0, remote_rows, local_rows)
+        except KVFerryError as error:
+            return error
+        return self.wait(handle)[0]
+
+    def assert_rows(self, salt: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
+        """Check that the local rows hold what the owner holds."""
+        for remote, local in zip(remote_rows, local_rows, strict=True):
+            content = row_content(salt, remote, self.memory.rows.shape[1])
+            assert np.array_equal(self.memory.rows[local], content), f"row {local} is not the owner's row {remote}"
+
+    def assert_untouched(self, rows: Sequence[int]) -> None:
+        """Check that nothing was ever written there."""
+        for row in rows:
+            assert (self.memory.rows[row] == UNTOUCHED).all(), f"row {row} was written"
+
+    def close(self) -> None:
+        """Close the transport, then the memory."""
+        self.transport.close()
+        self.memory.close()
+
+
+class TransportSuite:
+    """The tests. ``factory`` names how to make a transport, for this process and for the owners'."""
+
+    factory: ClassVar[str]
+
+    @classmethod
+    def make_transport(cls) -> Transport:
+        """Return a new transport."""
+        return load_factory(cls.factory)()
+
+    @classmethod
+    def start_owner(cls, salt: int, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> Owner:
+        """Start an owner whose rows hold ``row_content(salt, row)``."""
+        return ProcessOwner(cls.factory, num_rows, row_bytes, salt)
+
+    @pytest.fixture
+    def reader(self) -> Iterator[Reader]:
+        """Return a reader without peers."""
+        reader = Reader(self.make_transport())
+        yield reader
+        reader.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def owner(cls) -> Iterator[Owner]:
+        """Return an owner with salt 1, shared by the tests that do it no harm."""
+        owner = cls.start_owner(1)
+        yield owner
+        owner.close()
+
+    @pytest.fixture
+    def connected(self, reader: Reader, owner: Owner) -> Reader:
+        """Return a reader that knows the shared owner."""
+        reader.transport.add_peer(PEER, owner.metadata)
+        return reader
+
+    @pytest.fixture
+    def mortal(self) -> Iterator[Owner]:
+        """Return an owner with salt 1 for this test alone."""
+        owner = self.start_owner(1)
+        yield owner
+        owner.close()
+
+    @pytest.fixture
+    def facing(self, reader: Reader, mortal: Owner) -> Reader:
+        """Return a reader that knows the mortal owner."""
+        reader.transport.add_peer(PEER, mortal.metadata)
+        return reader
+
+    # ---- bytes -----------------------------------------------------------------------------------------------------
+
+    def test_reads_scattered_rows_exactly_and_touches_no_other(self, connected: Reader) -> None:
+        remote, local = [7, 3, 21, 39, 0], [30, 2, 11, 4, 39]
+        assert connected.read(remote, local) is None
+        connected.assert_rows(1, remote, local)
+        connected.assert_untouched([row for row in range(NUM_ROWS) if row not in local])
+
+    def test_reads_adjacent_rows(self, connected: Reader) -> None:
+        remote, local = list(range(4, 36)), list(range(2, 34))
+        assert connected.read(remote, local) is None
+        connected.assert_rows(1, remote, local)
+        connected.assert_untouched([0, 1, 34, 39])
+
+    def test_reads_one_remote_row_into_several_local_rows(self, connected: Reader) -> None:
+        assert connected.read([5, 5, 5], [1, 2, 3]) is None
+        connected.assert_rows(1, [5, 5, 5], [1, 2, 3])
+
+    def test_runs_many_reads_at_once(self, connected: Reader) -> None:
+        order = np.random.default_rng(3).permutation(NUM_ROWS).tolist()
+        handles = [connected.transport.post_read(PEER, 0, [remote], [local]) for local, remote in enumerate(order)]
+        assert connected.wait(*handles) == [None] * NUM_ROWS
+        connected.assert_rows(1, order, range(NUM_ROWS))
+
+    def test_reads_more_than_any_window_at_once(self) -> None:
+        num_rows, row_bytes = 24, 2 << 20
+        owner = self.start_owner(5, num_rows, row_bytes)
+        reader = Reader(self.make_transport(), num_rows, row_bytes)
+        try:
+            reader.transport.add_peer(PEER, owner.metadata)
+            order = list(reversed(range(num_rows)))
+            assert reader.read(order, range(num_rows)) is None
+            reader.assert_rows(5, order, range(num_rows))
+        finally:
+            reader.close()
+            owner.close()
+
+    def test_reads_from_several_owners(self, connected: Reader) -> None:
+        second = self.start_owner(2)
+        try:
+            connected.transport.add_peer(PeerId("second", 1), second.metadata)
+            first_read = connected.transport.post_read(PEER, 0, [1, 2], [10, 11])
+            second_read = connected.transport.post_read(PeerId("second", 1), 0, [1, 2], [20, 21])
+            assert connected.wait(first_read, second_read) == [None, None]
+            connected.assert_rows(1, [1, 2], [10, 11])
+            connected.assert_rows(2, [1, 2], [20, 21])
+        finally:
+            second.close()
+
+    def test_is_quiet_when_idle(self, connected: Reader) -> None:
+        assert connected.read([1], [1]) is None
+        connected.until(lambda: connected.transport.max_wait_s() is None)
+        assert connected.transport.poll() == []
+        ready = zmq.zmq_poll([(pollable, zmq.POLLIN) for pollable in connected.transport.pollables()], 0)
+        assert connected.transport.poll() == []
+        assert not ready or connected.transport.max_wait_s() is None
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("remote_rows", "local_rows"),
+        [
+            ([NUM_ROWS], [0]),
+            ([-1], [0]),
+            ([0], [NUM_ROWS]),
+            ([0], [-1]),
+            ([0, 1], [0]),
+            ([0, 1], [4, 4]),
+            ([], []),
+        ],
+    )
+    def test_refuses_rows_that_make_no_sense(self, connected: Reader, remote_rows: list[int], local_rows: list[int]) -> None:
+        with pytest.raises(ProtocolError):
+            connected.transport.post_read(PEER, 0, remote_rows, local_rows)
+        assert connected.read([1], [1]) is None
+        connected.assert_untouched([row for row in range(NUM_ROWS) if row != 1])
+
+    @pytest.mark.parametrize("region", [-1, 1])
+    def test_refuses_a_region_that_does_not_exist(self, connected: Reader, region: int) -> None:
+        with pytest.raises(ProtocolError):
+            connected.transport.post_read(PEER, region, [1], [1])
+
+    def test_refuses_an_unknown_peer(self, reader: Reader) -> None:
+        with pytest.raises(PeerUnreachable):
+            reader.transport.post_read(PEER, 0, [1], [1])
+
+    @pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+    def test_refuses_malformed_metadata(self, reader: Reader, owner: Owner, damage: str) -> None:
+        metadata = {"empty": b"", "cut": owner.metadata[:-3], "noise": b"\xc1" + owner.metadata}[damage]
+        with pytest.raises(ProtocolError):
+            reader.transport.add_peer(PEER, metadata)
+        with pytest.raises(PeerUnreachable):
+            reader.transport.post_read(PEER, 0, [1], [1])
+
+    def test_refuses_rows_of_another_size_with_both_values(self, owner: Owner) -> None:
+        reader = Reader(self.make_transport(), row_bytes=2 * ROW_BYTES)
+        try:
+            with pytest.raises(LayoutMismatch, match=rf"{2 * ROW_BYTES}.*{ROW_BYTES}"):
+                reader.transport.add_peer(PEER, owner.metadata)
+        finally:
+            reader.close()
+
+    def test_ignores_a_peer_that_is_added_twice(self, connected: Reader, owner: Owner) -> None:
+        connected.transport.add_peer(PEER, owner.metadata)
+        assert connected.read([1], [1]) is None
+
+    def test_ignores_unknown_peers_and_handles(self, connected: Reader) -> None:
+        connected.transport.remove_peer(PeerId("nobody", 1))
+        connected.transport.cancel(12345)
+        assert connected.read([1], [1]) is None
+
+    # ---- ends ------------------------------------------------------------------------------------------------------
+
+    def test_a_cancelled_read_ends_once(self, connected: Reader) -> None:
+        handle = connected.transport.post_read(PEER, 0, list(range(NUM_ROWS)), list(range(NUM_ROWS)))
+        connected.transport.cancel(handle)
+        connected.transport.cancel(handle)
+        connected.wait(handle)
+        connected.poll(0.05)
+        assert connected.read([3], [3]) is None
+        connected.assert_rows(1, [3], [3])
+
+    def test_removing_a_peer_ends_its_reads(self, connected: Reader) -> None:
+        handle = connected.transport.post_read(PEER, 0, list(range(NUM_ROWS)), list(range(NUM_ROWS)))
+        connected.transport.remove_peer(PEER)
+        before = connected.memory.rows.copy()
+        (error,) = connected.wait(handle)
+        assert error is None or isinstance(error, PeerUnreachable)
+        assert np.array_equal(connected.memory.rows, before), "bytes arrived after the fence"
+        with pytest.raises(PeerUnreachable):
+            connected.transport.post_read(PEER, 0, [1], [1])
+
+    def test_a_removed_peer_can_come_back(self, connected: Reader, owner: Owner) -> None:
+        connected.transport.remove_peer(PEER)
+        connected.transport.add_peer(PEER, owner.metadata)
+        assert connected.read([2], [2]) is None
+        connected.assert_rows(1, [2], [2])
+
+    # ---- death, frost, restart ---------------------------------------------------------------------------------------
+
+    def test_an_owner_that_died_before_contact_is_unreachable(self, reader: Reader, mortal: Owner) -> None:
+        mortal.kill()
+        try:
+            reader.transport.add_peer(PEER, mortal.metadata)
+            error = reader.read([1], [1])
+        except KVFerryError as raised:
+            error = raised
+        assert isinstance(error, PeerUnreachable)
+        reader.assert_untouched(range(NUM_ROWS))
+
+    def test_an_owner_that_died_after_contact_is_unreachable(self, facing: Reader, mortal: Owner) -> None:
+        assert facing.read([1], [1]) is None
+        mortal.kill()
+        assert isinstance(facing.read([2], [2]), PeerUnreachable)
+        assert isinstance(facing.read([2], [2]), PeerUnreachable)
+        facing.transport.remove_peer(PEER)
+
+    def test_reads_end_when_their_owner_dies_meanwhile(self, facing: Reader, mortal: Owner) -> None:
+        rows = list(range(NUM_ROWS))
+        handles = [facing.transport.post_read(PEER, 0, rows, rows) for _ in range(8)]
+        mortal.kill()
+        errors = facing.wait(*handles)
+        assert all(error is None or isinstance(error, PeerUnreachable) for error in errors)
+        facing.transport.remove_peer(PEER)
+
+    def test_another_owner_takes_over_from_one_that_died(self, facing: Reader, mortal: Owner) -> None:
+        mortal.kill()
+        assert facing.read([1], [1]) is not None
+        facing.transport.remove_peer(PEER)
+        successor = self.start_owner(2)
+        try:
+            facing.transport.add_peer(PeerId(PEER.address, 2), successor.metadata)
+            assert facing.read([1], [1], PeerId(PEER.address, 2)) is None
+            facing.assert_rows(2, [1], [1])
+        finally:
+            successor.close()
+
+    def test_metadata_of_a_dead_owner_never_reads_from_its_successor(self, reader: Reader, mortal: Owner) -> None:
+        mortal.kill()
+        successor = self.start_owner(2)
+        try:
+            try:
+                reader.transport.add_peer(PEER, mortal.metadata)
+                error = reader.read([1], [1])
+            except KVFerryError as raised:
+                error = raised
+            assert error is not None
+            reader.assert_untouched(range(NUM_ROWS))
+        finally:
+            successor.close()
+
+    def test_no_byte_of_a_frozen_owner_arrives_after_the_fence(self, facing: Reader, mortal: Owner) -> None:
+        assert facing.read([0], [0]) is None  # connected for good
+        mortal.freeze()
+        rows = list(range(1, NUM_ROWS))
+        handle = facing.transport.post_read(PEER, 0, rows, rows)
+        for _ in range(20):
+            facing.poll(0.01)
+        facing.transport.remove_peer(PEER)
+        before = facing.memory.rows.copy()
+        mortal.thaw()
+        facing.wait(handle)
+        # The owner has answered something asked later, so what was asked earlier would have come.
+        facing.transport.add_peer(PeerId("again", 1), mortal.metadata)
+        assert facing.read([0], [0], PeerId("again", 1)) is None
+        facing.poll(0.05)
+        assert np.array_equal(facing.memory.rows, before), "bytes arrived after the fence"
+
+    def test_a_frozen_owner_stops_no_other(self, facing: Reader, mortal: Owner) -> None:
+        assert facing.read([0], [0]) is None
+        second = self.start_owner(2)
+        try:
+            facing.transport.add_peer(PeerId("second", 1), second.metadata)
+            mortal.freeze()
+            facing.transport.post_read(PEER, 0, [1], [1])
+            assert facing.read([4], [4], PeerId("second", 1)) is None
+            facing.assert_rows(2, [4], [4])
+        finally:
+            mortal.thaw()
+            second.close()

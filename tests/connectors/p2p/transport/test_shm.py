@@ -1,0 +1,9 @@
+from pathlib import Path
+
+from core.testing.transport_suite import TransportSuite
+
+FACTORIES = Path(__file__).with_name("transport_factories.py")
+
+
+class TestShmTransport(TransportSuite):
+    factory = f"{FACTORIES}:make_shm"
