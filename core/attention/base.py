@@ -150,6 +150,8 @@ class AttentionBatch:
         May be a view of the engine's persistent table: ``plan`` copies what it needs. Pass no more columns than needed.
     slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of every query row.
 
+    group_id: number of the KV cache group, for layers of several to be told apart.
+
     A padding row is a sequence of length 1 whose table is ``[NULL_BLOCK_ID]`` and whose slot is 0.
     """
 
@@ -157,6 +159,7 @@ class AttentionBatch:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
+    group_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

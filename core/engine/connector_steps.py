@@ -10,6 +10,9 @@ engine ends: transfers that fail are *reported* (``failed_recving``); a connecto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
@@ -64,37 +67,54 @@ class ConnectorSteps:
         return step.has_sync_kv_loads or not self._launch_is_asynchronous
 
 
+@dataclass(slots=True)
+class _LayerwisePlan(AttentionPlan):
+    """The inner backend's plan, and the model's numbers of the group's layers."""
+
+    inner: AttentionPlan
+    layer_indices: tuple[int, ...]
+
+
 class LayerwiseAttention(AttentionBackend):
-    """An attention backend that tells a connector about every layer: before its KV is touched, and once it is written."""
+    """An attention backend that tells a connector about every layer: before its KV is touched, and once it is written.
+
+    Attention counts layers within their KV cache group, connectors as the model does: ``groups[group][layer]`` translates.
+    """
 
     name = "layerwise"
 
-    def __init__(self, inner: AttentionBackend, worker: KVConnectorWorker) -> None:
+    def __init__(self, inner: AttentionBackend, worker: KVConnectorWorker, groups: Sequence[tuple[int, ...]]) -> None:
         super().__init__(inner.cache)
         self._inner = inner
         self._worker = worker
+        self._groups = groups
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """See ``AttentionBackend.plan``."""
-        return self._inner.plan(batch)
+        inner = self._inner.plan(batch)
+        return _LayerwisePlan(inner.write_rows, inner, self._groups[batch.group_id])
 
     def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
         """Wait for the layer's loads, which may reach into the block of the new tokens, then write."""
-        self._worker.wait_for_layer_load(layer)
-        self._inner.write_kv(layer, key_value, plan)
+        assert isinstance(plan, _LayerwisePlan)
+        self._worker.wait_for_layer_load(plan.layer_indices[layer])
+        self._inner.write_kv(layer, key_value, plan.inner)
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """Attend, then offer the layer for saving."""
-        attended = self._inner.attend(layer, query, spec, plan)
-        self._worker.save_kv_layer(layer)
+        assert isinstance(plan, _LayerwisePlan)
+        attended = self._inner.attend(layer, query, spec, plan.inner)
+        self._worker.save_kv_layer(plan.layer_indices[layer])
         return attended
 
 
-def with_layer_hooks(attention: AttentionBackend, worker: KVConnectorWorker | None) -> AttentionBackend:
+def with_layer_hooks(
+    attention: AttentionBackend, worker: KVConnectorWorker | None, groups: Sequence[tuple[int, ...]]
+) -> AttentionBackend:
     """Return a backend that calls the connector's layer hooks, or ``attention`` itself where it has none of its own."""
     if worker is None:
         return attention
     base, kind = KVConnectorWorker, type(worker)
     if kind.wait_for_layer_load is base.wait_for_layer_load and kind.save_kv_layer is base.save_kv_layer:
         return attention
-    return LayerwiseAttention(attention, worker)
+    return LayerwiseAttention(attention, worker, groups)

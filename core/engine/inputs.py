@@ -121,6 +121,7 @@ class InputBatch:
             self._move(last, row)
             self.request_ids[row] = last_id
             self._row_of[last_id] = row
+        self.sampling.clear(last)
 
     def advance(
         self,
@@ -161,10 +162,11 @@ class InputBatch:
         longest = int(ends.max())
         is_whole = len(rows) == len(self) and bool((rows == np.arange(len(rows))).all())
         batches = []
-        for table in self.block_tables:
+        for group_id, table in enumerate(self.block_tables):
             width = ceil_div(longest, table.block_size)
             tables = table.block_ids[: len(rows), :width] if is_whole else table.block_ids[rows, :width]
-            batches.append(AttentionBatch(query_start_loc, seq_lens, tables, _slots(table, token_rows, positions)))
+            slots = _slots(table, token_rows, positions)
+            batches.append(AttentionBatch(query_start_loc, seq_lens, tables, slots, group_id))
         return StepInputs(
             request_ids=request_ids,
             rows=rows,

@@ -182,7 +182,11 @@ class SamplingRows:
             column[target] = column[source]
         self.streams[target] = self.streams[source]
         self.edits[target] = self.edits[source]
-        self.edits[source] = None
+
+    def clear(self, row: int) -> None:
+        """Let go of what a row no request uses holds."""
+        self.has_edits[row] = False
+        self.edits[row] = None
 
     def append(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
         """Count one new output token per row; ``rows`` are distinct."""

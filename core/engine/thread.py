@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from core.engine.core import EngineCore, EngineGauges
 from core.engine.hands import error_info
-from core.errors import EngineDead, RequestError
+from core.errors import EngineDead, KVFerryError, RequestError
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
 
@@ -67,6 +67,8 @@ class EngineThread:
         self._prepare = prepare
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # admission bounds what can be in it
         self._death: BaseException | None = None
+        self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
+        self._is_closed = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -78,7 +80,7 @@ class EngineThread:
         """Hand over new requests. One that cannot be served comes back as an output with an error.
 
         Raises:
-            EngineDead: the loop has ended.
+            EngineDead: the loop has ended, or was told to.
         """
         self._submit(_Add(requests))
 
@@ -86,7 +88,7 @@ class EngineThread:
         """Ask to stop requests; at the latest before the next step they are gone.
 
         Raises:
-            EngineDead: the loop has ended.
+            EngineDead: the loop has ended, or was told to.
         """
         self._submit(_Abort(request_ids))
 
@@ -103,23 +105,39 @@ class EngineThread:
         return self._thread.is_alive() and self._death is None
 
     def stop(self, timeout_s: float) -> bool:
-        """End the loop after the step in progress and shut the engine down on its own thread; False if that takes too long."""
-        self._inbox.put(_Stop())
+        """End the loop after the step in progress and shut the engine down on its own thread; False if that takes too long.
+
+        Waits for the end of a loop that has died, too. One that was never started is shut down here. Idempotent.
+        """
+        with self._submit_lock:
+            self._is_closed = True
+            self._inbox.put(_Stop())
+        if self._thread.ident is None:
+            self._engine.shutdown()
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _submit(self, message: _Message) -> None:
-        if self._death is not None:
-            raise EngineDead(f"the engine has ended: {self._death!r}")
-        self._inbox.put(message)
+        with self._submit_lock:
+            if self._death is not None:
+                raise EngineDead(f"the engine has ended: {self._death!r}")
+            if self._is_closed:
+                raise EngineDead("the engine was stopped")
+            self._inbox.put(message)
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            self._engine.shutdown()
+
+    def _loop(self) -> None:
         try:
             if self._prepare is not None:
                 self._prepare()
             while not self._is_stopping:
                 self._turn()
-            self._engine.shutdown()
         except BaseException as error:  # the worker's main loop: whatever ends it must be answered
             self._death = error
             logger.exception(event("engine_died", error=repr(error)))
@@ -155,9 +173,14 @@ class EngineThread:
         return []
 
     def _add(self, new: NewRequest) -> EngineCoreOutput | None:
-        """Add a request; return its only output if it is refused."""
+        """Add a request; return its only output if it is refused, or cannot be understood: that concerns nobody else."""
         try:
             self._engine.add_request(new)
         except RequestError as error:
-            return EngineCoreOutput(new.request_id, [], finish_reason="error", error=error_info(error))
-        return None
+            refusal: KVFerryError = error
+        except Exception as error:
+            logger.exception(event("request_not_added", request_id=new.request_id, error=repr(error)))
+            refusal = KVFerryError(f"the request could not be added: {error!r}")
+        else:
+            return None
+        return EngineCoreOutput(new.request_id, [], finish_reason="error", error=error_info(refusal))

@@ -156,7 +156,7 @@ class Worker:
         """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._engine is not None and self._engine.is_alive():
+        if self._engine is not None:
             has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
             if not has_ended:
                 logger.error(event("engine_stuck", timeout_s=ENGINE_STOP_TIMEOUT_S))

@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
-from core.attention.base import KVLayout, PagedKVCache
+from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.sdpa import SdpaBackend
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import LayerwiseAttention, with_layer_hooks
@@ -139,19 +140,22 @@ class LayerRecorder(KVConnectorWorker):
         pass
 
     def wait_for_layer_load(self, layer):
-        self.calls.append(("wait", layer, bool(self.cache.pool[1, layer].any())))
+        self.calls.append(("wait", layer, self.is_written(layer)))
 
     def save_kv_layer(self, layer):
-        self.calls.append(("save", layer, bool(self.cache.pool[1, layer].any())))
+        self.calls.append(("save", layer, self.is_written(layer)))
+
+    def is_written(self, layer):
+        return bool(self.cache.pool[1, layer % self.cache.pool.shape[1]].any())
 
 
 def test_layer_hooks_wait_before_the_write_and_save_behind_it(build_tiny, run_engine):
     attention = SdpaBackend(PagedKVCache(torch.zeros(4, 3, 2, 2, BLOCK, 8), KVLayout.HND))
     recorder = LayerRecorder(attention.cache)
-    wrapped = with_layer_hooks(attention, recorder)
+    wrapped = with_layer_hooks(attention, recorder, [(0, 1, 2)])
     built = build_tiny()
     runner = built.engine._runner
-    inner, runner._attention = runner._attention, LayerwiseAttention(runner._attention, recorder)
+    inner, runner._attention = runner._attention, LayerwiseAttention(runner._attention, recorder, [(0, 1, 2)])
     recorder.cache = inner.cache
     run_engine(built.engine, [request(max_tokens=1)])
     expected = [(name, layer, name == "save") for layer in range(3) for name in ("wait", "save")]
@@ -159,7 +163,23 @@ def test_layer_hooks_wait_before_the_write_and_save_behind_it(build_tiny, run_en
     assert isinstance(wrapped, LayerwiseAttention)
 
 
+def test_layer_hooks_count_layers_as_the_model_does(build_tiny):
+    attention = SdpaBackend(PagedKVCache(torch.zeros(4, 2, 2, 2, BLOCK, 8), KVLayout.HND))
+    recorder = LayerRecorder(attention.cache)
+    wrapped = with_layer_hooks(attention, recorder, [(0, 2), (1, 3)])
+    key_value, query = torch.ones(1, 2, 2, 8), torch.ones(1, 6, 8)
+    for group_id in (0, 1):
+        one = np.array([1], dtype=np.int32)
+        batch = AttentionBatch(np.array([0, 1], dtype=np.int32), one, one[None], np.array([BLOCK]), group_id)
+        plan = wrapped.plan(batch)
+        for layer in (0, 1):
+            wrapped.write_kv(layer, key_value, plan)
+            wrapped.attend(layer, query, AttentionSpec(6, 2, 8, 1.0), plan)
+    assert [layer for name, layer, _ in recorder.calls if name == "wait"] == [0, 2, 1, 3]
+    assert [layer for name, layer, _ in recorder.calls if name == "save"] == [0, 2, 1, 3]
+
+
 def test_connector_without_layer_hooks_costs_nothing_per_layer(copy_connector):
     attention = SdpaBackend(PagedKVCache(torch.zeros(4, 3, 2, 2, BLOCK, 8), KVLayout.HND))
-    assert with_layer_hooks(attention, copy_connector().worker) is attention
-    assert with_layer_hooks(attention, None) is attention
+    assert with_layer_hooks(attention, copy_connector().worker, [(0, 1, 2)]) is attention
+    assert with_layer_hooks(attention, None, [(0, 1, 2)]) is attention

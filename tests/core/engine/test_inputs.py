@@ -200,3 +200,14 @@ def test_removing_an_unknown_request_is_ignored(name):
     batch = InputBatch(cache_config(), MAX_SEQS, MAX_LEN)
     batch.remove(name)
     assert len(batch) == 0
+
+
+@pytest.mark.parametrize("removed", ["a", "b"])
+def test_rows_that_no_request_uses_keep_no_edits(removed):
+    batch = InputBatch(cache_config(), MAX_SEQS, MAX_LEN)
+    for block_id, name in enumerate("ab", start=1):
+        batch.add(new_request(name, [1, 2, 3], 3, ([block_id],), min_tokens=2, max_tokens=4))
+    batch.remove(removed)
+    assert batch.sampling.edits[0] is not None
+    assert batch.sampling.edits[1:] == [None] * (MAX_SEQS - 1)
+    assert batch.sampling.has_edits.tolist() == [True, *[False] * (MAX_SEQS - 1)]

@@ -93,6 +93,48 @@ def test_refused_request_comes_back_as_an_error_and_the_others_go_on(start):
     assert len(mailbox.tokens["good"]) == 6
 
 
+def test_a_request_that_breaks_while_it_is_added_ends_alone_and_is_logged(start, caplog):
+    thread, mailbox = start()
+    broken = NewRequest(request_id="bad", prompt_token_ids=PROMPT, sampling=SamplingParams(), cache_salt="\ud800")
+    thread.submit_add([broken, request("good")])
+    mailbox.wait(lambda: len(mailbox.ends) == 2)
+    assert (mailbox.ends["bad"].error.code, mailbox.ends["bad"].error.http_status) == ("internal_error", 500)
+    assert len(mailbox.tokens["good"]) == 6
+    assert [record.levelname for record in caplog.records if "request_not_added" in record.message] == ["ERROR"]
+    assert not mailbox.deaths
+
+
+def test_nothing_can_be_submitted_after_the_order_to_stop(start):
+    thread, _ = start()
+    assert thread.stop(DEADLINE_S)
+    assert thread.stop(DEADLINE_S)
+    for submit in (lambda: thread.submit_add([request("late")]), lambda: thread.submit_abort(["late"])):
+        with pytest.raises(EngineDead, match="stopped"):
+            submit()
+
+
+def test_stop_before_start_shuts_the_engine_down(build_tiny):
+    engine, closed = build_tiny().engine, []
+    engine.shutdown = lambda: closed.append(True)
+    thread = EngineThread(engine, lambda _: None, lambda _: None)
+    assert thread.stop(DEADLINE_S)
+    assert closed == [True]
+    assert not thread.is_alive()
+
+
+def test_a_dying_loop_shuts_the_engine_down_after_its_death_is_told(build_tiny):
+    events = []
+    engine = build_tiny().engine
+    engine.shutdown = lambda: events.append("shutdown")
+    engine.step = lambda: 1 / 0
+    thread = EngineThread(engine, lambda _: None, lambda error: events.append(type(error).__name__))
+    thread.start()
+    thread.submit_add([request("r")])
+    poll(lambda: len(events) == 2)
+    assert events == ["ZeroDivisionError", "shutdown"]
+    assert thread.stop(DEADLINE_S)
+
+
 def test_abort_stops_a_running_request(start):
     thread, mailbox = start()
     thread.submit_add([request("long", max_tokens=400)])
