@@ -13,6 +13,7 @@ import typer
 
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
+from kvferry.bench.command import bench
 
 app = typer.Typer(
     name="kvferry",
@@ -154,6 +155,9 @@ def demo(
 
     flags = {"model.name": model, "connector.transports": transport or None, "router.port": 0}
     raise typer.Exit(run_demo(options.read_config(config, assignments, flags), prompt, max_tokens))
+
+
+app.command()(bench)
 
 
 @app.command()

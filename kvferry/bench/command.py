@@ -1,30 +1,15 @@
-"""``kvferry bench``: flags, progress bar, table and JSON around ``load`` and ``report``."""
+"""``kvferry bench``: flags around ``load`` and ``report``.
+
+Everything else is imported when the command runs: every process of a cluster imports the command line, and has no use for an
+HTTP client.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
-import httpx
-import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from core.errors import ConfigError
-from kvferry.bench.client import RequestResult, Target
-from kvferry.bench.load import run_load
-from kvferry.bench.report import Distribution, Report, make_report, parse_slos
-from kvferry.bench.workload import (
-    BenchRequest,
-    SyntheticShape,
-    TraceShape,
-    parse_range,
-    synthetic_workload,
-    trace_workload,
-)
 
 
 def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
@@ -50,6 +35,14 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
 ) -> None:
     """Load an OpenAI-compatible server and report TTFT, ITL, E2E percentiles, throughput and goodput."""
+    import msgspec
+    from rich.console import Console
+
+    from kvferry.bench.client import Target
+    from kvferry.bench.report import make_report, parse_slos
+    from kvferry.bench.run import first_model, print_report, run_with_progress
+    from kvferry.bench.workload import SyntheticShape, TraceShape, parse_range, synthetic_workload, trace_workload
+
     slos = parse_slos(goodput or [])
     if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens, "prompt-tokens")
@@ -70,66 +63,11 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text)
         requests = trace_workload(trace, cut)
     base_url = url.rstrip("/").removesuffix("/v1")
-    target = Target(base_url=base_url, model=model or _first_model(base_url, api_key), api_key=api_key, ignore_eos=ignore_eos)
-    results, duration_s = _run(target, requests, concurrency, timeout_s)
+    target = Target(base_url=base_url, model=model or first_model(base_url, api_key), api_key=api_key, ignore_eos=ignore_eos)
+    results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
     report = make_report(results, duration_s, slos)
     print_report(report, Console())
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     if report.num_failed:
         raise typer.Exit(1)
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Print the figures as a table of latencies and a few lines."""
-    table = Table(title=f"{report.num_requests} requests in {report.duration_s:.1f} s, {report.num_failed} failed")
-    for column in ("ms", "mean", "p50", "p90", "p95", "p99", "max"):
-        table.add_column(column, justify="left" if column == "ms" else "right")
-    rows: tuple[tuple[str, Distribution | None], ...] = (
-        ("time to first token", report.ttft_ms),
-        ("inter-token latency", report.itl_ms),
-        ("time per output token", report.tpot_ms),
-        ("end to end", report.e2e_ms),
-    )
-    for name, values in rows:
-        if values is not None:
-            cells = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)
-            table.add_row(name, *(f"{cell:.1f}" for cell in cells))
-    console.print(table)
-    console.print(
-        f"throughput: {report.request_throughput_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s, "
-        f"{report.total_tokens_per_s:.1f} tokens/s"
-    )
-    console.print(
-        f"tokens: {report.num_prompt_tokens} prompt ({report.num_cached_tokens} cached), {report.num_output_tokens} output"
-    )
-    if report.goodput_per_s is not None:
-        limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in report.slo_ms.items())
-        console.print(f"goodput: {report.goodput_per_s:.2f} requests/s with {limits}")
-    for message, count in report.errors.items():
-        console.print(f"[red]{count} x {message}[/red]", highlight=False)
-
-
-def _run(
-    target: Target, requests: list[BenchRequest], concurrency: int | None, timeout_s: float
-) -> tuple[list[RequestResult], float]:
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("requests", total=len(requests))
-        return asyncio.run(
-            run_load(
-                target, requests, concurrency=concurrency, timeout_s=timeout_s, on_done=lambda _result: progress.advance(task)
-            )
-        )
-
-
-def _first_model(base_url: str, api_key: str) -> str:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10)
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the model name from {base_url}/v1/models ({error}); give --model", param="model"
-        ) from None
