@@ -28,7 +28,6 @@ from torch import Tensor
 
 from core.errors import ConfigError
 
-NULL_BLOCK_ID = 0
 _POOL_DIMS = 6
 
 
@@ -163,7 +162,7 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class BatchedSequence:
     """One sequence of a batch. ``block_ids``: int64 ``[ceil(seq_len / block_size)]``, a copy on the host."""
 
     query_start: int
@@ -182,12 +181,12 @@ class Sequence:
         return self.seq_len - self.num_queries
 
 
-def split_sequences(batch: AttentionBatch, block_size: int) -> list[Sequence]:
+def split_sequences(batch: AttentionBatch, block_size: int) -> list[BatchedSequence]:
     """Return the batch's sequences in batch order, with their part of the block table."""
     tables = batch.block_tables.astype(np.int64)  # a copy: the engine goes on writing to its table
     starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     return [
-        Sequence(starts[s], starts[s + 1], seq_len, tables[s, : -(-seq_len // block_size)])
+        BatchedSequence(starts[s], starts[s + 1], seq_len, tables[s, : -(-seq_len // block_size)])
         for s, seq_len in enumerate(seq_lens)
     ]
 

@@ -19,7 +19,7 @@ KV that is already contiguous 2.6, gather + SDPA 4.0, page-major ``bmm`` 5.0, re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence as Series
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.attention.base import AttentionSpec, KVLayout, PagedKVCache, Sequence
+from core.attention.base import AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class DecodeRows:
             warnings.simplefilter("ignore")  # torch says once per process that sparse CSR is in beta
             torch.zeros(1, 1).to_sparse_csr()
 
-    def index(self, sequences: Series[Sequence], spec: AttentionSpec) -> DecodeIndex:
+    def index(self, sequences: Sequence[BatchedSequence], spec: AttentionSpec) -> DecodeIndex:
         """Return the pattern of one-query sequences under the mask of ``spec``."""
         lengths = [sequence.seq_len - spec.first_visible(sequence.first_position) for sequence in sequences]
         num_entries = sum(lengths) * spec.num_heads
@@ -106,7 +106,7 @@ class DecodeRows:
         )[0]
         return output.view(query.shape)
 
-    def _visible_rows(self, sequence: Sequence, length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _visible_rows(self, sequence: BatchedSequence, length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the first KV head's rows of the sequence's last ``length`` tokens."""
         block_size = len(self._slot_rows)
         first_page, skipped = divmod(sequence.seq_len - length, block_size)
@@ -115,7 +115,7 @@ class DecodeRows:
         return rows[skipped : skipped + length]
 
 
-def _equal_pieces(weights: Tensor, lengths: Series[int], num_heads: int) -> list[Tensor]:
+def _equal_pieces(weights: Tensor, lengths: Sequence[int], num_heads: int) -> list[Tensor]:
     """Cut the values into ``[num_rows, length]`` views, one per run of sequences of equal length."""
     pieces, start = [], 0
     for length, run in groupby(lengths):

@@ -1,4 +1,4 @@
-"""The CPU backend: decode rows through the row kernel, prefill chunks by gather + SDPA, in any mixture.
+"""The CPU backend: decode rows through the row kernel, prefill chunks by gather and tiles, in any mixture.
 
 Owns: the split of a batch between the two kernels. Does not know: how either of them works.
 Called through ``core.attention.base.AttentionBackend``.
@@ -20,9 +20,9 @@ from core.attention.base import (
     AttentionBatch,
     AttentionPlan,
     AttentionSpec,
+    BatchedSequence,
     KVLayout,
     PagedKVCache,
-    Sequence,
     split_sequences,
 )
 from core.attention.decode_rows import DecodeIndex, DecodeRows
@@ -42,7 +42,7 @@ class MaskedStep:
 class PagedCpuPlan(AttentionPlan):
     """The batch's sequences, and one ``MaskedStep`` per distinct layer spec, made when a layer first asks for it."""
 
-    sequences: list[Sequence]
+    sequences: list[BatchedSequence]
     steps: dict[AttentionSpec, MaskedStep] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ class PagedCpuBackend(AttentionBackend):
         assert self._decode is not None
         return self._decode.attend(layer, query.to(self.cache.dtype), scale, index).to(query.dtype)
 
-    def _masked_step(self, sequences: list[Sequence], spec: AttentionSpec) -> MaskedStep:
+    def _masked_step(self, sequences: list[BatchedSequence], spec: AttentionSpec) -> MaskedStep:
         decoding = [s for s in sequences if s.num_queries == 1] if self._decode is not None else []
         gathered = [s for s in sequences if s.num_queries > 1 or self._decode is None]
         decode = self._decode.index(decoding, spec) if self._decode is not None and decoding else None

@@ -17,8 +17,8 @@ from core.attention.base import (
     AttentionBatch,
     AttentionPlan,
     AttentionSpec,
+    BatchedSequence,
     KVLayout,
-    Sequence,
     split_sequences,
 )
 
@@ -27,7 +27,7 @@ from core.attention.base import (
 class SdpaPlan(AttentionPlan):
     """Each sequence with its block ids, int64 ``[num_blocks_of_sequence]``, on the pool's device."""
 
-    sequences: list[tuple[Sequence, Tensor]]
+    sequences: list[tuple[BatchedSequence, Tensor]]
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
