@@ -96,7 +96,10 @@ class KVConnectorScheduler(ABC):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """True if blocks are about to come back, so that preempting would be premature."""
+        """True if blocks are about to come back, so that preempting would be premature.
+
+        The engine keeps stepping as long as it has requests and this is True, so it should not be for long.
+        """
         return False
 
     def shutdown(self) -> None:

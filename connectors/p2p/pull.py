@@ -389,13 +389,16 @@ class PullProtocol:
         if load.phase is LoadPhase.ENDING:
             self._end_if_quiet(load)
         elif event.error is not None:
-            self._fail(load, error_info(event.error), now)
-            if isinstance(event.error, PeerUnreachable):
-                self._lose_peers([load.owner], event.error, now)
+            self._on_read_failed(load, event.error, now)
         elif load.waiting_reads:
             self._post_reads(load, now)
         elif not load.open_reads:
             self._complete(load, now)
+
+    def _on_read_failed(self, load: _Load, error: KVFerryError, now: float) -> None:
+        self._fail(load, error_info(error), now)
+        if isinstance(error, PeerUnreachable):
+            self._lose_peers([load.owner], error, now)
 
     def _complete(self, load: _Load, now: float) -> None:
         """All bytes are here; they count if the owner held the blocks until now."""

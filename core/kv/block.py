@@ -1,7 +1,7 @@
 """One physical KV cache block and the states it passes through.
 
 Owns the metadata of a block, never its bytes: those lie in the pool tensor of the engine, at row ``block_id``.
-Written only by ``core.kv.pool``; read by the KV cache managers, the seal writer and the connectors.
+Written only by ``core.kv.pool``; read by the KV cache managers and the connectors.
 
 Life cycle. The state is derived from the fields, so that it can never disagree with them:
 
@@ -44,7 +44,9 @@ class KVCacheBlock:
 
     ``ref_cnt`` counts references: block tables, leases, pins. ``block_hash`` is the 16-byte chain value at the block's end and
     ``group_id`` the KV cache group it was hashed for; both are meaningful only together. ``generation`` grows at every
-    allocation and before every recompute in place, so (block_id, generation) names one content for ever.
+    allocation and before a rollback that recomputes in place, so (block_id, generation) names one content, with one exception:
+    when every token of a request was loaded, the last one is computed again, and rewrites its slot in a block that keeps hash
+    and generation. The value is the same to rounding, not to the bit.
     """
 
     block_id: int

@@ -15,7 +15,7 @@ from core.kv.pool import BlockPool
 from core.kv.single_type import get_manager_for_kv_cache_spec
 from core.kv.spec import KVCacheConfig
 
-GroupBlocks = tuple[Sequence[KVCacheBlock], ...]
+BlocksPerGroup = tuple[Sequence[KVCacheBlock], ...]
 
 
 def _check_divisible(what: str, value: int, by: str, divisor: int) -> None:
@@ -54,14 +54,14 @@ class KVCacheCoordinator(ABC):
         )
         # Empty for full attention: a decode step then pays nothing for windows.
         self._recycling_managers = tuple(m for m in self.managers if m.max_admission_blocks is not None)
-        self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
+        self.no_blocks: BlocksPerGroup = tuple(() for _ in self.managers)
 
     @abstractmethod
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
         """Return the cached blocks per group of the longest common prefix, and its length in tokens."""
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: GroupBlocks, apply_admission_cap: bool = False
+        self, request_id: str, num_tokens: int, new_computed_blocks: BlocksPerGroup, apply_admission_cap: bool = False
     ) -> int:
         """Return how many free blocks all groups together take for ``num_tokens`` slots of the request."""
         num_blocks = 0
@@ -70,8 +70,8 @@ class KVCacheCoordinator(ABC):
         return num_blocks
 
     def allocate_new_computed_blocks(
-        self, request_id: str, new_computed_blocks: GroupBlocks, num_computed_tokens: int
-    ) -> GroupBlocks:
+        self, request_id: str, new_computed_blocks: BlocksPerGroup, num_computed_tokens: int
+    ) -> BlocksPerGroup:
         """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
 
         In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
@@ -81,7 +81,7 @@ class KVCacheCoordinator(ABC):
             manager.add_local_computed_blocks(request_id, blocks)
         return self.allocate_new_blocks(request_id, num_computed_tokens)
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> GroupBlocks:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
         """Extend every table to ``num_tokens`` slots; return the blocks added."""
         return tuple(manager.allocate_new_blocks(request_id, num_tokens) for manager in self.managers)
 
@@ -89,7 +89,7 @@ class KVCacheCoordinator(ABC):
         """Tell whether the request holds tables."""
         return request_id in self.managers[0].req_to_blocks
 
-    def get_blocks(self, request_id: str) -> GroupBlocks:
+    def get_blocks(self, request_id: str) -> BlocksPerGroup:
         """Return the tables of the request, empty ones if it has none. They are live: do not change them."""
         return tuple(manager.req_to_blocks.get(request_id, ()) for manager in self.managers)
 
@@ -103,7 +103,7 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.cache_blocks(request_id, block_hashes, num_tokens)
 
-    def truncate(self, request_id: str, num_tokens: int) -> GroupBlocks:
+    def truncate(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
         """Unhash what lies beyond ``num_tokens`` and give it a new generation; return those blocks."""
         beyond = tuple(manager.truncate(request_id, num_tokens) for manager in self.managers)
         for blocks in beyond:
@@ -118,7 +118,7 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Any number of groups, never a hit."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
         """Return no blocks."""
         return self.no_blocks, 0
 
@@ -129,7 +129,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group: its hits are the hits."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[GroupBlocks, int]:
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
         """Ask the only group."""
         manager = self.managers[0]
         blocks = manager.find_longest_cache_hit(block_hashes, max_length, self.scheduler_block_size)

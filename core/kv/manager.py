@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.kv.block import KVCacheBlock
-from core.kv.coordinator import GroupBlocks, get_kv_cache_coordinator
+from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
 from core.kv.spec import KVCacheConfig, ceil_div
 from core.kv.stats import PrefixCacheStats
@@ -53,7 +53,7 @@ class KVCacheRequest(Protocol):
 class KVCacheBlocks:
     """Blocks of one request, one sequence per KV cache group, in token order."""
 
-    blocks: GroupBlocks
+    blocks: BlocksPerGroup
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Ids per group."""
@@ -182,7 +182,7 @@ class KVCacheManager:
             coordinator.cache_blocks(request_id, request.block_hashes, num_known)
         return new_blocks
 
-    def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: GroupBlocks) -> int:
+    def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: BlocksPerGroup) -> int:
         """Blocks that all known tokens of the request still take, counting what it really holds at a time."""
         num_tokens = min(request.num_tokens, self.max_model_len)
         return self.coordinator.get_num_blocks_to_allocate(request.request_id, num_tokens, hits, apply_admission_cap=True)
@@ -206,7 +206,7 @@ class KVCacheManager:
         """Prepare to recompute everything from token ``num_tokens`` on in place; return the blocks concerned.
 
         They lose their hashes, so that nobody hits them, and get a new generation, so that nobody who knows the old one
-        accepts them; the caller breaks their seals. They are hashed again by ``cache_blocks`` as usual.
+        accepts them. They are hashed again by ``cache_blocks`` as usual.
         """
         return KVCacheBlocks(self.coordinator.truncate(request.request_id, num_tokens))
 

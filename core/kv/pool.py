@@ -242,7 +242,7 @@ class BlockPool:
 
     def get_cached_block(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
         """Return a block of this group that holds this content, or None."""
-        return self.cached_blocks.get(block_hash + group_id.to_bytes(4, "big"))
+        return self.cached_blocks.get(cache_key(block_hash, group_id))
 
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_cached: int, block_size: int, group_id: int

@@ -1,8 +1,7 @@
 """How much KV one attention type keeps, and which layers share a block table.
 
-A spec says how many bytes a block of one layer takes and how many blocks one request can hold at most. The same number
-caps admission and sizes the pool (``max_memory_usage_bytes`` is computed from ``max_admission_blocks_per_request``): if the two
-drift apart, either a prompt that fits is never admitted or a prefill runs out of blocks half-way. Knows no tensors. Built by
+A spec says how many bytes a block of one layer takes, which sizes the pool, and how many blocks one request can hold at most,
+which caps admission: were that too low, a prefill could run out of blocks half-way. Knows no tensors. Built by
 ``core.engine`` from the model's configuration. A new attention type is a subclass here and a manager in
 ``core.kv.single_type``.
 """
@@ -44,10 +43,6 @@ class KVCacheSpec(ABC):
 
         ``max_in_flight_tokens`` are scheduled but not yet processed: blocks are dropped only behind them.
         """
-
-    def max_memory_usage_bytes(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Bytes of one layer that one request of the longest length needs."""
-        return self.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len) * self.page_size_bytes
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

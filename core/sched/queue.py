@@ -30,10 +30,6 @@ class RequestQueue(ABC):
         """Queue a request behind those that came before it."""
 
     @abstractmethod
-    def peek_request(self) -> Request:
-        """Return the next request and leave it. Raises: IndexError if there is none."""
-
-    @abstractmethod
     def pop_request(self) -> Request:
         """Take the next request. Raises: IndexError if there is none."""
 
@@ -65,10 +61,6 @@ class FCFSRequestQueue(RequestQueue):
     def add_request(self, request: Request) -> None:
         """Append."""
         self._requests.append(request)
-
-    def peek_request(self) -> Request:
-        """Return the oldest."""
-        return self._requests[0]
 
     def pop_request(self) -> Request:
         """Take the oldest."""
@@ -104,10 +96,6 @@ class PriorityRequestQueue(RequestQueue):
     def add_request(self, request: Request) -> None:
         """Put it where its key belongs."""
         heapq.heappush(self._heap, (priority_key(request), request))
-
-    def peek_request(self) -> Request:
-        """Return the most urgent."""
-        return self._heap[0][1]
 
     def pop_request(self) -> Request:
         """Take the most urgent."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from core.attention.base import (
-    NULL_BLOCK_ID,
     AttentionBackend,
     AttentionBatch,
     AttentionPlan,
@@ -18,6 +17,7 @@ from core.attention.base import (
     KVLayout,
     PagedKVCache,
 )
+from core.kv.block import NULL_BLOCK_ID
 
 
 @dataclass

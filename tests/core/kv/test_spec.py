@@ -27,11 +27,6 @@ def test_full_attention_keeps_every_token_whatever_is_in_flight(make_spec, max_m
     assert make_spec(16).max_admission_blocks_per_request(10**6, max_model_len) == num_blocks
 
 
-def test_memory_of_a_request_is_computed_from_the_admission_cap():
-    spec = HalfSpec(block_size=16, num_kv_heads=1, head_dim=8, dtype_bytes=2)
-    assert spec.max_memory_usage_bytes(64, 1024) == 36 * spec.page_size_bytes
-
-
 @pytest.mark.parametrize("field", ["block_size", "num_kv_heads", "head_dim", "dtype_bytes"])
 def test_size_below_one_is_refused(field):
     sizes = {"block_size": 16, "num_kv_heads": 3, "head_dim": 64, "dtype_bytes": 4} | {field: 0}

@@ -40,7 +40,6 @@ def test_fcfs_serves_in_order_of_arrival(abcd):
     for request in abcd:
         queue.add_request(request)
     assert names(queue) == "abcd"
-    assert queue.peek_request() is abcd[0]
     assert len(queue) == 4
     assert drain(queue) == "abcd"
     assert not queue
@@ -72,10 +71,8 @@ def test_removing_keeps_the_order_of_the_others(abcd, make_request, policy):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_empty_queue_has_nothing_to_peek_or_pop(policy):
+def test_empty_queue_has_nothing_to_pop(policy):
     queue = create_request_queue(policy)
-    with pytest.raises(IndexError):
-        queue.peek_request()
     with pytest.raises(IndexError):
         queue.pop_request()
 
@@ -91,7 +88,6 @@ def test_priority_then_arrival_then_id_decide(make_request):
     ):
         queue.add_request(request)
     assert names(queue) == "eabcd"
-    assert queue.peek_request().request_id == "e"
     assert drain(queue) == "eabcd"
 
 
