@@ -47,6 +47,7 @@ class DecodeHands(RoleHands):
     def __init__(self, facts: EngineFacts) -> None:
         self._facts = facts
         self._live: dict[str, dict[int, _Choice]] = {}
+        self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
         """Go on with the choices of a hand-over, or start all of them here.
@@ -62,7 +63,7 @@ class DecodeHands(RoleHands):
             raise InvalidRequest("a choice is named twice", param="choices")
         self._live[message.request_id] = choices
         without_prompt = msgspec.structs.replace(message.sampling, prompt_logprobs=None)
-        return [
+        requests = [
             NewRequest(
                 request_id=choice_id(message.request_id, start.index),
                 prompt_token_ids=message.prompt_token_ids,
@@ -77,6 +78,10 @@ class DecodeHands(RoleHands):
             )
             for start in starts
         ]
+        if message.kv_handoff is not None or len(requests) == 1:
+            return requests
+        self._followers[message.request_id] = requests[1:]
+        return requests[:1]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
         """Pass new tokens on; a choice that failed takes its request along."""
@@ -89,17 +94,17 @@ class DecodeHands(RoleHands):
             error = output_error(output)
             if error is None:
                 self._pass_on(request_id, index, output, result)
+                result.new_requests += self._start_followers(request_id)
             else:
                 result.abort_ids += [choice_id(request_id, other) for other in choices if other != index]
                 result.replies.append(RequestFailed(request_id=request_id, error=error))
                 choices.clear()
-            if not choices:
-                result.ended.append(request_id)
-                del self._live[request_id]
+            self._end_if_empty(request_id, result)
         return result
 
     def on_abort(self, request_id: str) -> HandsOutput:
         """Stop all live choices."""
+        self._followers.pop(request_id, None)
         choices = self._live.pop(request_id, {})
         return HandsOutput(abort_ids=[choice_id(request_id, index) for index in choices])
 
@@ -108,11 +113,21 @@ class DecodeHands(RoleHands):
         choices = self._live.get(request_id, {})
         if choices.pop(index, None) is None:
             return HandsOutput()
-        result = HandsOutput(abort_ids=[choice_id(request_id, index)])
-        if not choices:
+        result = HandsOutput(abort_ids=[choice_id(request_id, index)], new_requests=self._start_followers(request_id))
+        self._end_if_empty(request_id, result)
+        return result
+
+    def _start_followers(self, request_id: str) -> list[NewRequest]:
+        """Return the live choices that have waited for the first one's prompt, once."""
+        choices = self._live[request_id]
+        return [new for new in self._followers.pop(request_id, ()) if new.choice_index in choices]
+
+    def _end_if_empty(self, request_id: str, result: HandsOutput) -> None:
+        """Forget a request without live choices."""
+        if not self._live[request_id]:
             result.ended.append(request_id)
             del self._live[request_id]
-        return result
+            self._followers.pop(request_id, None)
 
     def _pass_on(self, request_id: str, index: int, output: EngineCoreOutput, result: HandsOutput) -> None:
         choices = self._live[request_id]

@@ -105,13 +105,16 @@ class LocalCluster:
         return self
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End all processes: workers first, so that the router can tell them goodbye; killed after ``grace_s``. Idempotent."""
+        """End all processes, each killed after ``grace_s``. Idempotent.
+
+        The router goes first: it takes nothing new and lets requests finish, for which it needs the workers.
+        """
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
         try:
-            keeper.end(list(self._roles), grace_s)
             keeper.end([ROUTER], grace_s)
+            keeper.end(list(self._roles), grace_s)
         finally:
             keeper.close()
             if self._run_dir is not None:

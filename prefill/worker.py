@@ -39,6 +39,7 @@ class _Prefill:
 
     message: Generate
     arrival_time: float
+    followers: list[NewRequest] = field(default_factory=list)  # the other choices, until the first has its token
     choices: dict[int, PrefillChoice] = field(default_factory=dict)
     kv_handoff: KVHandoff | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -60,17 +61,16 @@ class PrefillHands(RoleHands):
         self._handed_over: OrderedDict[str, str] = OrderedDict()  # request id → transfer id
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Ask for one token per choice.
+        """Ask for the first token of the first choice.
 
         Raises:
             InvalidRequest: the request is not one for a prefill worker.
         """
         if not message.handoff or message.kv_handoff is not None or message.choices:
             raise InvalidRequest("a prefill worker only takes requests that are handed over after the first token")
-        self._live[message.request_id] = _Prefill(message, now)
         # One token ends every choice, so a longer minimum only means that it must not be a stop token.
         sampling = msgspec.structs.replace(message.sampling, max_tokens=1, min_tokens=min(1, message.sampling.min_tokens))
-        return [
+        first, *followers = [
             NewRequest(
                 request_id=choice_id(message.request_id, index),
                 prompt_token_ids=message.prompt_token_ids,
@@ -84,6 +84,8 @@ class PrefillHands(RoleHands):
             )
             for index in range(message.n)
         ]
+        self._live[message.request_id] = _Prefill(message, now, followers)
+        return [first]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
         """Collect first tokens; answer when every choice has its own."""
@@ -101,6 +103,9 @@ class PrefillHands(RoleHands):
                 self._fail(prefill, index, error, result)
             elif len(prefill.choices) == prefill.message.n:
                 self._answer(prefill, now, result)
+            elif prefill.choices:
+                result.new_requests += prefill.followers
+                prefill.followers = []
         return result
 
     def on_abort(self, request_id: str) -> HandsOutput:

@@ -30,11 +30,12 @@ class EngineFacts:
 class HandsOutput:
     """What follows from an event.
 
-    ``ended`` names the requests of which the hands will say nothing more; ``abort_ids`` engine requests that nobody needs any
-    more; ``release_transfer_ids`` hand-overs that nobody will read.
+    ``new_requests`` go to the engine now; ``ended`` names the requests of which the hands will say nothing more; ``abort_ids``
+    engine requests that nobody needs any more; ``release_transfer_ids`` hand-overs that nobody will read.
     """
 
     replies: list[Reply] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     abort_ids: list[str] = field(default_factory=list)
     release_transfer_ids: list[str] = field(default_factory=list)
@@ -45,7 +46,10 @@ class RoleHands(ABC):
 
     @abstractmethod
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Accept a request and return one engine request per choice, named by ``choice_id``.
+        """Accept a request and return the engine requests to start with, one per choice, named by ``choice_id``.
+
+        Choices of a prompt that is computed here follow once the first one's prompt is in the prefix cache, so that it is
+        computed once.
 
         Raises:
             RequestError: this role cannot serve it; nothing is kept.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.engine.actions import (
     Action,
@@ -73,7 +73,6 @@ class _Served:
     num_choices: int
     num_output_tokens: int = 0
     first_token_s: float | None = None
-    engine_request_ids: set[str] = field(default_factory=set)
 
 
 class WorkerState:
@@ -195,10 +194,9 @@ class WorkerState:
             link=link,
             arrival_time=now,
             num_prompt_tokens=len(message.prompt_token_ids),
-            num_choices=len(requests),
-            engine_request_ids={request.request_id for request in requests},
+            num_choices=_num_choices(message),
         )
-        self._num_choices += len(requests)
+        self._num_choices += _num_choices(message)
         if message.deadline_ms:
             heapq.heappush(self._deadlines, (now + message.deadline_ms / 1e3, message.request_id))
         return [SubmitAdd(requests)]
@@ -209,8 +207,7 @@ class WorkerState:
             raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
         if self.is_draining:
             raise NoWorker(f"worker {self._registration.engine_id} is draining")
-        num_new = len(message.choices) or message.n
-        if self._num_choices + num_new > self._limits.max_num_seqs + self._limits.max_waiting_requests:
+        if self._num_choices + _num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
             raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
         return self._hands.on_generate(message, now)
 
@@ -351,8 +348,10 @@ class WorkerState:
         )
 
     def _follow(self, result: HandsOutput) -> list[Action]:
-        """Return the actions behind what the hands want stopped and released."""
+        """Return the actions behind what the hands want started, stopped and released."""
         actions: list[Action] = []
+        if result.new_requests:
+            actions.append(SubmitAdd(result.new_requests))
         if result.abort_ids:
             actions.append(SubmitAbort(result.abort_ids))
         if result.release_transfer_ids:
@@ -430,3 +429,7 @@ class WorkerState:
     def _stop(self, exit_code: int) -> list[Action]:
         self._exit_code = exit_code
         return [Stop(exit_code)]
+
+
+def _num_choices(message: Generate) -> int:
+    return len(message.choices) or message.n

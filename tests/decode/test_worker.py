@@ -36,6 +36,12 @@ def handed_over(*indices):
     return generate(kv_handoff=HANDOFF, choices=starts, n=4)
 
 
+def all_choices(hands, message):
+    """Return the engine requests of all choices, those included that wait for the first one's token."""
+    first = hands.on_generate(message, 0.0)
+    return first + hands.on_outputs([EngineCoreOutput(first[0].request_id, [11])], 0.0).new_requests
+
+
 @pytest.fixture
 def hands():
     return DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2})))
@@ -51,13 +57,41 @@ def test_goes_on_with_the_live_choices_only(hands):
 
 
 def test_prompt_logprobs_come_from_the_worker_that_computes_the_prompt(hands):
-    assert [r.sampling.prompt_logprobs for r in hands.on_generate(generate("own", n=2), 0.0)] == [1, None]
+    assert [r.sampling.prompt_logprobs for r in all_choices(hands, generate("own", n=2))] == [1, None]
     assert [r.sampling.prompt_logprobs for r in hands.on_generate(handed_over(0, 1), 0.0)] == [None, None]
 
 
 def test_aggregated_request_starts_all_choices_here(hands):
-    requests = hands.on_generate(generate(n=2), 0.0)
+    requests = all_choices(hands, generate(n=2))
     assert [(request.request_id, request.output_token_ids) for request in requests] == [("r/0", ()), ("r/1", ())]
+
+
+def test_other_choices_start_when_the_prompt_is_in_the_cache(hands):
+    assert [request.request_id for request in hands.on_generate(generate(n=3), 0.0)] == ["r/0"]
+    result = hands.on_outputs([EngineCoreOutput("r/0", [1])], 0.0)
+    assert [request.request_id for request in result.new_requests] == ["r/1", "r/2"]
+    assert hands.on_outputs([EngineCoreOutput("r/0", [1])], 0.0).new_requests == []
+
+
+def test_first_choice_that_ends_at_once_still_starts_the_others(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    result = hands.on_outputs([EngineCoreOutput("r/0", [2], "stop")], 0.0)
+    assert [request.request_id for request in result.new_requests] == ["r/1"]
+    assert result.ended == []
+
+
+def test_choice_that_was_stopped_before_it_started_never_starts(hands):
+    hands.on_generate(generate(n=3), 0.0)
+    assert [request.request_id for request in hands.on_abort_choice("r", 1).new_requests] == ["r/2"]
+    assert hands.on_outputs([EngineCoreOutput("r/0", [1])], 0.0).new_requests == []
+
+
+def test_no_choice_starts_after_a_failure_or_an_abort(hands):
+    hands.on_generate(generate("failed", n=2), 0.0)
+    assert hands.on_outputs([EngineCoreOutput("failed/0", [], "error")], 0.0).new_requests == []
+    hands.on_generate(generate("aborted", n=2), 0.0)
+    hands.on_abort("aborted")
+    assert hands.on_outputs([EngineCoreOutput("aborted/0", [1])], 0.0).new_requests == []
 
 
 @pytest.mark.parametrize("message", [generate(handoff=True), handed_over(1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -69,10 +70,18 @@ def test_nothing_is_left_after_the_serving_process_is_killed_not_even_a_stopped_
         ask(address)
 
 
-def test_serving_process_leaves_in_good_order_on_sigterm(serving):
+def test_serving_process_finishes_its_requests_on_sigterm(serving):
     process, children, address = serving
-    assert ask(address).status_code == 200
-    process.send_signal(signal.SIGTERM)
+    body = {"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    num_tokens = 0
+    with httpx.stream("POST", f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=120) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if num_tokens == 0:
+                process.send_signal(signal.SIGTERM)
+            num_tokens += sum(len(choice["token_ids"]) for choice in json.loads(line.removeprefix("data: "))["choices"])
+    assert num_tokens == 40
     assert process.wait(timeout=30) == 0
     assert_all_gone(children)
 

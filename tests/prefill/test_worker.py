@@ -37,13 +37,19 @@ def first_token(engine_request_id, token_id, finish_reason="length", **more):
     return EngineCoreOutput(engine_request_id, [token_id], finish_reason=finish_reason, **more)
 
 
+def all_choices(hands, message, now):
+    """Return the engine requests of all choices, those included that wait for the first one's token."""
+    first = hands.on_generate(message, now)
+    return first + hands.on_outputs([first_token(first[0].request_id, 11)], now).new_requests
+
+
 @pytest.fixture
 def hands():
     return PrefillHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({EOS})))
 
 
 def test_one_engine_request_per_choice_of_which_the_first_keeps_the_blocks(hands):
-    requests = hands.on_generate(generate(n=3, min_tokens=4), 1.5)
+    requests = all_choices(hands, generate(n=3, min_tokens=4), 1.5)
     assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
     assert [request.choice_index for request in requests] == [0, 1, 2]
     assert [request.needs_handoff for request in requests] == [True, False, False]
@@ -52,8 +58,25 @@ def test_one_engine_request_per_choice_of_which_the_first_keeps_the_blocks(hands
     assert {request.arrival_time for request in requests} == {1.5}
 
 
+def test_other_choices_start_when_the_prompt_is_in_the_cache(hands):
+    assert [request.request_id for request in hands.on_generate(generate(n=3), 0.0)] == ["r/0"]
+    assert hands.on_outputs([EngineCoreOutput("r/0", [])], 0.0).new_requests == []
+    result = hands.on_outputs([first_token("r/0", 11)], 0.0)
+    assert [request.request_id for request in result.new_requests] == ["r/1", "r/2"]
+    assert hands.on_outputs([first_token("r/1", 12)], 0.0).new_requests == []
+
+
+def test_no_choice_starts_after_a_failure_or_an_abort(hands):
+    error = ErrorInfo(code="overloaded", message="full")
+    hands.on_generate(generate("failed", n=2), 0.0)
+    assert hands.on_outputs([EngineCoreOutput("failed/0", [], "error", error=error)], 0.0).new_requests == []
+    hands.on_generate(generate("aborted", n=2), 0.0)
+    hands.on_abort("aborted")
+    assert hands.on_outputs([first_token("aborted/0", 11)], 0.0).new_requests == []
+
+
 def test_prompt_logprobs_are_computed_once(hands):
-    requests = hands.on_generate(generate(n=2, prompt_logprobs=3), 0.0)
+    requests = all_choices(hands, generate(n=2, prompt_logprobs=3), 0.0)
     assert [request.sampling.prompt_logprobs for request in requests] == [3, None]
 
 
