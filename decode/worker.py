@@ -53,10 +53,12 @@ class DecodeHands(RoleHands):
         """Go on with the choices of a hand-over, or start all of them here.
 
         Raises:
-            InvalidRequest: the request is one for a prefill worker, or names a choice twice.
+            InvalidRequest: the request is one for a prefill worker, names a choice twice, or names none of a hand-over.
         """
         if message.handoff:
             raise InvalidRequest("a decode worker does not hand requests over")
+        if message.kv_handoff is not None and not message.choices:
+            raise InvalidRequest("kv_handoff without choices: a hand-over comes with the first tokens", param="choices")
         starts = message.choices or tuple(ChoiceStart(index=index, output_token_ids=()) for index in range(message.n))
         choices = {start.index: _Choice(position=len(start.output_token_ids)) for start in starts}
         if len(choices) < len(starts):

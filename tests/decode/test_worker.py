@@ -94,7 +94,7 @@ def test_no_choice_starts_after_a_failure_or_an_abort(hands):
     assert hands.on_outputs([EngineCoreOutput("aborted/0", [1])], 0.0).new_requests == []
 
 
-@pytest.mark.parametrize("message", [generate(handoff=True), handed_over(1, 1)])
+@pytest.mark.parametrize("message", [generate(handoff=True), handed_over(1, 1), handed_over()])
 def test_refuses_what_is_not_for_a_decode_worker(hands, message):
     with pytest.raises(InvalidRequest):
         hands.on_generate(message, 0.0)
