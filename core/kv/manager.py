@@ -69,7 +69,8 @@ class KVCacheManager:
 
     ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps (default:
     ``max_model_len``, the safe upper bound). ``watermark`` is the share of the pool that the admission of a request must leave
-    free while others run, so that they are not preempted at once.
+    free while others run, so that they are not preempted at once. ``enable_kv_cache_events`` collects events without bound
+    until ``take_events``: for a caller that drains them; ``core.engine.build``, which has no reader of them, leaves it off.
     Raises: ValueError for sizes that do not fit together.
     """
 

@@ -2,14 +2,7 @@
 
 import pytest
 
-from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
-
-
-class HalfSpec(FullAttentionSpec):
-    """A type that keeps half of the tokens, to see what is computed from the cap."""
-
-    def max_admission_blocks_per_request(self, max_in_flight_tokens, max_model_len):
-        return ceil_div(max_model_len // 2 + max_in_flight_tokens, self.block_size)
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 
 
 def test_page_holds_keys_and_values_of_one_layer(make_spec):
