@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_STDERR_FD = 2
 _SPAWN_RETRY_S = 5.0
 _LIVENESS_CHECK_S = 1.0
 
@@ -213,7 +214,7 @@ class ProcessKeeper:
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    stdout=log if log is not None else _STDERR_FD,  # what libraries print is no output of ours
                     stderr=log,
                     pass_fds=(write_fd,),
                     start_new_session=True,  # a Ctrl-C of the terminal reaches the supervisor only

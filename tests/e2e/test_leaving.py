@@ -26,11 +26,11 @@ def shared_files():
     return set(os.listdir("/dev/shm")), {path for path in sockets if "kvferry" in path}
 
 
-@pytest.fixture
-def serving(cluster_config, tmp_path):
-    """``kvferry serve`` in a process of its own; returns it, its children, and its address."""
+@pytest.fixture(params=["shm"])
+def serving(request, cluster_config, tmp_path):
+    """``kvferry serve`` over a transport in a process of its own; returns it, its children, and its address."""
     settings = tmp_path / "settings.json"
-    settings.write_text(dump_config(cluster_config("connector.transports=[shm]", "worker.drain_timeout_s=5")))
+    settings.write_text(dump_config(cluster_config(f"connector.transports=[{request.param}]", "worker.drain_timeout_s=5")))
     command = [sys.executable, "-P", "-m", "kvferry", "serve", "--config", str(settings)]
     with (tmp_path / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -57,6 +57,7 @@ def ask(address):
     return httpx.post(f"{address}/v1/completions", json=body, timeout=120)
 
 
+@pytest.mark.parametrize("serving", ["nixl"], indirect=True)  # the one with a library that has files of its own
 def test_nothing_is_left_after_the_serving_process_is_killed_not_even_a_stopped_child(serving):
     process, children, address = serving
     before = shared_files()
