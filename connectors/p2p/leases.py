@@ -143,7 +143,7 @@ class LeaseTable:
         return lease.request_id
 
     def _count_stray(self, transfer_id: str) -> None:
-        if transfer_id in self._ended:
+        if transfer_id in self._ended or transfer_id in self._leases:  # held still: it is due, but not collected
             self.counts.late += 1
         else:
             self.counts.unknown += 1

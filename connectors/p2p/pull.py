@@ -80,7 +80,7 @@ class _Load:
     phase: LoadPhase = LoadPhase.CONNECTING
     waiting_reads: deque[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=deque)
     open_reads: set[int] = field(default_factory=set)
-    last_posted_at: float = 0.0
+    reading_since: float = 0.0
     fence_at: float = 0.0  # while ENDING: when the peer is fenced if reads are still open
     is_reported: bool = False  # the engine knows that it has failed, or asked for the end itself
 
@@ -98,11 +98,14 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease kept alive. ``good_until`` is a lower bound: the owner's answer counted from the sending of our question."""
+    """A lease kept alive. ``good_until`` is a lower bound: the owner's answer counted from the sending of our question.
+
+    One connection keeps the order, so answers belong to questions in turn; a lost one makes the bound lower, never higher.
+    """
 
     owner: PeerId
     good_until: float = 0.0
-    asked_at: float | None = None  # of the oldest question without an answer
+    asked_at: deque[float] = field(default_factory=deque)  # questions without an answer
 
 
 @dataclass(slots=True)
@@ -313,8 +316,7 @@ class PullProtocol:
         for transfer_id in transfer_ids:
             lease = self._leases[transfer_id]
             by_address.setdefault(lease.owner.address, []).append(transfer_id)
-            if lease.asked_at is None:
-                lease.asked_at = now
+            lease.asked_at.append(now)
         for address, ids in by_address.items():
             self._send(address, LeaseRenew(transfer_ids=tuple(ids)))
 
@@ -333,9 +335,8 @@ class PullProtocol:
                 del self._leases[transfer_id]
                 self._fail_loads(loads, LeaseExpired(f"{address} no longer holds the hand-over {transfer_id}"), now)
                 continue
-            if lease.asked_at is not None:
-                lease.good_until = max(lease.good_until, lease.asked_at + left_ms / 1000)
-                lease.asked_at = None
+            if lease.asked_at:
+                lease.good_until = max(lease.good_until, lease.asked_at.popleft() + left_ms / 1000)
             for load in loads:
                 if load.phase is LoadPhase.LEASING:
                     self._advance(load, now)
@@ -359,7 +360,7 @@ class PullProtocol:
             self._fail(load, error_info(LeaseExpired(f"the hand-over {transfer_id} is not held any more")), now)
             return
         if lease.good_until <= now:
-            if lease.asked_at is None:
+            if not lease.asked_at:
                 self._ask_leases([transfer_id], now)
             return
         if load.request.remote_rows and max(load.request.remote_rows) >= peer.num_blocks:
@@ -367,14 +368,16 @@ class PullProtocol:
             self._fail(load, error_info(error), now)
             return
         load.phase = LoadPhase.READING
-        self._post_reads(load, now)
+        load.reading_since = now
+        self._post_reads(load)
+        if not load.open_reads:
+            self._complete(load, now)
 
-    def _post_reads(self, load: _Load, now: float) -> None:
+    def _post_reads(self, load: _Load) -> None:
         while load.waiting_reads and len(load.open_reads) < self._settings.max_reads_in_flight:
             remote_rows, local_rows = load.waiting_reads.popleft()
             self._last_read_id += 1
             load.open_reads.add(self._last_read_id)
-            load.last_posted_at = now
             self._reads[self._last_read_id] = load
             self._actions.append(PostRead(self._last_read_id, load.owner, remote_rows, local_rows))
 
@@ -391,7 +394,7 @@ class PullProtocol:
         elif event.error is not None:
             self._on_read_failed(load, event.error, now)
         elif load.waiting_reads:
-            self._post_reads(load, now)
+            self._post_reads(load)
         elif not load.open_reads:
             self._complete(load, now)
 
@@ -420,7 +423,7 @@ class PullProtocol:
     def _on_deadline(self, load: _Load, now: float) -> None:
         """Report the failure now. A peer from which nothing came meanwhile is frozen and fenced; a slow one gets more time."""
         peer = self._peers.get(load.owner)
-        is_frozen = peer is not None and peer.last_progress_at <= load.last_posted_at
+        is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
         error = TransferTimeout(
             f"the load from {load.owner.address} did not end in {self._settings.transfer_deadline_s:g} s: {load.phase.value}"
         )

@@ -1,0 +1,251 @@
+"""The consumer's state machine: the good case, handshakes, restarted peers. Random histories: ``test_pull_properties``."""
+
+import pytest
+
+from connectors.p2p.actions import (
+    CloseControl,
+    ClosePeer,
+    LoadFailed,
+    OpenPeer,
+    PeerFailed,
+    PostRead,
+)
+from core.errors import LayoutMismatch, PeerUnreachable, TransferError
+from core.transport import PeerId
+from core.wire.kv import (
+    ControlError,
+    Handshake,
+    HandshakeRefused,
+    LeaseRelease,
+    LeaseRenew,
+)
+
+OTHER = "tcp://10.0.0.2:5600"
+
+
+# ---- the good case
+
+
+def test_load_goes_from_question_to_blocks(pull, address):
+    first = pull.start(num_rows=1)
+    assert [type(action.message) for action in first] == [LeaseRenew, Handshake]
+    (opened,) = pull.accept()
+    assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata")
+    (read,) = pull.grant()
+    assert (read.peer, read.remote_rows, read.local_rows) == (PeerId(address, 1), (500,), (0,))
+    pull.clock.advance(0.25)
+    (ended,) = pull.end_read(read.read_id)
+    assert ended.request_id == "r"
+    assert (ended.usage.transport, ended.usage.transferred_tokens) == ("tcp", 32)
+    assert (ended.usage.transferred_bytes, ended.usage.transfer_ms) == (1024, 250)
+    assert pull.protocol.num_loads == pull.protocol.num_loading_blocks == 0
+
+
+def test_handshake_says_who_reads_and_how(pull, make_identity):
+    pull.start()
+    (handshake,) = pull.messages(Handshake)
+    ours = make_identity()
+    assert (handshake.engine_id, handshake.incarnation, handshake.host_id) == (ours.engine_id, ours.incarnation, ours.host_id)
+    assert (handshake.layout, handshake.model_fingerprint) == (ours.layout, ours.model_fingerprint)
+    assert handshake.transports == ("shm", "tcp")
+
+
+def test_lease_may_be_confirmed_before_the_handshake(pull):
+    pull.start()
+    assert pull.grant() == []
+    pull.accept()
+    assert pull.actions(PostRead)
+
+
+def test_load_without_rows_succeeds_at_once(pull):
+    pull.start(num_rows=0)
+    pull.accept()
+    pull.grant()
+    assert pull.ended["r"].usage is not None
+
+
+def test_gauges_count_what_may_still_be_written(pull):
+    pull.start("a", 3)
+    pull.start("b", 2)
+    assert (pull.protocol.num_loads, pull.protocol.num_loading_blocks) == (2, 5)
+    pull.accept()
+    pull.grant()
+    pull.abort("a")
+    assert pull.protocol.num_loading_blocks == 5
+    for read_id in pull.reads_of("a"):
+        pull.end_read(read_id, TransferError("cancelled"))
+    assert pull.protocol.num_loading_blocks == 2
+
+
+# ---- handshake
+
+
+def test_many_waiting_loads_share_one_handshake(pull):
+    for index in range(20):
+        pull.start(f"r{index}", transfer_id=f"t{index}")
+    assert len(pull.messages(Handshake)) == pull.protocol.counts.handshakes == 1
+    pull.accept()
+    pull.grant(60_000, *(f"t{index}" for index in range(20)))
+    assert len(pull.actions(OpenPeer)) == 1
+    assert all(pull.reads_of(f"r{index}") for index in range(20))
+
+
+def test_open_peer_needs_no_second_handshake(pull):
+    pull.start_reading("a")
+    pull.end_reads()
+    pull.start("b")
+    assert len(pull.messages(Handshake)) == 1
+    assert pull.reads_of("b")  # the lease of the same hand-over is good still
+
+
+def test_addresses_shake_hands_apart(pull):
+    pull.start("a")
+    pull.start("b", transfer_id="u", address=OTHER)
+    assert len(pull.messages(Handshake)) == 2
+    pull.accept(address=OTHER)
+    pull.grant(60_000, "u", address=OTHER)
+    assert pull.reads_of("b")
+    assert not pull.reads_of("a")
+
+
+def test_silent_peer_fails_all_waiting_loads_once_and_loses_its_connection(pull, address):
+    pull.start("a")
+    pull.start("b", transfer_id="u")
+    assert pull.tick(4.5) == []
+    actions = pull.tick(0.5)
+    assert pull.failed == {"a": "peer_lost", "b": "peer_lost"}
+    assert set(pull.ended) == {"a", "b"}
+    assert CloseControl(address) in actions
+    assert pull.protocol.counts.failed_handshakes == 1
+    assert pull.tick(100) == []
+
+
+def test_load_after_a_failed_handshake_tries_again(pull):
+    pull.start("a")
+    pull.tick(5)
+    pull.start("b", transfer_id="u")
+    assert len(pull.messages(Handshake)) == 2
+    pull.accept()
+    pull.grant(60_000, "u")
+    assert pull.reads_of("b")
+
+
+def test_refusal_fails_waiting_loads_with_the_peers_words(pull):
+    pull.start("a")
+    pull.start("b", transfer_id="u")
+    pull.receive(HandshakeRefused(engine_id="p", incarnation=1, code="layout", message="dtype float16 here, float32 there"))
+    failures = pull.actions(LoadFailed)
+    assert [failure.error.code for failure in failures] == ["layout", "layout"]
+    assert failures[0].error.message == "dtype float16 here, float32 there"
+    assert set(pull.ended) == {"a", "b"}
+
+
+def test_peer_that_did_not_understand_the_handshake_fails_waiting_loads(pull):
+    pull.start()
+    pull.receive(ControlError(code="protocol_error", message="wire version 1 is not supported"))
+    assert pull.failed == {"r": "protocol_error"}
+
+
+def test_reply_of_another_model_is_not_believed(pull):
+    pull.start()
+    pull.accept(model_fingerprint=b"another")
+    assert pull.failed == {"r": "layout"}
+    assert not pull.open_peers
+
+
+def test_transport_that_was_not_offered_is_not_used(pull):
+    pull.start()
+    pull.accept(transport="carrier pigeon")
+    assert pull.failed == {"r": "protocol_error"}
+    assert not pull.open_peers
+
+
+def test_late_reply_opens_nothing(pull):
+    pull.start()
+    pull.tick(5)
+    assert pull.accept() == []
+    assert pull.protocol.counts.unexpected_messages == 1
+
+
+def test_second_reply_opens_nothing(pull):
+    pull.start()
+    pull.accept()
+    assert pull.accept() == []
+    assert pull.protocol.counts.unexpected_messages == 1
+
+
+def test_peer_that_cannot_be_opened_fails_its_loads(pull, address):
+    pull.start()
+    pull.accept()
+    pull.take(pull.protocol.on_transfer(PeerFailed(PeerId(address, 1), LayoutMismatch("rows differ")), pull.now))
+    assert pull.failed == {"r": "layout"}
+    assert "r" in pull.ended
+
+
+@pytest.mark.parametrize(
+    "message",
+    [LeaseRenew(transfer_ids=("t",)), LeaseRelease(transfer_ids=("t",)), ControlError(code="x", message="out of the blue")],
+)
+def test_message_that_makes_no_sense_here_is_counted(pull, message):
+    assert pull.receive(message) == []
+    assert pull.protocol.counts.unexpected_messages == 1
+
+
+# ---- another life at the same address
+
+
+def test_restarted_peer_fails_old_loads_and_shakes_hands_once_for_new_ones(pull, address):
+    pull.start_reading("old")
+    pull.disconnect()
+    assert pull.failed == {"old": "peer_lost"}
+    assert ClosePeer(PeerId(address, 1)) in pull.log
+    pull.end_reads(PeerUnreachable("closed"))
+    for index in range(3):
+        pull.start(f"new{index}", transfer_id=f"u{index}", incarnation=2)
+    assert len(pull.messages(Handshake)) == 2
+    pull.accept(incarnation=2)
+    pull.grant(60_000, "u0", "u1", "u2", incarnation=2)
+    pull.end_reads()
+    assert all(pull.ended[f"new{index}"].usage for index in range(3))
+    assert pull.open_peers == {PeerId(address, 2)}
+
+
+def test_hand_over_of_a_dead_incarnation_is_refused_by_the_reply(pull, address):
+    pull.start("old", transfer_id="old", incarnation=1)
+    pull.start("new", transfer_id="new", incarnation=2)
+    pull.accept(incarnation=2)
+    assert pull.failed == {"old": "peer_lost"}
+    pull.grant(60_000, "new", incarnation=2)
+    assert pull.reads_of("new")
+    assert pull.open_peers == {PeerId(address, 2)}
+
+
+def test_lease_answer_of_another_incarnation_fences_the_old_one(pull, address):
+    pull.start_reading()
+    actions = pull.grant(0, incarnation=2)
+    assert ClosePeer(PeerId(address, 1)) in actions
+    assert pull.failed == {"r": "peer_lost"}
+    assert "r" not in pull.ended
+    pull.end_reads(PeerUnreachable("closed"))
+    assert "r" in pull.ended
+
+
+def test_lost_connection_leaves_other_peers_alone(pull, address):
+    pull.start_reading("a")
+    pull.start("b", transfer_id="u", address=OTHER)
+    pull.accept(address=OTHER)
+    pull.grant(60_000, "u", address=OTHER)
+    pull.disconnect(OTHER)
+    assert pull.failed == {"b": "peer_lost"}
+    assert pull.open_peers == {PeerId(address, 1)}
+    for read_id in pull.reads_of("a"):
+        pull.end_read(read_id)
+
+
+def test_refused_connection_fails_loads_that_wait_for_the_handshake(pull, address):
+    pull.start()
+    actions = pull.disconnect()
+    assert pull.failed == {"r": "peer_lost"}
+    assert CloseControl(address) in actions
+    assert pull.protocol.counts.failed_handshakes == 1
+    assert pull.protocol.next_timer() is None or pull.tick(5) == []
