@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 def connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker (entry point ``kvferry.connectors`` → ``p2p``)."""
-    from connectors.p2p.connector import P2PConnector
+    from connectors.p2p.bundle import P2PConnector
 
     return P2PConnector(context)

@@ -407,7 +407,7 @@ class PullProtocol:
         """All bytes are here; they count if the owner held the blocks until now."""
         request = load.request
         lease = self._leases.get(request.handoff.transfer_id)
-        if lease is None or lease.good_until < now:
+        if lease is None or lease.good_until <= now:
             self._fail(load, error_info(LeaseExpired("the lease ended before the read did")), now)
             return
         peer = self._peers.get(load.owner)

@@ -1,0 +1,115 @@
+"""The owner's half of the handshake."""
+
+import msgspec
+import pytest
+
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, check_compatible
+from core.errors import LayoutMismatch
+from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply
+
+OFFERS = {"shm": b"a file", "nixl": b"an agent", "tcp": b"an address"}
+
+
+@pytest.fixture
+def owner(make_identity) -> WorkerIdentity:
+    return make_identity("prefill-0", 42)
+
+
+@pytest.fixture
+def responder(owner) -> HandshakeResponder:
+    return HandshakeResponder(owner, 512, OFFERS)
+
+
+@pytest.fixture
+def question(make_identity):
+    reader = make_identity()
+
+    def ask(**changed) -> Handshake:
+        values = {
+            "engine_id": reader.engine_id,
+            "incarnation": reader.incarnation,
+            "model_fingerprint": reader.model_fingerprint,
+            "layout": reader.layout,
+            "transports": ("shm", "tcp"),
+            "host_id": reader.host_id,
+        }
+        return Handshake(**(values | changed))
+
+    return ask
+
+
+def test_compatible_reader_gets_all_it_needs_to_read(responder, owner, question):
+    assert responder.answer(question()) == HandshakeReply(
+        engine_id="prefill-0",
+        incarnation=42,
+        model_fingerprint=owner.model_fingerprint,
+        layout=owner.layout,
+        transport="shm",
+        transport_metadata=b"a file",
+        num_blocks=512,
+    )
+
+
+def test_other_model_is_refused_with_both_fingerprints(responder, question):
+    answer = responder.answer(question(model_fingerprint=b"\xab\xcd"))
+    assert isinstance(answer, HandshakeRefused)
+    assert (answer.code, answer.engine_id, answer.incarnation) == ("layout", "prefill-0", 42)
+    assert b"\xab\xcd".hex() in answer.message
+    assert b"model".hex() in answer.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "bfloat16"),
+        ("order", "NHD"),
+        ("block_size", 64),
+        ("num_layers", 9),
+        ("num_kv_heads", 3),
+        ("head_dim", 5),
+        ("block_bytes", 7),
+        ("num_groups", 2),
+    ],
+)
+def test_each_difference_of_the_layouts_is_refused_with_both_values(responder, question, layout, field, value):
+    other = msgspec.structs.replace(layout, **{field: value})
+    answer = responder.answer(question(layout=other))
+    assert isinstance(answer, HandshakeRefused)
+    assert answer.code == "layout"
+    assert f"{field} {value} at the peer, {getattr(layout, field)} at prefill-0" in answer.message
+
+
+def test_all_differences_are_told_at_once(make_identity, layout):
+    other = msgspec.structs.replace(layout, dtype="float16", head_dim=9)
+    with pytest.raises(LayoutMismatch, match=r"dtype float16 .*; head_dim 9 "):
+        check_compatible(make_identity(), b"model", other)
+
+
+@pytest.mark.parametrize(
+    ("preferences", "host_id", "chosen"),
+    [
+        (("shm", "tcp"), "host", "shm"),
+        (("tcp", "shm"), "host", "tcp"),
+        (("shm", "tcp"), "another host", "tcp"),
+        (("shm", "nixl", "tcp"), "another host", "nixl"),
+        (("rdma", "tcp"), "host", "tcp"),
+    ],
+)
+def test_first_preference_of_the_reader_that_works_between_the_two_is_chosen(
+    responder, question, preferences, host_id, chosen
+):
+    answer = responder.answer(question(transports=preferences, host_id=host_id))
+    assert (answer.transport, answer.transport_metadata) == (chosen, OFFERS[chosen])
+
+
+@pytest.mark.parametrize(
+    ("preferences", "host_id", "hosts"),
+    [(("shm",), "another host", "different hosts"), (("rdma",), "host", "the same host"), ((), "host", "the same host")],
+)
+def test_readers_without_a_common_transport_are_refused_with_both_lists(responder, question, preferences, host_id, hosts):
+    answer = responder.answer(question(transports=preferences, host_id=host_id))
+    assert isinstance(answer, HandshakeRefused)
+    assert answer.code == "connector_unavailable"
+    assert str(list(preferences)) in answer.message
+    assert "['shm', 'nixl', 'tcp']" in answer.message
+    assert hosts in answer.message

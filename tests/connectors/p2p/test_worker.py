@@ -1,0 +1,105 @@
+"""The worker side: step messages out, reports in, and neither blocks."""
+
+import threading
+
+import pytest
+
+from connectors.p2p.actions import HandoffRef, LoadEnded, LoadFailed, P2PConnectorMetadata
+from connectors.p2p.worker import P2PConnectorWorker
+from core.errors import EngineDead
+from core.request import KVConnectorOutput
+from core.transport import PeerId
+from core.wire.messages import ErrorInfo, TransferUsage
+
+ERROR = ErrorInfo(code="peer_lost", message="gone", http_status=502)
+USAGE = TransferUsage(transport="tcp", transferred_tokens=32)
+
+
+@pytest.fixture
+def submitted() -> list[P2PConnectorMetadata]:
+    return []
+
+
+@pytest.fixture
+def worker(submitted) -> P2PConnectorWorker:
+    return P2PConnectorWorker(submitted.append)
+
+
+def test_step_message_is_passed_on(worker, submitted):
+    metadata = P2PConnectorMetadata(releases=[HandoffRef("t", PeerId("tcp://p:1", 1))])
+    worker.start_load_kv(metadata)
+    assert submitted == [metadata]
+
+
+def test_empty_step_message_wakes_nobody(worker, submitted):
+    worker.start_load_kv(P2PConnectorMetadata())
+    assert submitted == []
+
+
+@pytest.mark.parametrize("field", ["holds", "pulls", "refused", "aborts", "releases"])
+def test_message_with_anything_in_it_is_not_empty(field):
+    metadata = P2PConnectorMetadata()
+    assert metadata.is_empty()
+    news = getattr(metadata, field)
+    news.update(r="error") if isinstance(news, dict) else news.append("something")
+    assert not metadata.is_empty()
+
+
+def test_reports_are_told_once(worker):
+    worker.report(LoadEnded("good", USAGE))
+    worker.report(LoadFailed("bad", ERROR))
+    worker.report_sent(["a", "b"])
+    assert worker.get_transfer_results(set()) == KVConnectorOutput(
+        finished_sending={"a", "b"},
+        finished_recving={"good"},
+        failed_recving={"bad": ERROR},
+        transfer_usage={"good": USAGE},
+    )
+    assert worker.get_transfer_results(set()).is_empty()
+
+
+def test_failure_may_come_steps_before_the_end(worker):
+    worker.report(LoadFailed("r", ERROR))
+    first = worker.get_transfer_results(set())
+    assert (first.failed_recving, first.finished_recving) == ({"r": ERROR}, set())
+    worker.report(LoadEnded("r"))
+    second = worker.get_transfer_results(set())
+    assert (second.failed_recving, second.finished_recving, second.transfer_usage) == ({}, {"r"}, {})
+
+
+def test_get_finished_returns_the_two_sets(worker):
+    worker.report(LoadEnded("r"))
+    worker.report_sent(["s"])
+    assert worker.get_finished(set()) == ({"s"}, {"r"})
+
+
+def test_each_report_wakes_the_engine_after_it_can_be_read(worker):
+    seen = []
+    worker.set_wakeup(lambda: seen.append(not worker.get_transfer_results(set()).is_empty()))
+    worker.report(LoadEnded("r"))
+    worker.report_sent(["a", "b"])
+    assert seen == [True, True, True]
+
+
+def test_dead_transfer_thread_ends_the_engine_in_its_next_step(worker):
+    woken = []
+    worker.set_wakeup(lambda: woken.append(True))
+    worker.fail(ValueError("a bug"))
+    assert woken == [True]
+    with pytest.raises(EngineDead, match="a bug"):
+        worker.get_transfer_results(set())
+
+
+def test_reports_of_many_threads_all_arrive(worker):
+    def report(name: int) -> None:
+        for index in range(200):
+            worker.report(LoadEnded(f"{name}/{index}"))
+
+    threads = [threading.Thread(target=report, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    found: set[str] = set()
+    while any(thread.is_alive() for thread in threads):
+        found |= worker.get_transfer_results(set()).finished_recving
+    found |= worker.get_transfer_results(set()).finished_recving
+    assert len(found) == 800
