@@ -14,19 +14,19 @@ MODEL = "smollm2-135m"
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def supervised(cluster_config, serve, tmp_path_factory):
+@pytest.fixture(scope="module", params=["shm"])
+def supervised(request, cluster_config, serve, tmp_path_factory):
     """One pair that is restarted when it dies, with short leases; shared, as every test leaves it whole."""
     from kvferry.local import LocalCluster
 
     config = cluster_config(
-        "connector.transports=[shm]",
+        f"connector.transports=[{request.param}]",
         "connector.lease_s=4",
         "connector.lease_renew_interval_s=1",
         "router.heartbeat_timeout_s=3",
     )
     logs = tmp_path_factory.mktemp("supervised")
-    with LocalCluster(config, supervise=True, log_dir=logs) as cluster, serve("1p1d-shm", cluster) as found:
+    with LocalCluster(config, supervise=True, log_dir=logs) as cluster, serve(request.param, cluster) as found:
         yield found
 
 
@@ -49,6 +49,7 @@ def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, co
     assert_serves(supervised, corpus, eventually)
 
 
+@pytest.mark.parametrize("supervised", ["shm", "tcp", "nixl"], indirect=True)
 def test_prefill_worker_killed_between_prefill_and_read_ends_in_a_clear_error(supervised, corpus, eventually):
     cluster = supervised.cluster
     pid = cluster.pids["prefill-0"]
