@@ -10,7 +10,7 @@ from enum import Enum
 
 from core.wire.messages import Registered
 
-REGISTER_INTERVAL_S = 0.5
+REGISTER_INTERVAL_S = 0.2
 DEFAULT_TIMEOUT_S = 5.0
 
 

@@ -74,3 +74,11 @@ def test_model_counts_as_cached_only_with_the_wanted_content(tmp_path):
     assert not is_cached("smollm2-135m", str(tmp_path))
     (tmp_path / "models" / "smollm2-135m-bcc81830d10c-v1").mkdir(parents=True)
     assert is_cached("smollm2-135m", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_model_is_fetched_by_name():
+    result = CliRunner().invoke(cli.app, ["models", "smollm2-135m"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("smollm2-135m: ")
+    assert "MB of weights" in result.stdout

@@ -14,6 +14,7 @@ from core.engine.actions import (
     SubmitAdd,
 )
 from core.engine.hands import EngineFacts
+from core.engine.router_link import REGISTER_INTERVAL_S
 from core.engine.worker_state import WorkerState
 from core.errors import ProtocolError
 from core.metrics import WorkerMetrics
@@ -99,7 +100,7 @@ def test_registers_until_accepted_then_heartbeats():
     state = Harness().state
     assert sent(state.connect("a", 0.0)) == [REGISTRATION]
     assert sent(state.on_timer(0.1)) == []
-    assert sent(state.on_timer(0.5)) == [REGISTRATION]
+    assert sent(state.on_timer(REGISTER_INTERVAL_S)) == [REGISTRATION]
     state.on_router_message("a", REGISTERED, 0.6)
     assert state.num_registered_routers == 1
     assert sent(state.on_timer(1.5)) == []
@@ -111,7 +112,7 @@ def test_timer_is_due_exactly_when_there_is_something_to_do():
     state = Harness().state
     assert state.next_timer(0.0) is None
     state.connect("a", 0.0)
-    assert state.next_timer(0.0) == 0.5
+    assert state.next_timer(0.0) == REGISTER_INTERVAL_S
     state.on_router_message("a", REGISTERED, 0.25)
     assert state.next_timer(0.25) == 1.25
 
@@ -146,7 +147,7 @@ def test_stranger_registers_again(worker):
     worker.generate("old", "a")
     refused = Refused(error=ErrorInfo(code="protocol_error", message="unknown worker"))
     assert worker.state.on_router_message("a", refused, 1.0) == [SubmitAbort(["old/0"])]
-    assert sent(worker.state.on_timer(1.5), "a") == [REGISTRATION]
+    assert sent(worker.state.on_timer(1.0 + REGISTER_INTERVAL_S), "a") == [REGISTRATION]
 
 
 def test_router_that_left_the_name_service_loses_its_requests(worker):
