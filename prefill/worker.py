@@ -93,19 +93,10 @@ class PrefillHands(RoleHands):
         for output in outputs:
             request_id, index = split_choice_id(output.request_id)
             prefill = self._live.get(request_id)
-            if prefill is None:
-                if output.kv_handoff is not None:
-                    result.release_transfer_ids.append(output.kv_handoff.transfer_id)
-                continue
-            self._collect(prefill, index, output)
-            error = output_error(output)
-            if error is not None:
-                self._fail(prefill, index, error, result)
-            elif len(prefill.choices) == prefill.message.n:
-                self._answer(prefill, now, result)
-            elif prefill.choices:
-                result.new_requests += prefill.followers
-                prefill.followers = []
+            if prefill is not None:
+                self._on_output(prefill, index, output, now, result)
+            elif output.kv_handoff is not None:  # aborted in the meantime: nobody will read it
+                result.release_transfer_ids.append(output.kv_handoff.transfer_id)
         return result
 
     def on_abort(self, request_id: str) -> HandsOutput:
@@ -119,6 +110,17 @@ class PrefillHands(RoleHands):
             abort_ids=prefill.choice_ids() if prefill is not None else [],
             release_transfer_ids=[transfer_id] if transfer_id is not None else [],
         )
+
+    def _on_output(self, prefill: _Prefill, index: int, output: EngineCoreOutput, now: float, result: HandsOutput) -> None:
+        self._collect(prefill, index, output)
+        error = output_error(output)
+        if error is not None:
+            self._fail(prefill, index, error, result)
+        elif len(prefill.choices) == prefill.message.n:
+            self._answer(prefill, now, result)
+        elif prefill.choices:
+            result.new_requests += prefill.followers
+            prefill.followers = []
 
     def _collect(self, prefill: _Prefill, index: int, output: EngineCoreOutput) -> None:
         if output.kv_handoff is not None:

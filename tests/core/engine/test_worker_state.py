@@ -233,11 +233,20 @@ def test_abort_stops_the_request_silently_and_twice_is_harmless(worker):
 
 def test_single_choice_is_stopped_by_its_name(worker):
     worker.generate("r", "a", n=2)
+    worker.state.on_outputs([EngineCoreOutput("r/0", [4])], 0.0)
     assert worker.state.on_router_message("b", Abort(request_ids=("r/0",)), 0.1) == []
     assert worker.state.on_router_message("a", Abort(request_ids=("r/0",)), 0.1) == [SubmitAbort(["r/0"])]
     assert worker.state.num_requests == 1
     assert worker.state.on_router_message("a", Abort(request_ids=("r/1",)), 0.1) == [SubmitAbort(["r/1"])]
     assert worker.state.num_requests == 0
+
+
+def test_choices_that_wait_for_the_prompt_reach_the_engine_after_the_first_token(worker):
+    (first,) = worker.generate("r", "a", n=2)
+    assert [request.request_id for request in first.requests] == ["r/0"]
+    actions = worker.state.on_outputs([EngineCoreOutput("r/0", [4])], 0.0)
+    (added,) = [action for action in actions if isinstance(action, SubmitAdd)]
+    assert [request.request_id for request in added.requests] == ["r/1"]
 
 
 def test_aborting_the_last_request_lets_a_draining_worker_leave(worker):
