@@ -7,6 +7,7 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
   other peer. The owner has one agent for all readers, which take no part of its time.
 - Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well; both are failures.
 - After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
+- An agent's progress thread spins unless it is told to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
 - The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
@@ -16,10 +17,11 @@ Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -37,6 +39,7 @@ MODULE = "nixl_cu12"
 INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1)"
 FIRST_BACKOFF_S = 0.0002
 LAST_BACKOFF_S = 0.001
+PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
 
 # The library has no types.
 Agent = Any
@@ -214,7 +217,8 @@ class NixlTransport(Transport):
     def _new_agent(self, purpose: str) -> Agent:
         """Return an agent with all our regions registered. Its progress thread serves asynchronous transfers."""
         config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
-        agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-{purpose}-"), config)
+        with sleeping_progress(self._api.nixlBind):
+            agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-{purpose}-"), config)
         agent.create_backend(BACKEND, self._backend_params)
         for region in self._regions:
             entry = (region.base_address, region.num_bytes, device_id(region), "")
@@ -252,6 +256,26 @@ class NixlTransport(Transport):
         self._ended.append(
             ReadResult(handle, PeerUnreachable(f"a NIXL read from {address} failed: {type(error).__name__}: {error}"))
         )
+
+
+@contextlib.contextmanager
+def sleeping_progress(bindings: Any) -> Iterator[None]:  # noqa: ANN401 - the library has no types
+    """Have the agents made in this block sleep in their progress threads until something happens.
+
+    The library's Python class sets the interval to 0 and takes no other: each agent's thread then spins on a core, which it
+    takes from the engine and from the transfers themselves. So its call of the native constructor is caught here.
+    """
+    make_agent = bindings.nixlAgent
+
+    def make(name: str, config: Any) -> Agent:  # noqa: ANN401
+        config.pthrDelay = PROGRESS_INTERVAL_US
+        return make_agent(name, config)
+
+    bindings.nixlAgent = make
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = make_agent
 
 
 def memory_type(region: RowRegion) -> str:
