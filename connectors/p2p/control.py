@@ -68,19 +68,20 @@ class ControlServer:
             try:
                 reply = self._reply_to(frames)
                 if reply is not None:
-                    await self._socket.send_multipart([identity, encode_control_message(reply)], zmq.NOBLOCK)
+                    await self._socket.send_multipart([identity, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 # The reader is gone or takes nothing: whatever it wanted ends by its own deadline.
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
-    def _reply_to(self, frames: list[bytes]) -> ControlMessage | None:
+    def _reply_to(self, frames: list[bytes]) -> bytes | None:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a control message is one frame, not {len(frames)}")
-            return self._answer(decode_control_frame(frames[0]))
+            reply = self._answer(decode_control_frame(frames[0]))
+            return None if reply is None else encode_control_message(reply)
         except KVFerryError as error:
             self.num_bad_frames += 1
-            return ControlError(code=error.code, message=error.message[:1000])
+            return encode_control_message(ControlError(code=error.code, message=error.message[:1000]))
 
 
 class _Link:
