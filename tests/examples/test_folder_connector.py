@@ -20,12 +20,10 @@ from core.clock import SystemClock
 from core.config import load_config
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from core.ids import SeededIds
-from core.testing.connector_engine import ConnectorEngine, small_layout
+from core.testing import connector_suite
+from core.testing.connector_engine import ConnectorEngine
+from core.testing.connector_suite import FINGERPRINT, LAYOUT, PROMPT, ConnectorConformance
 from kvferry.local import LocalCluster
-
-FINGERPRINT = b"model"
-LAYOUT = small_layout(block_size=32)
-PROMPT = list(range(100, 200))  # three full blocks and a part of one
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ class Peer:
 
 @pytest.fixture
 def context(folder):
-    def make(role, layout=LAYOUT, **settings):
+    def make(role, layout=LAYOUT, model_fingerprint=FINGERPRINT, **settings):
         overrides = {"connector.extra": {"folder": str(folder)}} | {
             f"connector.{key}": value for key, value in settings.items()
         }
@@ -69,7 +67,7 @@ def context(folder):
             role=role,
             engine_id=f"{role}-0",
             incarnation=1,
-            model_fingerprint=FINGERPRINT,
+            model_fingerprint=model_fingerprint,
             layout=layout,
             config=load_config(overrides=overrides).connector,
             control_address="tcp://127.0.0.1:0",
@@ -100,31 +98,29 @@ def peer(folder_connector, context):
     return start
 
 
-async def test_blocks_arrive_and_both_sides_let_go_of_them(peer):
-    async with peer("prefill") as prefill, peer("decode") as decode:
-        handoff = prefill.engine.prefill("a", PROMPT)
-        assert prefill.engine.num_used_blocks == 4
-        await prefill.engine.until(lambda: not prefill.engine.parked)
-        assert prefill.engine.num_used_blocks == 0
-        request = decode.load("a", PROMPT, handoff)
-        outcome = await decode.outcome("a")
-        assert outcome.error is None
-        assert decode.engine.has_content(request)
-        assert (outcome.usage.transport, outcome.usage.transferred_tokens) == ("folder", len(PROMPT))
-        decode.engine.finish(request)
-        assert decode.engine.num_used_blocks == 0
+class TestConformance(connector_suite.ConnectorConformance):
+    holds_until_read = False  # the blocks are free once they are in a file
+
+    @pytest.fixture(autouse=True)
+    def _parts(self, folder_connector, context):
+        self.build, self.context = folder_connector.connector, context
+
+    def make_connector(self, role, patience_s):
+        layout, fingerprint = connector_suite.LAYOUT, connector_suite.FINGERPRINT
+        return self.build(self.context(role, layout, fingerprint, transfer_deadline_s=patience_s))
 
 
-async def test_blocks_that_are_local_hits_are_not_read(peer):
-    async with peer("prefill") as prefill, peer("decode") as decode:
-        first = decode.load("a", PROMPT, prefill.engine.prefill("a", PROMPT))
-        await asyncio.gather(prefill.engine.until(lambda: not prefill.engine.parked), decode.outcome("a"))
-        decode.engine.finish(first)
-        longer = PROMPT[:96] + list(range(500, 540))
-        second = decode.load("b", longer, prefill.engine.prefill("b", longer))
-        _, outcome = await asyncio.gather(prefill.engine.until(lambda: not prefill.engine.parked), decode.outcome("b"))
-        assert outcome.usage.transferred_bytes == 2 * LAYOUT.block_bytes
-        assert decode.engine.has_content(second)
+class TestConformance(ConnectorConformance):
+    """The suite that every connector passes. Blocks are free once they are written: a file does not need them."""
+
+    holds_until_read = False
+
+    @pytest.fixture(autouse=True)
+    def _parts(self, folder_connector, context):
+        self.module, self.context = folder_connector, context
+
+    def make_connector(self, role, patience_s):
+        return self.module.connector(self.context(role, transfer_deadline_s=patience_s))
 
 
 async def test_reader_waits_for_a_file_that_is_not_written_yet(peer):
@@ -159,25 +155,8 @@ async def test_other_bytes_than_were_written_fail_the_load(peer, folder, damage)
         assert decode.engine.num_used_blocks == 0
 
 
-async def test_a_hand_over_of_another_prompt_is_refused(peer):
-    async with peer("prefill") as prefill, peer("decode") as decode:
-        handoff = prefill.engine.prefill("a", PROMPT)
-        decode.load("a", [*PROMPT[:-1], 7], handoff)
-        assert (await decode.outcome("a")).error.code == "stale"
-
-
-async def test_abort_frees_the_blocks_of_a_load_that_waits(peer):
-    async with peer("prefill") as prefill, peer("decode") as decode:
-        request = decode.load("a", PROMPT, prefill.engine.prefill("a", PROMPT))
-        decode.engine.step()
-        decode.engine.abort(request)
-        assert decode.engine.num_used_blocks == 4
-        await decode.outcome("a")
-        assert decode.engine.num_used_blocks == 0
-
-
 async def test_release_deletes_the_file_and_renewal_keeps_it(peer, folder):
-    async with peer("prefill", lease_s=60.0) as prefill:
+    async with peer("decode", lease_s=60.0) as prefill:  # as only prefill workers clear the folder beside the test
         handoffs = [prefill.engine.prefill(name, [*PROMPT, ord(name)]) for name in "abc"]
         await prefill.engine.until(lambda: not prefill.engine.parked)
         for path in folder.glob("*.kv"):
