@@ -95,9 +95,7 @@ def test_all_differences_are_told_at_once(make_identity, layout):
         (("rdma", "tcp"), "host", "tcp"),
     ],
 )
-def test_first_preference_of_the_reader_that_works_between_the_two_is_chosen(
-    responder, question, preferences, host_id, chosen
-):
+def test_first_preference_of_the_reader_that_works_between_the_two_is_chosen(responder, question, preferences, host_id, chosen):
     answer = responder.answer(question(transports=preferences, host_id=host_id))
     assert (answer.transport, answer.transport_metadata) == (chosen, OFFERS[chosen])
 

@@ -1,0 +1,289 @@
+"""The transfer executor on the in-process transport, and the thread that runs it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, ReadEnded
+from connectors.p2p.transfer import TransferExecutor, TransferThread
+from core.errors import KVFerryError, PeerUnreachable, ProtocolError
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.testing.transport_owner import HostRows, row_content
+from core.transport import PeerId
+
+PEER = PeerId("tcp://10.0.0.1:5600", 1)
+NUM_ROWS, ROW_BYTES = 16, 64
+WAIT_S = 20.0
+
+
+class World:
+    """An owner, a reader and the executor between them."""
+
+    def __init__(self, late_bytes: bool) -> None:
+        self.fabric = InprocFabric()
+        self.theirs, self.ours = HostRows(NUM_ROWS, ROW_BYTES), HostRows(NUM_ROWS, ROW_BYTES)
+        self.theirs.fill(1)
+        self.owner = InprocTransport(self.fabric)
+        self.owner.register([self.theirs.region])
+        self.metadata = self.owner.describe()
+        transport = InprocTransport(self.fabric, late_bytes)
+        transport.register([self.ours.region])
+        self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
+        self.executor = TransferExecutor({"inproc": transport}, self.events.put)
+
+    def open(self, metadata: bytes | None = None) -> None:
+        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata))
+
+    def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
+        self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
+
+    def poll(self) -> list[ReadEnded | PeerFailed]:
+        """Poll until nothing comes any more and return everything that was reported."""
+        while self.executor.poll():
+            pass
+        found = []
+        while not self.events.empty():
+            found.append(self.events.get_nowait())
+        return found
+
+    def has_row(self, local: int, remote: int) -> bool:
+        return np.array_equal(self.ours.rows[local], row_content(1, remote, ROW_BYTES))
+
+    def freeze(self, is_frozen: bool = True) -> None:
+        self.fabric.set_frozen(self.owner.number, is_frozen)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.owner.close()
+        self.theirs.close()
+        self.ours.close()
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[[bool], World]]:
+    worlds: list[World] = []
+
+    def make(late_bytes: bool = False) -> World:
+        worlds.append(World(late_bytes))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world) -> World:
+    return make_world()
+
+
+def errors_of(events: list[ReadEnded | PeerFailed]) -> dict[int, type[KVFerryError] | None]:
+    return {event.read_id: type(event.error) if event.error else None for event in events}
+
+
+# ---- the executor
+
+
+def test_read_brings_the_rows_and_is_reported_once(world):
+    world.open()
+    world.read(1, (3, 9), (0, 5))
+    assert world.poll() == [ReadEnded(1)]
+    assert world.has_row(0, 3)
+    assert world.has_row(5, 9)
+    assert not world.ours.rows[[1, 2, 3, 4]].any()
+    assert world.poll() == []
+
+
+def test_reads_are_told_apart(world):
+    world.open()
+    for read_id in (7, 3, 5):
+        world.read(read_id, (read_id,), (read_id,))
+    assert errors_of(world.poll()) == {7: None, 3: None, 5: None}
+    assert all(world.has_row(row, row) for row in (3, 5, 7))
+
+
+def test_peer_that_cannot_be_opened_is_reported(world):
+    world.open(b"\xc1 garbage")
+    (event,) = world.poll()
+    assert isinstance(event, PeerFailed)
+    assert event.peer == PEER
+    assert isinstance(event.error, ProtocolError)
+    world.read(1, (0,), (0,))
+    assert errors_of(world.poll()) == {1: PeerUnreachable}
+
+
+def test_owner_that_is_gone_cannot_be_opened(world):
+    world.fabric.kill(world.owner.number)
+    world.open()
+    (event,) = world.poll()
+    assert isinstance(event.error, PeerUnreachable)
+
+
+def test_read_of_a_peer_that_is_not_open_ends_at_once(world):
+    world.read(1, (0,), (0,))
+    assert errors_of(world.poll()) == {1: PeerUnreachable}
+
+
+@pytest.mark.parametrize(("remote_rows", "local_rows"), [((NUM_ROWS,), (0,)), ((0,), (NUM_ROWS,)), ((0, 1), (2, 2)), ((), ())])
+def test_malformed_read_ends_with_an_error_and_writes_nothing(world, remote_rows, local_rows):
+    world.open()
+    world.read(1, remote_rows, local_rows)
+    assert errors_of(world.poll()) == {1: ProtocolError}
+    assert not world.ours.rows.any()
+
+
+def test_owner_that_dies_ends_its_reads(world):
+    world.open()
+    world.freeze()
+    world.read(1, (0,), (0,))
+    world.read(2, (1,), (1,))
+    assert world.poll() == []
+    world.fabric.kill(world.owner.number)
+    assert errors_of(world.poll()) == {1: PeerUnreachable, 2: PeerUnreachable}
+
+
+def test_closed_peer_ends_its_reads_and_takes_no_more(world):
+    world.open()
+    world.freeze()
+    world.read(1, (0,), (0,))
+    world.executor.execute(ClosePeer(PEER))
+    assert errors_of(world.poll()) == {1: PeerUnreachable}
+    world.read(2, (0,), (0,))
+    assert errors_of(world.poll()) == {2: PeerUnreachable}
+    world.freeze(False)
+    assert world.poll() == []
+    assert not world.ours.rows.any()
+
+
+def test_closed_peer_can_be_opened_again(world):
+    world.open()
+    world.executor.execute(ClosePeer(PEER))
+    world.executor.execute(ClosePeer(PEER))
+    world.open()
+    world.read(1, (4,), (4,))
+    assert world.poll() == [ReadEnded(1)]
+    assert world.has_row(4, 4)
+
+
+def test_cancelled_read_ends_with_an_error(world):
+    world.open()
+    world.freeze()
+    world.read(1, (0,), (0,))
+    world.read(2, (1,), (1,))
+    world.executor.execute(CancelRead(1))
+    (event,) = world.poll()
+    assert event.read_id == 1
+    assert event.error is not None
+    world.freeze(False)
+    assert world.poll() == [ReadEnded(2)]
+    assert not world.ours.rows[0].any()
+
+
+def test_cancel_of_an_unknown_or_ended_read_is_ignored(world):
+    world.executor.execute(CancelRead(99))
+    world.open()
+    world.read(1, (0,), (0,))
+    assert world.poll() == [ReadEnded(1)]
+    world.executor.execute(CancelRead(1))
+    assert world.poll() == []
+
+
+def test_cancelled_read_whose_bytes_may_come_late_stays_open_until_the_fence(make_world):
+    world = make_world(True)
+    world.open()
+    world.freeze()
+    world.read(1, (0,), (0,))
+    world.executor.execute(CancelRead(1))
+    assert world.poll() == []
+    world.executor.execute(ClosePeer(PEER))
+    assert errors_of(world.poll()) == {1: PeerUnreachable}
+    world.freeze(False)
+    world.poll()
+    assert not world.ours.rows.any()
+
+
+def test_executor_waits_as_long_as_its_most_impatient_transport(world):
+    assert world.executor.max_wait_s() is None
+    world.open()
+    world.freeze()
+    world.read(1, (0,), (0,))
+    assert world.executor.max_wait_s() == 0.001
+    world.freeze(False)
+    world.poll()
+    assert world.executor.max_wait_s() is None
+
+
+# ---- the thread
+
+
+@pytest.fixture
+def run_thread() -> Iterator[Callable[[World], TransferThread]]:
+    threads: list[TransferThread] = []
+
+    def run(world: World) -> TransferThread:
+        threads.append(TransferThread(world.executor, lambda error: None))
+        threads[-1].start()
+        return threads[-1]
+
+    yield run
+    for thread in threads:
+        thread.stop()
+
+
+def test_thread_carries_out_what_is_submitted(world, run_thread):
+    thread = run_thread(world)
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    for read_id in range(8):
+        thread.submit(PostRead(read_id, PEER, (read_id,), (read_id,)))
+    events = [world.events.get(timeout=WAIT_S) for _ in range(8)]
+    assert [event.read_id for event in events] == list(range(8))
+    assert all(world.has_row(row, row) for row in range(8))
+
+
+def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thread):
+    thread = run_thread(world)
+    world.freeze()
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(PostRead(1, PEER, (2,), (2,)))
+    thread.submit(PostRead(2, PEER, (99,), (0,)))
+    assert world.events.get(timeout=WAIT_S).read_id == 2  # the first is posted by now, and frozen
+    world.freeze(False)
+    assert world.events.get(timeout=WAIT_S) == ReadEnded(1)
+
+
+def test_bug_in_the_thread_is_told_and_fences_everything(world):
+    deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    thread = TransferThread(world.executor, deaths.put)
+    thread.start()
+    world.freeze()
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(PostRead(1, PEER, (2,), (2,)))
+    thread.submit(OpenPeer(PEER, "a transport that does not exist", b""))
+    assert isinstance(deaths.get(timeout=WAIT_S), KeyError)
+    thread.stop()
+    world.freeze(False)
+    world.poll()
+    assert not world.ours.rows.any()
+
+
+def test_stop_closes_the_transports(world):
+    deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    thread = TransferThread(world.executor, deaths.put)
+    thread.start()
+    world.freeze()
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(PostRead(1, PEER, (2,), (2,)))
+    thread.stop()
+    world.freeze(False)
+    world.poll()
+    assert not world.ours.rows.any()
+    assert deaths.empty()
+
+
+def test_thread_that_never_started_can_be_stopped(world):
+    thread = TransferThread(world.executor, lambda error: None)
+    thread.stop()
