@@ -55,7 +55,6 @@ def test_figures_of_a_smoke_run_do_not_get_into_a_document(run_all, monkeypatch,
         run_all.main()
 
 
-@pytest.mark.slow
 def test_every_benchmark_is_known_to_run_all(run_all):
     scripts = {path.stem for path in run_all.FOLDER.glob("*.py")} - {"common", "run_all"}
     assert scripts == {benchmark.name for benchmark in run_all.BENCHMARKS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import shutil
@@ -20,7 +19,6 @@ from core.clock import SystemClock
 from core.config import load_config
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from core.ids import SeededIds
-from core.testing import connector_suite
 from core.testing.connector_engine import ConnectorEngine
 from core.testing.connector_suite import FINGERPRINT, LAYOUT, PROMPT, ConnectorConformance
 from kvferry.local import LocalCluster
@@ -59,7 +57,7 @@ class Peer:
 
 @pytest.fixture
 def context(folder):
-    def make(role, layout=LAYOUT, model_fingerprint=FINGERPRINT, **settings):
+    def make(role, **settings):
         overrides = {"connector.extra": {"folder": str(folder)}} | {
             f"connector.{key}": value for key, value in settings.items()
         }
@@ -67,8 +65,8 @@ def context(folder):
             role=role,
             engine_id=f"{role}-0",
             incarnation=1,
-            model_fingerprint=model_fingerprint,
-            layout=layout,
+            model_fingerprint=FINGERPRINT,
+            layout=LAYOUT,
             config=load_config(overrides=overrides).connector,
             control_address="tcp://127.0.0.1:0",
             advertise_host="",
@@ -96,18 +94,6 @@ def peer(folder_connector, context):
             engine.close()
 
     return start
-
-
-class TestConformance(connector_suite.ConnectorConformance):
-    holds_until_read = False  # the blocks are free once they are in a file
-
-    @pytest.fixture(autouse=True)
-    def _parts(self, folder_connector, context):
-        self.build, self.context = folder_connector.connector, context
-
-    def make_connector(self, role, patience_s):
-        layout, fingerprint = connector_suite.LAYOUT, connector_suite.FINGERPRINT
-        return self.build(self.context(role, layout, fingerprint, transfer_deadline_s=patience_s))
 
 
 class TestConformance(ConnectorConformance):
@@ -156,15 +142,15 @@ async def test_other_bytes_than_were_written_fail_the_load(peer, folder, damage)
 
 
 async def test_release_deletes_the_file_and_renewal_keeps_it(peer, folder):
-    async with peer("decode", lease_s=60.0) as prefill:  # as only prefill workers clear the folder beside the test
-        handoffs = [prefill.engine.prefill(name, [*PROMPT, ord(name)]) for name in "abc"]
-        await prefill.engine.until(lambda: not prefill.engine.parked)
+    async with peer("decode", lease_s=60.0) as worker:  # prefill workers clear the folder themselves
+        handoffs = [worker.engine.prefill(name, [*PROMPT, ord(name)]) for name in "abc"]
+        await worker.engine.until(lambda: not worker.engine.parked)
         for path in folder.glob("*.kv"):
             os.utime(path, (0, 0))
-        prefill.connector.renew([handoffs[0].transfer_id, "unknown"])
-        prefill.connector.release([handoffs[1].transfer_id, "unknown"])
+        worker.connector.renew([handoffs[0].transfer_id, "unknown"])
+        worker.connector.release([handoffs[1].transfer_id, "unknown"])
         assert len(list(folder.glob("*.kv"))) == 2
-        prefill.connector._clear()
+        worker.connector._clear()
         (left,) = folder.glob("*.kv")
         assert left.stat().st_mtime > 0
     assert list(folder.iterdir()) == [left]
