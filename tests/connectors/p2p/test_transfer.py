@@ -30,10 +30,10 @@ class World:
         self.owner = InprocTransport(self.fabric)
         self.owner.register([self.theirs.region])
         self.metadata = self.owner.describe()
-        transport = InprocTransport(self.fabric, late_bytes)
-        transport.register([self.ours.region])
+        self.transport = InprocTransport(self.fabric, late_bytes)
+        self.transport.register([self.ours.region])
         self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
-        self.executor = TransferExecutor({"inproc": transport}, self.events.put)
+        self.executor = TransferExecutor({"inproc": self.transport}, self.events.put)
 
     def open(self, metadata: bytes | None = None) -> None:
         self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata))
@@ -183,12 +183,15 @@ def test_cancelled_read_ends_with_an_error(world):
     assert not world.ours.rows[0].any()
 
 
-def test_cancel_of_an_unknown_or_ended_read_is_ignored(world):
+def test_cancel_of_an_unknown_or_ended_read_is_ignored(world, monkeypatch):
+    cancelled: list[int] = []
+    monkeypatch.setattr(world.transport, "cancel", cancelled.append)
     world.executor.execute(CancelRead(99))
     world.open()
     world.read(1, (0,), (0,))
     assert world.poll() == [ReadEnded(1)]
     world.executor.execute(CancelRead(1))
+    assert cancelled == []  # nothing is remembered of reads that have ended
     assert world.poll() == []
 
 
