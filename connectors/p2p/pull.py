@@ -391,7 +391,8 @@ class PullProtocol:
             peer.last_progress_at = now
         if load.phase is LoadPhase.ENDING:
             self._end_if_quiet(load)
-        elif event.error is not None:
+            return
+        if event.error is not None:
             self._on_read_failed(load, event.error, now)
         elif load.waiting_reads:
             self._post_reads(load)
