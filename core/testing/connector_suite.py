@@ -327,6 +327,16 @@ class ConnectorConformance:
         await pair.drained()
         self.assert_consumer_is_empty(pair)
 
+    async def test_abort_of_a_load_that_makes_no_progress_ends_it(self, pair: Pair) -> None:
+        handoff = pair.producer.engine.prefill("a", PROMPT)
+        await pair.producer.connector.stop()
+        request = pair.load("a", PROMPT, handoff)
+        pair.consumer.engine.step()
+        pair.consumer.engine.abort(request)
+        await pair.consumer.engine.until(lambda: pair.consumer.engine.loads["a"].is_ended, PATIENCE_S / 2)
+        assert pair.consumer.engine.loads["a"].error is None, "nobody wants to know"
+        self.assert_consumer_is_empty(pair)
+
     async def test_abort_of_one_load_spares_the_others_of_its_hand_over(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         first, second = (pair.load(f"a/{index}", PROMPT, handoff) for index in range(2))
