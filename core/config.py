@@ -19,6 +19,8 @@ import yaml
 
 from core.errors import ConfigError
 
+STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
+
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -209,14 +211,14 @@ def load_config(
 
 
 def dump_config(config: KVFerryConfig) -> str:
-    """Return every setting as JSON that ``load_config`` reads back; how a supervisor tells its children."""
+    """Return every setting as JSON that ``load_config`` reads back, from a file or from ``STDIN``."""
     return msgspec.json.format(msgspec.json.encode(config)).decode()
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        if path.suffix == ".json":
+        if path.suffix == ".json" or path == STDIN:
             tree = msgspec.json.decode(text)
         else:
             tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)

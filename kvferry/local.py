@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import KVFerryConfig, RouterSection, dump_config
+from core.config import STDIN, KVFerryConfig, RouterSection, dump_config
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role
@@ -37,6 +37,11 @@ ROUTER = "router"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
+_ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "aggregated": ("decode", "--aggregated"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class LocalCluster:
         self._roles = _roles(self._config)
         self._backoffs = {name: self._new_backoff() for name in (ROUTER, *self._roles)}
         self._keeper: ProcessKeeper | None = None
-        self._run_dir: Path | None = None
+        self._temporary_logs: Path | None = None
         self._base_url = ""
         self._is_started = False
 
@@ -89,9 +94,10 @@ class LocalCluster:
         """
         deadline = time.monotonic() + self._config.local.ready_timeout_s
         resolve_model(self._config.model.name, Path(self._config.model.cache_dir))  # fetched once, not by every worker
-        self._run_dir = Path(tempfile.mkdtemp(prefix="kvferry-"))
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+        elif not self._inherit_logs:
+            self._temporary_logs = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
         try:
             self._start_router(deadline)
@@ -117,9 +123,9 @@ class LocalCluster:
             keeper.end(list(self._roles), grace_s)
         finally:
             keeper.close()
-            if self._run_dir is not None:
-                shutil.rmtree(self._run_dir, ignore_errors=True)
-                self._run_dir = None
+            if self._temporary_logs is not None:
+                shutil.rmtree(self._temporary_logs, ignore_errors=True)
+                self._temporary_logs = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -222,7 +228,6 @@ class LocalCluster:
         port = urlsplit(self._base_url).port or 0
         router = msgspec.structs.replace(router, port=port, worker_address=addresses["worker_address"])
         self._config = msgspec.structs.replace(self._config, router=router)
-        self._write_config(ROUTER)
 
     def _addresses(self, child: Child, deadline: float) -> Mapping[str, str]:
         try:
@@ -233,16 +238,13 @@ class LocalCluster:
             raise self._failed(child.spec.name, str(error)) from None
 
     def _spec(self, name: str) -> ChildSpec:
-        arguments = ["decode", "--aggregated"] if self._roles.get(name) == "aggregated" else [name.rpartition("-")[0] or name]
-        command = [sys.executable, "-P", "-m", "kvferry", *arguments, "--config", str(self._write_config(name))]
-        return ChildSpec(name, command, self._log_file(name))
+        """Return what to start; settings go by the standard input, so that no key lies in a file."""
+        role = [name] if name == ROUTER else _ROLE_ARGUMENTS[self._roles[name]]
+        command = [sys.executable, "-P", "-m", "kvferry", *role, "--config", str(STDIN)]
+        return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)))
 
-    def _write_config(self, name: str) -> Path:
-        """Write the settings of one process; it reads them again when it is restarted."""
-        assert self._run_dir is not None
-        path = self._run_dir / f"{name}.json"
-        path.write_text(dump_config(self._config if name == ROUTER else self._worker_config(name)))
-        return path
+    def _config_of(self, name: str) -> KVFerryConfig:
+        return self._config if name == ROUTER else self._worker_config(name)
 
     def _worker_config(self, name: str) -> KVFerryConfig:
         worker = msgspec.structs.replace(
@@ -257,7 +259,7 @@ class LocalCluster:
         return msgspec.structs.replace(self._config, worker=worker)
 
     def _log_file(self, name: str) -> Path | None:
-        folder = self._log_dir or self._run_dir
+        folder = self._log_dir or self._temporary_logs
         return None if self._inherit_logs or folder is None else folder / f"{name}.log"
 
     def _on_exit(self, child: Child, lived_s: float) -> float | None:

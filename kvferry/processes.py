@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,17 +32,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STDERR_FD = 2
+_MAX_INPUT_BYTES = 64 << 10  # what a pipe holds
 _SPAWN_RETRY_S = 5.0
 _LIVENESS_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What is started: ``command`` with the two options of ``kvferry.child`` added. ``log_file`` None = this stderr."""
+    """What is started: ``command`` with the two options of ``kvferry.child`` added.
+
+    ``read_input`` returns what the child finds on its standard input, anew for every start; at most a pipe's 64 KiB.
+    ``log_file`` None = this process's stderr.
+    """
 
     name: str
     command: Sequence[str]
     log_file: Path | None
+    read_input: Callable[[], str] = str
 
 
 @dataclass(slots=True)
@@ -213,7 +219,7 @@ class ProcessKeeper:
                 log = stack.enter_context(spec.log_file.open("ab")) if spec.log_file is not None else None
                 process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=stack.enter_context(_pipe_of(spec.read_input())),
                     stdout=log if log is not None else _STDERR_FD,  # what libraries print is no output of ours
                     stderr=log,
                     pass_fds=(write_fd,),
@@ -281,6 +287,20 @@ class ProcessKeeper:
             child.is_exit_expected = True
             self._signal(child, signal.SIGKILL)
         return children
+
+
+@contextlib.contextmanager
+def _pipe_of(text: str) -> Iterator[int]:
+    """Hold the read end of a pipe that contains ``text``, all of it: nobody reads yet."""
+    if len(text.encode()) > _MAX_INPUT_BYTES:
+        raise StartFailed(f"the settings of a child process take more than {_MAX_INPUT_BYTES} bytes")
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    try:
+        with os.fdopen(write_fd, "w") as pipe:
+            pipe.write(text)
+        yield read_fd
+    finally:
+        os.close(read_fd)
 
 
 def describe_exit(code: int) -> str:

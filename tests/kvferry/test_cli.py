@@ -49,6 +49,13 @@ def test_wrong_setting_is_one_clear_line_and_exit_code_2(arguments, hint):
     assert hint in line
 
 
+def test_settings_are_read_from_standard_input():
+    command = [sys.executable, "-P", "-m", "kvferry", "router", "--config", "/dev/stdin"]
+    result = subprocess.run(command, input='{"router": {"port": -1}}', capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "router.port" in result.stderr
+
+
 def test_unknown_option_is_exit_code_2():
     assert kvferry("serve", "--prefil", "2").returncode == 2
 

@@ -67,6 +67,24 @@ def test_output_goes_to_the_log_file(keeper, tmp_path):
     assert log.read_text() == "to stdout\nto stderr\n"
 
 
+def test_input_is_read_anew_for_every_start():
+    lines, third = [], threading.Event()
+
+    def on_exit(child, lived_s):
+        lines.append(child.addresses.result()["heard"])
+        return 0.01 if len(lines) < 3 else third.set()
+
+    def read_input():
+        return f"start {len(lines)}"
+
+    script = "import json, os, sys; os.write(int(sys.argv[-3]), json.dumps({'heard': sys.stdin.read()}).encode() + b'\\n')"
+    keeper = ProcessKeeper(SystemClock(), on_exit)
+    keeper.start(ChildSpec("c", [sys.executable, "-c", script], None, read_input))
+    assert third.wait(30)
+    keeper.close()
+    assert lines == ["start 0", "start 1", "start 2"]
+
+
 def test_dead_child_is_restarted_until_told_otherwise():
     deaths, third = [], threading.Event()
 
