@@ -108,10 +108,11 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def make_parser(doc: str, repeats: int) -> argparse.ArgumentParser:
+def make_parser(doc: str, repeats: int, *, takes_model: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the arguments that all have; ``quick`` means: show that the script works, whatever it measures."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=MODEL, help="alias, folder or GGUF file (default: %(default)s)")
+    if takes_model:
+        parser.add_argument("--model", default=MODEL, help="alias, folder or GGUF file (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=repeats, help="measurements of each figure (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a smoke run: little of everything, figures without meaning")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")

@@ -37,6 +37,7 @@ BENCHMARKS = (
     Benchmark("attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
     Benchmark("engine", ("--repeats", "1"), True, False),
+    Benchmark("transport"),
     Benchmark("handover"),
     Benchmark("through_router"),
     Benchmark("cluster"),
