@@ -29,6 +29,7 @@ from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError, KVFerryError
+from core.log import event
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def select_backend(
         failure = probe(candidate, problem)
         if failure is None:
             return _chosen(candidate, problem)
-        logger.warning("event=attention_backend_refused name=%s reason=%r", candidate.name, failure)
+        logger.warning(event("attention_backend_refused", backend=candidate.name, reason=failure))
         failures.append(f"{candidate.name}: {failure}")
     raise ConfigError(f"no attention backend can serve here ({'; '.join(failures)})")
 
@@ -90,8 +91,14 @@ def probe(backend_type: type[AttentionBackend], problem: AttentionProblem) -> st
 
 def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> type[AttentionBackend]:
     logger.info(
-        "event=attention_backend name=%s layout=%s device=%s dtype=%s block_size=%d",
-        *(backend_type.name, backend_type.preferred_layout, problem.device, problem.dtype, problem.block_size),
+        event(
+            "attention_backend",
+            backend=backend_type.name,
+            layout=backend_type.preferred_layout,
+            device=problem.device,
+            dtype=problem.dtype,
+            block_size=problem.block_size,
+        )
     )
     return backend_type
 

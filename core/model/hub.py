@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
+from core.log import event
 from core.model.arch import as_token_ids
 
 logger = logging.getLogger(__name__)
@@ -313,7 +314,7 @@ def _keep(path: Path, text: str) -> None:
     try:
         _write_atomically(path, text)
     except OSError as error:
-        logger.warning("event=digest_not_kept path=%s reason=%s", path, error)
+        logger.warning(event("digest_not_kept", path=path, reason=error))
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.log import event
+
 _PACK_ROWS = 16  # the batch size told to the packer; the layout it picks is good for all sizes
 _MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 1 row takes 1.25 times as long as 4
 _TOLERANCE = 1e-4
@@ -78,7 +80,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1)
     if all(_agree(packed(x), dense(x)) for x in (probe, probe[:1])):
         return packed
-    logger.warning("event=packed_linear_rejected shape=%s reason=differs_from_F.linear", tuple(weight.shape))
+    logger.warning(event("packed_linear_rejected", shape=tuple(weight.shape), reason="differs from F.linear"))
     return dense
 
 

@@ -52,7 +52,7 @@ class Refusing(SdpaBackend):
 def test_cpu_default_is_the_paged_kernel_and_is_logged(caplog):
     with caplog.at_level(logging.INFO):
         assert select_backend(problem()) is PagedCpuBackend
-    assert "event=attention_backend name=paged_cpu layout=HND" in caplog.text
+    assert "event=attention_backend backend=paged_cpu layout=HND" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,8 +68,8 @@ def test_probe_accepts_the_working_kernels(dtype, block_size, mask):
 def test_auto_falls_back_to_the_next_candidate_and_says_why(caplog, wrong):
     with caplog.at_level(logging.INFO):
         assert select_backend(problem(), candidates=(wrong, SdpaBackend)) is SdpaBackend
-    assert "event=attention_backend_refused name=paged_cpu reason=" in caplog.text
-    assert "event=attention_backend name=sdpa" in caplog.text
+    assert "event=attention_backend_refused backend=paged_cpu reason=" in caplog.text
+    assert "event=attention_backend backend=sdpa" in caplog.text
 
 
 def test_auto_asks_only_backends_of_the_device(caplog):
