@@ -10,6 +10,8 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
 - An agent's progress thread spins unless it is told to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
+- Over TCP, UCX may end the process of an owner that was stopped (SIGSTOP) while a reader with open reads went away: once
+  it goes on it aborts with "unexpected error: Endpoint timeout". Killing readers of a running owner never did that in tests.
 - The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
 
 Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1.
