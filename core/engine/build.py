@@ -120,7 +120,7 @@ def apply_cpu_threads(section: WorkerSection) -> int:
     """Give the calling thread its share of the host's cores; return the number of torch threads.
 
     Settings of a thread: call it on the one that computes, before its first computation. Threads of several workers on the same
-    cores wait for each other at every barrier and slow each other 10 to 40 times, hence the share and the pinning. The I/O and
+    cores wait for each other at every barrier and run many times slower, hence the share and the pinning. The I/O and
     transfer threads stay free to run wherever there is room.
     """
     cores = sorted(os.sched_getaffinity(0))

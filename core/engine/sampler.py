@@ -188,8 +188,7 @@ def _mass_cutoff(descending: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     return descending.gather(1, last[:, None])[:, 0], is_found
 
 
-# On the CPU numpy's kernels for these two are vectorised and torch's are not: 4 us against 42 us for the argmax of 49,152
-# logits, 1.0 ms against 3.6 ms for sorting them.
+# On the CPU numpy's kernels for these two are vectorised and torch's are not.
 
 
 def _argmax(logits: Tensor) -> list[int]:

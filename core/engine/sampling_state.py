@@ -26,8 +26,8 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
     """Return the random number in [0, 1) for one output token: a pure function of its three arguments.
 
     ``position`` counts the output tokens before this one, other workers' tokens included, so any worker continues the
-    stream at any point, whatever else is in its batch. 53 bits of BLAKE2b over the three numbers: 1 us per token, where a
-    vectorised Philox only pays from about a hundred rows on.
+    stream at any point, whatever else is in its batch. 53 bits of BLAKE2b over the three numbers: cheaper for
+    the few rows of a step than a vectorised Philox.
     """
     message = struct.pack("<QQQ", seed & _UINT64, choice_index, position)
     digest = hashlib.blake2b(message, digest_size=8, person=_PERSON).digest()

@@ -18,7 +18,7 @@ from torch import Tensor
 from core.log import event
 
 _PACK_ROWS = 16  # the batch size told to the packer; the layout it picks is good for all sizes
-_MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 1 row takes 1.25 times as long as 4
+_MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 4 rows take less time than 1
 _TOLERANCE = 1e-4
 
 logger = logging.getLogger(__name__)
