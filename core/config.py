@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from core.errors import ConfigError
 STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
 
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
+P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
+
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -167,6 +171,11 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "router.heartbeat_timeout_s",
             router.heartbeat_timeout_s,
         )
+        _check_transports(connector)
+        _check_address("router.worker_address", router.worker_address, lowest_port=0)
+        _check_address("worker.control_address", worker.control_address, lowest_port=0)
+        for address in worker.router_addresses:
+            _check_address("worker.router_addresses", address, lowest_port=1)
         _check_order("worker.host_slot", worker.host_slot, "<", "worker.workers_on_host", worker.workers_on_host)
 
 
@@ -181,12 +190,32 @@ def _check_order(low: str, low_value: float, relation: Literal["<", "<="], high:
     )
 
 
+def _check_transports(connector: ConnectorSection) -> None:
+    """Refuse transports that connector p2p does not have; another connector gives the setting its own meaning."""
+    unknown = [name for name in connector.transports if name not in P2P_TRANSPORTS]
+    if connector.name == "p2p" and unknown:
+        raise ConfigError(
+            f"connector.transports: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}",
+            param="connector.transports",
+        )
+
+
+def _check_address(path: str, address: str, lowest_port: int) -> None:
+    """Refuse what ZeroMQ could neither bind nor connect to."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not lowest_port <= int(found["port"]) <= 65535:
+        raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
+
+
 def load_config(
     path: Path | None = None,
     assignments: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> KVFerryConfig:
     """Merge a file, then ``a.b=c`` assignments, then overrides by dotted path (flags), and validate the result.
+
+    The text of an assignment is taken as it stands where the setting is text (``router.api_key=007``), split at commas where
+    it is a list of texts (``connector.transports=shm,tcp``, or in brackets), and read as YAML elsewhere.
 
     Raises:
         ConfigError: the file cannot be read, a key does not exist, or a value is out of range; names its path and what is
@@ -197,7 +226,7 @@ def load_config(
         key, sign, text = assignment.partition("=")
         if not sign:
             raise ConfigError(f"--set {assignment!r}: expected a.b=value", param=assignment)
-        _put(tree, key.strip(), _parse_value(text))
+        _put(tree, key.strip(), _parse_value(text, _kind_of(key.strip())))
     for key, value in (overrides or {}).items():
         _put(tree, key, value)
     _check_keys(tree, KVFerryConfig, "")
@@ -231,7 +260,20 @@ def _read_file(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _parse_value(text: str) -> Any:  # noqa: ANN401 - any configuration value
+def _kind_of(path: str) -> Any:  # noqa: ANN401 - any type annotation
+    """Return the type of the setting at a dotted path; None where there is none, or below ``connector.extra``."""
+    kind: Any = KVFerryConfig
+    for part in path.split("."):
+        kind = get_type_hints(kind).get(part) if hasattr(kind, "__struct_fields__") else None
+    return kind
+
+
+def _parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
+    """Read the text of an assignment as the kind of its setting asks (see ``load_config``)."""
+    if kind is str:
+        return text
+    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -269,8 +311,6 @@ def _explain(error: msgspec.ValidationError) -> ConfigError:
     """Turn msgspec's message into one with the dotted path and the allowed values."""
     what, _, where = str(error).partition(" - at `$.")
     path = where.rstrip("`")
-    kind: Any = KVFerryConfig
-    for part in path.split("."):
-        kind = get_type_hints(kind).get(part.partition("[")[0]) if hasattr(kind, "__struct_fields__") else None
+    kind = _kind_of(path.partition("[")[0])
     allowed = f"; allowed: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
     return ConfigError(f"{path}: {what[0].lower()}{what[1:]}{allowed}", param=path)

@@ -53,6 +53,30 @@ def test_assignment_parses_lists_numbers_and_booleans():
     assert config.connector.transfer_deadline_s == 2.5
 
 
+@pytest.mark.parametrize("text", ["12345", "007", "", "true", "null", "a: b", "[x]", " padded "])
+def test_text_settings_are_taken_as_they_stand(text):
+    config = load_config(assignments=[f"router.api_key={text}", f"worker.engine_id={text}"])
+    assert (config.router.api_key, config.worker.engine_id) == (text, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "transports"),
+    [("shm", ("shm",)), ("shm,tcp", ("shm", "tcp")), ("nixl, tcp", ("nixl", "tcp")), ("[tcp, shm]", ("tcp", "shm"))],
+)
+def test_lists_of_text_are_written_with_or_without_brackets(text, transports):
+    assert load_config(assignments=[f"connector.transports={text}"]).connector.transports == transports
+
+
+def test_transports_of_other_connectors_are_their_own_business():
+    config = load_config(assignments=["connector.name=my.connector:Bundle", "connector.transports=pigeon"])
+    assert config.connector.transports == ("pigeon",)
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5570", "tcp://[::1]:5570", "tcp://router-0.kvferry.svc:5570", "tcp://0.0.0.0:0"])
+def test_addresses_of_every_kind_of_host_are_accepted(address):
+    assert load_config(assignments=[f"router.worker_address={address}"]).router.worker_address == address
+
+
 def test_connector_extra_takes_any_keys():
     config = load_config(assignments=["connector.extra.bucket.name=x"])
     assert config.connector.extra == {"bucket": {"name": "x"}}
@@ -70,7 +94,14 @@ def test_connector_extra_takes_any_keys():
         ("cache=3", "cache", "is a section"),
         ("cache.block_size.x=3", "cache.block_size", "expected `int`"),
         ("cache.block_size", "cache.block_size", "expected a.b=value"),
-        ("worker.router_addresses=tcp://r1:1", "worker.router_addresses", "expected `array`"),
+        ("connector.transports=shm,rdma", "connector.transports", "'rdma' is not a transport; allowed: shm, nixl, tcp"),
+        ("connector.transports={a: 1}", "connector.transports", "is not a transport"),
+        ("router.worker_address=127.0.0.1:5570", "router.worker_address", "expected tcp://host:port with port 0 to 65535"),
+        ("router.worker_address=ipc:///tmp/x", "router.worker_address", "expected tcp://host:port"),
+        ("worker.control_address=tcp://h:65536", "worker.control_address", "expected tcp://host:port"),
+        ("worker.control_address=", "worker.control_address", "expected tcp://host:port"),
+        ("worker.router_addresses=tcp://r1:1,r2:1", "worker.router_addresses", "'r2:1': expected tcp://host:port"),
+        ("worker.router_addresses=tcp://r1:0", "worker.router_addresses", "with port 1 to 65535"),
     ],
 )
 def test_wrong_key_or_value_is_refused_with_its_path_and_what_is_allowed(assignment, param, hint):
