@@ -1,7 +1,7 @@
 """From prompts and conversations to token ids, without stalling the event loop.
 
 Owns how a request's prompt becomes tokens: forms of ``prompt``, text parts of messages, truncation. Knows nothing of sampling
-or workers. A text long enough to take about ten milliseconds is tokenized on a thread, where the tokenizer leaves Python.
+or workers. Texts that together take some ten milliseconds are tokenized on a thread: there the tokenizer leaves Python.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ class PromptReader:
             ContextTooLong: a text is so long that no tokenization of it fits.
         """
         add_special = request.add_special_tokens is not False
+        items = _split_prompt(request.prompt)
+        is_inline = sum(len(item) for item in items if isinstance(item, str)) <= INLINE_CHARACTERS
         prompts = []
-        for index, item in enumerate(_split_prompt(request.prompt)):
+        for index, item in enumerate(items):
+            if index:
+                await asyncio.sleep(0)  # a thousand prompts are no reason to leave heartbeats unread
             if isinstance(item, str):
                 self._check_length(item, request, limits)
-                token_ids = await self.encode(item, add_special_tokens=add_special)
+                token_ids = await self.encode(item, add_special_tokens=add_special, is_inline=is_inline)
             else:
                 check_token_ids("prompt", item, limits.vocab_size)
                 token_ids = item
@@ -114,9 +118,9 @@ class PromptReader:
                 param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
             )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Return the token ids of a text."""
-        if len(text) <= INLINE_CHARACTERS:
+    async def encode(self, text: str, *, add_special_tokens: bool, is_inline: bool = True) -> Sequence[int]:
+        """Return the token ids of a text; without ``is_inline`` a short one leaves the event loop's thread as well."""
+        if is_inline and len(text) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
 

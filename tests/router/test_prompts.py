@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -100,6 +101,38 @@ async def test_long_texts_are_tokenized_off_the_event_loop(reader, tiny_tokenize
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
     assert len(long.token_ids) == INLINE_CHARACTERS + 1
+
+
+async def test_short_texts_that_are_long_together_are_tokenized_off_the_event_loop(reader, tiny_tokenizer, monkeypatch):
+    threads = set()
+    original = type(tiny_tokenizer).encode
+
+    def spy(self, text, **options):
+        threads.add(threading.current_thread())
+        return original(self, text, **options)
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", spy)
+    half = "x" * (INLINE_CHARACTERS // 2)
+    await reader.read_completion(CompletionRequest(prompt=[half, half]), LIMITS)
+    assert threads == {threading.main_thread()}
+    threads.clear()
+    await reader.read_completion(CompletionRequest(prompt=[half, half, "x"]), LIMITS)
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("item", ["a", [1]])
+async def test_others_get_their_turn_between_prompts(reader, item):
+    turns = []
+
+    async def other() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await reader.read_completion(CompletionRequest(prompt=[item] * 50), LIMITS)
+    task.cancel()
+    assert len(turns) >= 49
 
 
 async def test_renders_a_conversation(reader):
