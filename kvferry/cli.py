@@ -87,6 +87,7 @@ def router(
 @app.command()
 def prefill(
     model: options.Model = None,
+    served_model_name: options.ServedName = None,
     engine_id: options.EngineId = None,
     router: options.Routers = None,
     transport: options.Transports = None,
@@ -104,6 +105,7 @@ def prefill(
 
     flags = {
         **_worker_flags(model, engine_id, router, transport),
+        "model.served_name": served_model_name,
         "worker.control_address": control_address,
         "worker.advertise_host": advertise_host,
         "worker.ops_port": ops_port,
@@ -115,6 +117,7 @@ def prefill(
 @app.command()
 def decode(
     model: options.Model = None,
+    served_model_name: options.ServedName = None,
     engine_id: options.EngineId = None,
     router: options.Routers = None,
     transport: options.Transports = None,
@@ -131,6 +134,7 @@ def decode(
 
     flags = {
         **_worker_flags(model, engine_id, router, transport),
+        "model.served_name": served_model_name,
         "worker.ops_port": ops_port,
         "log.level": log_level,
     }

@@ -30,6 +30,16 @@ def test_every_command_explains_itself(command):
     assert "--ready-fd" not in result.stdout
 
 
+@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode"])
+def test_every_process_of_a_cluster_can_be_told_the_served_name(command, monkeypatch):
+    seen = []
+    monkeypatch.setattr("kvferry.serve.serve_forever", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr("kvferry.roles.run_role", lambda _role, config, *_rest: seen.append(config) or 0)
+    result = CliRunner().invoke(cli.app, [command, "--served-model-name", "my-model"])
+    assert result.exit_code == 0, result.output
+    assert [config.model.served_name for config in seen] == ["my-model"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
