@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import STDIN, KVFerryConfig, RouterSection, dump_config
+from core.config import STDIN, KVFerryConfig, RouterSection, WorkerSection, dump_config
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role
@@ -37,6 +37,7 @@ ROUTER = "router"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
+_CHOSEN_SETTINGS = ("engine_id", "router_addresses", "control_address", "ops_port", "workers_on_host", "host_slot")
 _ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -57,7 +58,9 @@ class LocalWorker:
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
-    Without a ``config``, the defaults with any free port. ``supervise`` restarts processes that die, with back-off.
+    Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
+    sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. ``supervise`` restarts
+    processes that die, with back-off.
     ``log_dir`` keeps the processes' logs; without one they go to this process's stderr (``inherit_logs``) or to a folder that
     ``stop`` removes. Use it as a context manager, or call ``stop``: it leaves no process behind, and neither does the death of
     this process.
@@ -72,6 +75,7 @@ class LocalCluster:
         inherit_logs: bool = False,
     ) -> None:
         self._config = config or KVFerryConfig(router=RouterSection(port=0))
+        _check_worker_settings(self._config.worker)
         self._supervise = supervise
         self._log_dir = log_dir
         self._inherit_logs = inherit_logs
@@ -221,7 +225,9 @@ class LocalCluster:
 
     def _start_router(self, deadline: float) -> None:
         """Start the router on the ports it gets, and pin them, so that a restarted one is found where it was."""
-        router = msgspec.structs.replace(self._config.router, worker_address="tcp://127.0.0.1:0")
+        router = self._config.router
+        if router.worker_address == RouterSection().worker_address:  # any port, so that clusters run beside each other
+            router = msgspec.structs.replace(router, worker_address="tcp://127.0.0.1:0")
         self._config = msgspec.structs.replace(self._config, router=router)
         addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline)
         self._base_url = addresses["http_address"]
@@ -314,6 +320,19 @@ def _roles(config: KVFerryConfig) -> dict[str, Role]:
         )
     roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
     return roles | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+
+
+def _check_worker_settings(worker: WorkerSection) -> None:
+    """Refuse settings that every worker of a local cluster gets from it, rather than overwrite them silently."""
+    defaults = WorkerSection()
+    for name in _CHOSEN_SETTINGS:
+        value = getattr(worker, name)
+        if value != getattr(defaults, name):
+            raise ConfigError(
+                f"worker.{name} = {value!r}: a local cluster chooses it for each of its workers; leave it out, "
+                "or start the processes one by one with kvferry router, prefill and decode",
+                param=f"worker.{name}",
+            )
 
 
 def _get(url: str) -> tuple[int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from core.config import load_config
@@ -13,6 +15,31 @@ from kvferry import LocalCluster
 def test_half_a_cluster_is_refused(assignments):
     with pytest.raises(ConfigError, match="at least one of each"):
         LocalCluster(load_config(assignments=assignments))
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "worker.engine_id=p0",
+        "worker.router_addresses=tcp://r1:5570",
+        "worker.control_address=tcp://0.0.0.0:7000",
+        "worker.ops_port=9100",
+        "worker.workers_on_host=3",
+    ],
+)
+def test_settings_that_the_cluster_chooses_are_refused_not_overwritten(assignment):
+    with pytest.raises(ConfigError, match="a local cluster chooses it") as refused:
+        LocalCluster(load_config(assignments=[assignment]))
+    assert refused.value.param == assignment.partition("=")[0]
+
+
+@pytest.mark.slow
+def test_workers_find_the_router_at_the_address_that_was_asked_for(cluster_config):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with LocalCluster(cluster_config(f"router.worker_address={address}", "local.aggregated=true")) as cluster:
+        assert address in cluster.log("router")
 
 
 def test_unknown_model_is_refused_before_any_process_starts(tmp_path):
