@@ -1,6 +1,6 @@
 """What the way through router and HTTP costs beside the engine alone, on the same workloads, interleaved in one run.
 
-    python benchmarks/through_router.py [--repeats 5] [--json FILE] [--markdown] [--quick]
+    python benchmarks/through_router.py [--rounds 2] [--repeats 3] [--json FILE] [--markdown] [--quick]
 
 Three sides, all with one torch thread per worker and the same settings:
 
@@ -18,6 +18,8 @@ Three cases:
 
 Every repeat has new prompts (no prefix is cached), the same for all sides, and the side that goes first rotates. Figures are
 medians (smallest..largest); ratios are medians of the ratios within a repeat. An idle side sleeps while another is measured.
+Two processes that run the same code differ by a few per cent, for as long as they live; so each round starts all of them anew,
+in another order.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ GOAL = 1.05  # through the router / engine
 REQUEST_TIMEOUT_S = 600.0
 CHILD_TIMEOUT_S = 600.0
 Prompts = Sequence[tuple[int, ...]]
+Seconds = dict[str, dict[str, list[float]]]  # by case and side
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +248,42 @@ def cpu_times_by_thread(process: psutil.Process) -> dict[int, float]:
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def measure(sides: Mapping[str, Side], cases: Sequence[Case], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of every case by case and side. One more round before the others is not counted."""
-    found: dict[str, dict[str, list[float]]] = {case.name: {name: [] for name in sides} for case in cases}
+def measure(sides: Mapping[str, Side], cases: Sequence[Case], repeats: int, seed: int) -> Seconds:
+    """Return the seconds of every case by case and side. One more repeat before the others is not counted."""
+    found: Seconds = {case.name: {name: [] for name in sides} for case in cases}
     names = list(sides)
     for repeat in range(repeats + 1):
         for number, case in enumerate(cases):
-            prompts = case.prompts(seed=1000 * repeat + number)
+            prompts = case.prompts(seed + 100 * repeat + number)
             for position in range(len(names)):
                 name = names[(repeat + position) % len(names)]
                 timing = sides[name].run(prompts, case.num_tokens)
                 if repeat:
                     found[case.name][name].append(case.seconds(timing, case))
     return found
+
+
+def run_round(model: str, cases: Sequence[Case], repeats: int, number: int) -> Seconds:
+    """Start all sides, the engine first in every other round, measure them, and end them."""
+    settings = {"model.name": model, "worker.cpu_threads": 1, "cache.memory_bytes": 512 << 20, "router.port": 0}
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        engine = stack.enter_context(EngineSide(settings, cores[0])) if number % 2 == 0 else None
+        aggregated = LocalCluster(load_config(overrides=settings | {"local.aggregated": True}))
+        router = ClusterSide(stack.enter_context(aggregated), model)
+        pair = ClusterSide(stack.enter_context(LocalCluster(load_config(overrides=settings))), model)
+        engine = engine or stack.enter_context(EngineSide(settings, cores[0]))
+        os.sched_setaffinity(0, {cores[-1]})
+        router.pin(cores[0], cores[-1], lambda: router.run(cases[1].prompts(seed=-1), cases[1].num_tokens))
+        return measure({"engine": engine, "router": router, "1P1D": pair}, cases, repeats, seed=10_000 * number)
+
+
+def merge(rounds: Sequence[Seconds]) -> Seconds:
+    return {
+        case: {name: [value for each in rounds for value in each[case][name]] for name in sides}
+        for case, sides in rounds[0].items()
+    }
 
 
 def make_outcome(cases: Sequence[Case], found: Mapping[str, Mapping[str, Sequence[float]]]) -> Outcome:
@@ -277,19 +303,13 @@ def make_outcome(cases: Sequence[Case], found: Mapping[str, Mapping[str, Sequenc
 
 
 def main() -> None:
-    arguments = make_parser(__doc__, repeats=5).parse_args()
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--rounds", type=int, default=2, help="how often all processes are started anew (default: %(default)s)")
+    arguments = parser.parse_args()
     machine = Machine.now()
     cases = quick_cases() if arguments.quick else list(CASES)
-    settings = {"model.name": arguments.model, "worker.cpu_threads": 1, "cache.memory_bytes": 512 << 20, "router.port": 0}
-    cores = sorted(os.sched_getaffinity(0))
-    with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(EngineSide(settings, cores[0]))
-        aggregated = LocalCluster(load_config(overrides=settings | {"local.aggregated": True}))
-        router = ClusterSide(stack.enter_context(aggregated), arguments.model)
-        pair = ClusterSide(stack.enter_context(LocalCluster(load_config(overrides=settings))), arguments.model)
-        os.sched_setaffinity(0, {cores[-1]})
-        router.pin(cores[0], cores[-1], lambda: router.run(cases[1].prompts(seed=-1), cases[1].num_tokens))
-        found = measure({"engine": engine, "router": router, "1P1D": pair}, cases, 1 if arguments.quick else arguments.repeats)
+    num_rounds, repeats = (1, 1) if arguments.quick else (arguments.rounds, arguments.repeats)
+    found = merge([run_round(arguments.model, cases, repeats, number) for number in range(num_rounds)])
     publish(make_outcome(cases, found), machine, arguments)
 
 
