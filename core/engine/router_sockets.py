@@ -1,7 +1,8 @@
 """A worker's sockets to its routers: one DEALER per machine that a router address stands for.
 
 Owns sockets, their reading tasks, and following the name service as routers come and go. Knows nothing of messages:
-``core.engine.worker`` gets frames and link names, and sends frames. A link is named by its resolved address.
+``core.engine.worker`` gets frames and link names, and sends frames. A link is named by its resolved address. A handler that
+raises costs its frame; a task that ends costs the worker, because a worker that cannot hear must not look alive.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 import zmq
 
@@ -38,6 +39,9 @@ class LinkEvents(Protocol):
     def on_frame(self, link: str, frames: list[bytes]) -> None:
         """The router has sent a message."""
 
+    def on_links_death(self, error: BaseException) -> None:
+        """A task that keeps the links has ended by a bug of ours; from now on the worker is deaf."""
+
 
 class RouterSockets:
     """Connects to every address of every name in ``addresses``, as long as the name service knows it."""
@@ -61,7 +65,7 @@ class RouterSockets:
 
     def start(self) -> None:
         """Start to connect."""
-        self._resolver = asyncio.create_task(self._follow_names())
+        self._resolver = self._keep(self._follow_names())
 
     def send(self, link: str, frame: bytes) -> bool:
         """Queue a frame without waiting; returns False if there is no connection or its queue is full."""
@@ -82,6 +86,20 @@ class RouterSockets:
             socket.close(linger=int(linger_s * 1e3))
         self._sockets = {}
         await asyncio.to_thread(self._context.term)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task that must not end by itself."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_task_end)
+        return task
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task is not self._resolver and task not in self._readers.values():
+            return  # it was let go before it was cancelled
+        # A socket that is closed under its reader looks like a cancellation.
+        error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
+        logger.error(event("router_link_task_died", error=repr(error)))
+        self._events.on_links_death(error)
 
     async def _follow_names(self) -> None:
         while True:
@@ -109,7 +127,7 @@ class RouterSockets:
         socket = dealer_socket(self._context, SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES))
         socket.connect(link)
         self._sockets[link] = socket
-        self._readers[link] = asyncio.create_task(self._read(link, socket))
+        self._readers[link] = self._keep(self._read(link, socket))
         self._events.on_connect(link)
 
     async def _disconnect(self, link: str) -> None:
@@ -123,7 +141,11 @@ class RouterSockets:
     async def _read(self, link: str, socket: AsyncSocket) -> None:
         num_frames = 0
         while True:
-            self._events.on_frame(link, await socket.recv_multipart())
+            frames = await socket.recv_multipart()
+            try:
+                self._events.on_frame(link, frames)
+            except Exception:  # a request boundary: one message must not make the worker deaf
+                logger.exception(event("router_frame_failed", router=link))
             num_frames += 1
             if num_frames % _FRAMES_PER_TURN == 0:
                 await asyncio.sleep(0)

@@ -200,6 +200,10 @@ class Worker:
             return
         self._perform(self._state.on_router_message(link, message, self._clock.now()))
 
+    def on_links_death(self, error: BaseException) -> None:
+        """End the process as after the engine's death: a worker that heartbeats but hears nothing serves nobody."""
+        self._on_engine_death(error)
+
     # ---- what the engine tells -----------------------------------------------------------------------------------------
 
     def _from_engine(self, loop: asyncio.AbstractEventLoop, handler: Callable[..., None], news: object) -> None:

@@ -291,6 +291,19 @@ async def test_engine_death_answers_everyone_and_is_an_exit_code(running, router
     assert journal[-1] == "connector stopped"
 
 
+async def test_worker_that_has_become_deaf_answers_everyone_and_is_an_exit_code(make_worker, router):
+    worker = make_worker()
+    running = asyncio.create_task(worker.run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(generate("waiting", first_token=7))
+    await router.send(generate("served"))
+    await router.expect(list)
+    worker.on_links_death(ValueError("no ears"))
+    assert (await router.expect(RequestFailed)).error.code == "engine_dead"
+    async with asyncio.timeout(WAIT_S):
+        assert await running == 1
+
+
 async def test_restarted_router_gets_a_fresh_worker(running, router, journal):
     await router.expect(Heartbeat)
     await router.send(generate("orphan", first_token=7))
