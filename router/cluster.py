@@ -92,7 +92,9 @@ class Cluster:
 
     def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
         self._model = model
+        self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
+        self._last_tick: float | None = None
         self._welcome = Registered(
             router_id=router_id,
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
@@ -166,7 +168,16 @@ class Cluster:
         return [self._remove(worker, reason)] if self.get(worker.key) is worker else []
 
     def on_timer(self, now: float) -> list[ClusterAction]:
-        """Drop the workers that have been silent for too long."""
+        """Drop the workers that have been silent for too long.
+
+        A tick counts as one heartbeat interval of silence at most. If more has passed since the one before, this router
+        stood still: what the workers said meanwhile may lie unread, and is no silence of theirs.
+        """
+        lateness = 0.0 if self._last_tick is None else now - self._last_tick - self._interval_s
+        self._last_tick = now
+        if lateness > 0:
+            for worker in self._workers.values():
+                worker.last_seen = min(now, worker.last_seen + lateness)
         silent = [worker for worker in self._workers.values() if now - worker.last_seen > self._timeout_s]
         return [self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s") for worker in silent]
 

@@ -102,6 +102,31 @@ def test_silence_ends_membership_after_the_timeout_not_before(cluster):
     assert cluster.by_peer(b"a") is None
 
 
+def test_the_router_s_own_stall_is_no_silence_of_the_workers(cluster):
+    cluster.on_register(b"a", registration(), now=0.0)
+    assert cluster.on_timer(now=0.0) == []
+    assert cluster.on_timer(now=20.0) == []  # 1 s of silence is counted, 19 s are the router's
+    assert cluster.on_timer(now=21.0) == []
+    assert cluster.on_timer(now=24.0) == []  # late by 2 s again: 3 s of silence are counted so far
+    assert cluster.on_timer(now=25.0) == []
+    assert cluster.on_timer(now=26.0) == []
+    assert "no heartbeat" in only(cluster.on_timer(now=26.1), Left).reason
+
+
+def test_a_router_that_always_ticks_late_still_drops_the_dead(cluster):
+    cluster.on_register(b"a", registration(), now=0.0)
+    ends = [now for now in range(0, 100, 10) if cluster.on_timer(now=float(now))]
+    assert ends == [60]
+
+
+def test_a_worker_heard_after_a_stall_is_not_seen_in_the_future(cluster):
+    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
+    cluster.on_timer(now=0.0)
+    cluster.on_heartbeat(b"a", heartbeat(), now=20.0)
+    cluster.on_timer(now=20.0)
+    assert worker.last_seen == 20.0
+
+
 def test_any_message_counts_as_a_sign_of_life(cluster):
     worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
     cluster.touch(worker, now=4.0)
