@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="session")
-def load_benchmark(tmp_path_factory) -> Callable[[str], ModuleType]:
+def load_benchmark() -> Callable[[str], ModuleType]:
     """Return a benchmark's module, under a name that is nobody else's."""
 
     def load(name: str) -> ModuleType:
