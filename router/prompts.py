@@ -27,6 +27,7 @@ from router.params import ModelLimits, check_token_ids
 
 INLINE_CHARACTERS = 8192  # at about a megabyte per second, some ten milliseconds
 MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # prompts times n: each has buffers here and a place in a worker's batch
 _RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "continue_final_message"})
 
 
@@ -49,11 +50,12 @@ class PromptReader:
         """Return the prompts of a completion request.
 
         Raises:
-            InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown token ids.
+            InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown token ids, or there are too many choices.
             ContextTooLong: a text is so long that no tokenization of it fits.
         """
         add_special = request.add_special_tokens is not False
         items = _split_prompt(request.prompt)
+        _check_num_choices(len(items), request.n or 1)
         is_inline = sum(len(item) for item in items if isinstance(item, str)) <= INLINE_CHARACTERS
         prompts = []
         for index, item in enumerate(items):
@@ -138,6 +140,13 @@ def _split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
     return [item for item in prompt if not isinstance(item, int)]
+
+
+def _check_num_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are {num_prompts * n} choices, at most {MAX_CHOICES} are allowed", param="n"
+        )
 
 
 def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) -> tuple[int, ...]:

@@ -58,6 +58,18 @@ async def test_refuses_prompts_that_make_no_sense(reader, prompt, reason):
     assert refused.value.param == "prompt"
 
 
+async def test_prompts_times_n_is_limited_before_anything_is_tokenized(reader, tiny_tokenizer, monkeypatch):
+    assert len(await reader.read_completion(CompletionRequest(prompt=["a"] * 8, n=128), LIMITS)) == 8
+
+    def never(*args, **kwargs):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", never)
+    with pytest.raises(InvalidRequest, match="9 prompts with n = 128 are 1152 choices, at most 1024") as refused:
+        await reader.read_completion(CompletionRequest(prompt=["a"] * 9, n=128), LIMITS)
+    assert refused.value.param == "n"
+
+
 async def test_truncation_keeps_the_end(reader, spell):
     for prompt in ("abcdef", list(spell("abcdef"))):
         (kept,) = await reader.read_completion(CompletionRequest(prompt=prompt, truncate_prompt_tokens=2), LIMITS)
