@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 
@@ -242,8 +243,8 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_t
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     result = {}
     for key, value in (bias or {}).items():
-        if not key.isdecimal():
-            raise InvalidRequest(f"logit_bias has the key {key!r}, expected a token id", param="logit_bias")
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")
         check_token_ids("logit_bias", (int(key),), vocab_size)
         _check_range("logit_bias", value, -100, 100)
         result[int(key)] = value

@@ -221,6 +221,8 @@ def test_top_logprobs_needs_logprobs_and_a_range(fields):
         ({"logit_bias": {"257": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),  # int() refuses more than 4300 digits with a ValueError
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
