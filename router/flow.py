@@ -41,7 +41,7 @@ class Phase(Enum):
     """Who is at work on a request."""
 
     PREFILL = "prefill"
-    HANDOVER = "handover"  # the decode worker has it, but has not shown a token yet
+    HANDOVER = "handover"  # the decode worker has it, but a choice has not shown a token yet
     DECODE = "decode"
 
 
@@ -58,6 +58,7 @@ class Flow:
     output_token_ids: list[list[int]]
     finish_reasons: list[FinishReason | None]
     has_report: bool = False
+    shown: set[int] = field(default_factory=set)  # choices of which the decode worker has shown a token
     handoff: KVHandoff | None = None
     renew_at: float = 0.0
     first_token_at: float | None = None
@@ -215,7 +216,11 @@ class Flows:
     def on_rejected(self, sender: Worker, error: ErrorInfo, now: float) -> list[FlowAction]:
         """Fail what the worker may have been sent in vain: requests of which it has not shown a token."""
         waiting = (Phase.PREFILL, Phase.HANDOVER)
-        flows = [flow for flow in self._flows.values() if flow.phase in waiting and self._current(flow) == sender.key]
+        flows = [
+            flow
+            for flow in self._flows.values()
+            if flow.phase in waiting and not flow.shown and self._current(flow) == sender.key
+        ]
         return [action for flow in flows for action in self._fail_with(flow, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[FlowAction]:
@@ -340,7 +345,7 @@ class Flows:
             raise ProtocolError("token_ids and logprobs differ in length")
         if item.finish_reason in ("abort", "error"):
             raise ProtocolError(f"the worker ended choice {item.index} by itself ({item.finish_reason})")
-        flow.phase = Phase.DECODE
+        self._note_shown(flow, item.index)
         update = updates.setdefault(flow.request_id, Update())
         self._apply_usage(flow, item.usage, update)
         if flow.finish_reasons[item.index] is not None:
@@ -353,6 +358,12 @@ class Flows:
         output.extend(token_ids)
         flow.finish_reasons[item.index] = item.finish_reason
         update.choices.append(ChoiceUpdate(item.index, token_ids, logprobs, item.finish_reason, item.stop_reason))
+
+    def _note_shown(self, flow: Flow, index: int) -> None:
+        """Count the hand-over as read once every choice that goes on has shown a token: until then its lease is kept."""
+        flow.shown.add(index)
+        if all(index in flow.shown for index, reason in enumerate(flow.finish_reasons) if reason is None):
+            flow.phase = Phase.DECODE
 
     def _apply_usage(self, flow: Flow, usage: Usage | None, update: Update) -> None:
         if usage is None:

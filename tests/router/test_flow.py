@@ -670,3 +670,42 @@ def test_phases_are_counted():
     assert [flows.count(phase) for phase in Phase] == [1, 1, 0]
     bench.tokens(1, 51, request_id="r2")
     assert [flows.count(phase) for phase in Phase] == [1, 0, 1]
+
+
+def two_choices_handed_over() -> Bench:
+    bench = Bench("p0", "d0")
+    bench.submit(n=2)
+    bench.receive("p0", prefill_done(n=2))
+    return bench
+
+
+def test_a_hand_over_is_renewed_until_every_choice_has_shown_a_token():
+    bench = two_choices_handed_over()
+    bench.tokens(1, 60, index=0)
+    bench.tick(10.0)
+    assert len(bench.to("p0", Renew)) == 1
+    bench.tokens(1, 61, index=1)
+    bench.tick(20.0)
+    assert len(bench.to("p0", Renew)) == 1
+
+
+def test_a_decode_worker_lost_before_every_choice_began_releases_the_hand_over():
+    bench = two_choices_handed_over()
+    bench.tokens(1, 60, index=0)
+    bench.receive("d0", Goodbye(engine_id="d0", incarnation=1))
+    assert [message.transfer_ids for message in bench.to("p0", Release)] == [("t-r1",)]
+    assert bench.error().code == "peer_lost"
+
+
+def test_a_choice_that_has_ended_is_not_waited_for():
+    bench = two_choices_handed_over()
+    bench.do(bench.machine.finish_choice("r1", 1, bench.now))
+    bench.tokens(1, 60, index=0)
+    assert bench.machine.flows.count(Phase.DECODE) == 1
+
+
+def test_a_rejection_spares_a_request_that_has_shown_a_token_of_one_choice():
+    bench = two_choices_handed_over()
+    bench.tokens(1, 60, index=0)
+    bench.receive("d0", Rejected(error=FAILURE))
+    assert "r1" not in bench.ended
