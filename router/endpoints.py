@@ -114,16 +114,16 @@ class Endpoints:
         caller: Caller,
     ) -> ASGIApp:
         submissions = [self._submission(request, prompt, limits) for prompt in prompts]
-        generation = self.service.open(caller.client_id, submissions)
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         is_chat = isinstance(request, ChatCompletionRequest)
         envelope = Envelope(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{generation.request_ids[0]}",
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
             created=int(self._wall_clock()),
             model=self.model,
             system_fingerprint=self._fingerprint(),
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
+        generation = self.service.open(caller.client_id, submissions)  # last: from here on, workers have to be stopped
         answer = Answer(generation, output, shaper, caller.receive)
         try:
             if options.is_stream:

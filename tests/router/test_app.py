@@ -151,6 +151,17 @@ async def test_a_request_of_one_token_never_reaches_decode(served):
     assert "kv_transfer" not in body["usage"]
 
 
+@pytest.mark.parametrize("part", ["RequestOutput", "Envelope", "CompletionShaper"])
+async def test_an_answer_that_cannot_be_prepared_leaves_nothing_running(served, monkeypatch, part):
+    def boom(*args, **kwargs):
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(f"router.endpoints.{part}", boom)
+    error_of(await post(served, "/v1/completions", prompt="p"), 500)
+    assert served.router.service.num_requests == 0
+    assert served.workers[0].messages(Generate) == []
+
+
 async def test_priority_and_salt_travel(served):
     await post(served, "/v1/completions", prompt="p", max_tokens=2, priority=-3, cache_salt="tenant")
     for worker in served.workers:
