@@ -6,22 +6,29 @@ HTTP client.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from core.errors import ConfigError
+
+DEFAULT_NUM_REQUESTS = 64  # of a synthetic workload
+DEFAULT_PROMPT = "256"  # tokens
+DEFAULT_OUTPUT = "64"  # tokens
 
 
 def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     url: Annotated[str, typer.Option(help="Server to load, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model name; empty = the first of /v1/models.")] = "",
     api_key: Annotated[str, typer.Option(help="Bearer token.")] = "",
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="Requests to send; default 64, or the whole trace.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests at once.")] = None,
     rate: Annotated[float | None, typer.Option(min=1e-6, help="Poisson arrivals per second; default: closed loop.")] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt length: N or LOW:HIGH.")] = "256",
-    output_tokens: Annotated[str, typer.Option(help="Output length: N or LOW:HIGH.")] = "64",
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens that all prompts share.")] = 0,
+    prompt_tokens: Annotated[str | None, typer.Option(help="Prompt length: N or LOW:HIGH; default 256.")] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Output length: N or LOW:HIGH; default 64.")] = None,
+    shared_prefix: Annotated[int | None, typer.Option(min=0, help="Tokens that all prompts share; default 0.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Mooncake trace file instead of synthetic lengths.")] = None,
     length_scale: Annotated[float, typer.Option(min=1e-6, help="Multiplies the lengths of a trace.")] = 1.0,
     time_scale: Annotated[float, typer.Option(min=0, help="Multiplies the arrival times of a trace.")] = 1.0,
@@ -45,21 +52,28 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
     slos = parse_slos(goodput or [])
     if trace is None:
-        prompt_low, prompt_high = parse_range(prompt_tokens, "prompt-tokens")
-        output_low, output_high = parse_range(output_tokens, "output-tokens")
+        prompt_low, prompt_high = parse_range(prompt_tokens or DEFAULT_PROMPT, "prompt-tokens")
+        output_low, output_high = parse_range(output_tokens or DEFAULT_OUTPUT, "output-tokens")
         shape = SyntheticShape(
-            num_requests=num_requests,
+            num_requests=num_requests or DEFAULT_NUM_REQUESTS,
             prompt_low=prompt_low,
             prompt_high=prompt_high,
             output_low=output_low,
             output_high=output_high,
-            num_shared_prefix=shared_prefix,
+            num_shared_prefix=shared_prefix or 0,
             rate_per_s=rate,
             text=text,
         )
         requests = synthetic_workload(shape, seed)
         concurrency = concurrency or (8 if rate is None else None)
     else:
+        synthetic = {
+            "rate": rate,
+            "prompt-tokens": prompt_tokens,
+            "output-tokens": output_tokens,
+            "shared-prefix": shared_prefix,
+        }
+        _refuse_beside_trace(synthetic)
         cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text)
         requests = trace_workload(trace, cut)
     base_url = url.rstrip("/").removesuffix("/v1")
@@ -71,3 +85,12 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     if report.num_failed:
         raise typer.Exit(1)
+
+
+def _refuse_beside_trace(flags: Mapping[str, object]) -> None:
+    """Refuse flags of a synthetic workload beside a trace, which brings its own lengths and arrival times."""
+    for name, value in flags.items():
+        if value is not None:
+            raise ConfigError(
+                f"--{name} shapes a synthetic workload and has no meaning with --trace: leave one out", param=name
+            )

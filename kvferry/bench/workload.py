@@ -92,11 +92,12 @@ class _TraceLine(msgspec.Struct, frozen=True):
 class TraceShape:
     """How a trace is cut and scaled to the server at hand.
 
+    ``num_requests`` takes that many from its beginning; None = all.
     ``length_scale`` multiplies all lengths (the 512-token prefix blocks shrink with them, so sharing stays as it was);
     ``time_scale`` multiplies arrival times. Prompts longer than ``max_prompt_tokens`` after scaling are cut there.
     """
 
-    num_requests: int
+    num_requests: int | None = None
     length_scale: float = 1.0
     time_scale: float = 1.0
     max_prompt_tokens: int | None = None
@@ -106,7 +107,7 @@ class TraceShape:
 
 
 def trace_workload(path: Path, shape: TraceShape) -> list[BenchRequest]:
-    """Read the first ``num_requests`` lines of a Mooncake trace.
+    """Read a Mooncake trace, or its beginning (see ``TraceShape``).
 
     Raises:
         ConfigError: the file cannot be read, or a line is not of the format; names the line.
@@ -126,7 +127,7 @@ def trace_workload(path: Path, shape: TraceShape) -> list[BenchRequest]:
     return requests
 
 
-def _read_trace(path: Path, count: int) -> Iterable[_TraceLine]:
+def _read_trace(path: Path, count: int | None) -> Iterable[_TraceLine]:
     decoder = msgspec.json.Decoder(_TraceLine)
     try:
         lines = path.read_bytes().splitlines()[:count]

@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from core.errors import ConfigError
 from kvferry import cli
 
 
@@ -30,6 +31,31 @@ def test_failed_requests_show_in_the_exit_code(bench):
     result = bench("--num-requests", "2", "--output-tokens", "99")
     assert result.exit_code == 1
     assert "2 x HTTP 503" in result.output
+
+
+@pytest.fixture
+def trace(tmp_path):
+    line = {"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": [1]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for _ in range(70)))
+    return str(path)
+
+
+def test_trace_is_sent_whole_unless_it_is_cut(bench, server, trace):
+    assert bench("--trace", trace, "--concurrency", "8").exit_code == 0
+    assert len(server.bodies) == 70
+    assert bench("--trace", trace, "--num-requests", "2").exit_code == 0
+    assert len(server.bodies) == 72
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--rate", "5"), ("--prompt-tokens", "256"), ("--output-tokens", "64"), ("--shared-prefix", "0")]
+)
+def test_flags_of_a_synthetic_workload_are_refused_beside_a_trace(bench, server, trace, flag, value):
+    result = bench("--trace", trace, flag, value)
+    assert isinstance(result.exception, ConfigError)
+    assert flag in str(result.exception)
+    assert server.bodies == []
 
 
 def test_wrong_lengths_are_refused_by_name(bench):
