@@ -116,7 +116,7 @@ class P2PConnector(Connector):
         self._transfers = TransferThread(executor, self.worker.fail)
         self._transfers.start()
         self._zmq = AsyncContext()
-        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected)
+        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self.worker.fail)
         if self._is_producer:
             self._serve(pool.num_blocks)
         self._publish()
@@ -257,7 +257,7 @@ class P2PConnector(Connector):
     def _serve(self, num_blocks: int) -> None:
         assert self._zmq is not None
         self._responder = HandshakeResponder(self._identity, num_blocks, self._transport_set.offers)
-        self._server = ControlServer(self._zmq, self._answer)
+        self._server = ControlServer(self._zmq, self._answer, self.worker.fail)
         actual = self._server.start(self._context.control_address)
         host, port = split_tcp(actual)
         self.scheduler.control_address = join_tcp(self._context.advertise_host or host, port)

@@ -1,9 +1,10 @@
 """Carriers of the KV control plane: ZeroMQ sockets in asyncio.
 
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
-know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception. One DEALER is
-one connection: when it is lost, or refused, its owner is told and the socket is closed, so that a connection never silently
-goes over to the next process at the same address.
+know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception. A fault of ours
+costs its message or its peer; a task that ends all the same is told to ``on_death``, because a worker without its control plane
+must not look alive. One DEALER is one connection: when it is lost, or refused, its owner is told and the socket is closed, so
+that a connection never silently goes over to the next process at the same address.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ _log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """The producer's end. ``answer`` turns a message into its reply, or None if it has none; it must not block."""
+    """The producer's end. ``answer`` turns a message into its reply, or None if it has none; it must not block.
 
-    def __init__(self, context: AsyncContext, answer: Callable[[ControlMessage], ControlMessage | None]) -> None:
+    ``on_death`` is called in the event loop if serving ends by a bug of ours.
+    """
+
+    def __init__(
+        self,
+        context: AsyncContext,
+        answer: Callable[[ControlMessage], ControlMessage | None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
         self._socket: AsyncSocket = router_socket(context, _OPTIONS)
         self._answer = answer
+        self._on_death = on_death
         self._task: asyncio.Task[None] | None = None
         self.num_bad_frames = 0
 
@@ -55,12 +65,18 @@ class ControlServer:
         """
         actual = bind(self._socket, address)
         self._task = asyncio.create_task(self._serve(), name="kv-control-server")
+        self._task.add_done_callback(self._on_task_end)
         return actual
 
     async def stop(self) -> None:
         """Serve no more and close the socket."""
-        await _end(self._task)
+        task, self._task = self._task, None
+        await _end(task)
         self._socket.close(linger=0)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task is self._task:  # not let go by ``stop``
+            self._on_death(_death_of(task))
 
     async def _serve(self) -> None:
         while True:
@@ -82,6 +98,9 @@ class ControlServer:
         except KVFerryError as error:
             self.num_bad_frames += 1
             return encode_control_message(ControlError(code=error.code, message=error.message[:1000]))
+        except Exception:  # a transfer boundary: one message must not end the service of all readers
+            _log.exception(event("kv_control_answer_failed"))
+            return encode_control_message(ControlError(code=KVFerryError.code, message="the message could not be handled"))
 
 
 class _Link:
@@ -104,7 +123,8 @@ class ControlClients:
     """The consumer's ends, one per address, opened by the first message.
 
     ``on_message`` and ``on_disconnected`` get the address; both are called in the event loop and must not block. A link that is
-    lost is closed before ``on_disconnected`` is called; the next message opens another.
+    lost is closed before ``on_disconnected`` is called; the next message opens another. A peer whose message makes
+    ``on_message`` raise is lost too. ``on_death`` is called if a link's task ends by a bug of ours.
     """
 
     def __init__(
@@ -112,10 +132,12 @@ class ControlClients:
         context: AsyncContext,
         on_message: Callable[[str, ControlMessage], None],
         on_disconnected: Callable[[str], None],
+        on_death: Callable[[BaseException], None],
     ) -> None:
         self._context = context
         self._on_message = on_message
         self._on_disconnected = on_disconnected
+        self._on_death = on_death
         self._links: dict[str, _Link] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.num_bad_frames = 0
@@ -160,8 +182,14 @@ class ControlClients:
             raise ConnectorUnavailable(f"control address {address!r} is unusable: {error}") from None
         link.tasks.append(asyncio.create_task(self._receive(address, link), name=f"kv-control {address}"))
         link.tasks.append(asyncio.create_task(self._watch(address, link), name=f"kv-control-monitor {address}"))
+        for task in link.tasks:
+            task.add_done_callback(lambda task: self._on_task_end(task, link))
         self._links[address] = link
         return link
+
+    def _on_task_end(self, task: asyncio.Task[None], link: _Link) -> None:
+        if link in self._links.values():  # not let go by ``close``
+            self._on_death(_death_of(task))
 
     async def _receive(self, address: str, link: _Link) -> None:
         while True:
@@ -173,15 +201,34 @@ class ControlClients:
             except ProtocolError as error:
                 self.num_bad_frames += 1
                 message = ControlError(code=error.code, message=error.message[:1000])
-            self._on_message(address, message)
+            try:
+                self._on_message(address, message)
+            except Exception:  # a transfer boundary: what this peer says cannot be followed any more
+                _log.exception(event("kv_control_message_failed", address=address, kind=type(message).__name__))
+                self._lose(address, link)
+                return
 
     async def _watch(self, address: str, link: _Link) -> None:
         """Wait for the end of the connection. A frame that came before it has been delivered first, or does not count."""
         frames = await link.monitor.recv_multipart()
         _log.debug(event("kv_control_lost", address=address, reason=parse_monitor_message(frames)["event"]))
+        self._lose(address, link)
+
+    def _lose(self, address: str, link: _Link) -> None:
         if self._links.get(address) is link:
             self.close(address)
-            self._on_disconnected(address)
+            try:
+                self._on_disconnected(address)
+            except Exception as error:  # nobody knows what still waits for this peer
+                _log.exception(event("kv_control_loss_failed", address=address))
+                self._on_death(error)
+
+
+def _death_of(task: asyncio.Task[None]) -> BaseException:
+    """Return why a task has ended that nobody ended. A socket that is closed under its reader looks like a cancellation."""
+    error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
+    _log.error(event("kv_control_task_died", task=task.get_name(), error=repr(error)))
+    return error
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

@@ -45,10 +45,10 @@ class P2PConnectorWorker(KVConnectorWorker):
         """Drain the reports.
 
         Raises:
-            EngineDead: the transfer thread has ended; nothing can be loaded or served any more.
+            EngineDead: the transfer thread or the control plane has ended; nothing can be loaded or served any more.
         """
         if self._death is not None:
-            raise EngineDead(f"the KV transfer thread has died: {self._death}")
+            raise EngineDead(f"the KV transfer has died: {self._death!r}")
         output = KVConnectorOutput()
         while self._reports:
             report = self._reports.popleft()

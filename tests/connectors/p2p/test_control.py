@@ -55,6 +55,10 @@ def answer(message: ControlMessage) -> ControlMessage | None:
     raise ProtocolError(f"{type(message).__name__} is not for me")
 
 
+def unexpected(error: BaseException) -> None:
+    raise AssertionError(f"no task was expected to die: {error!r}")
+
+
 @pytest.fixture
 async def context() -> AsyncIterator[AsyncContext]:
     context = AsyncContext()
@@ -64,7 +68,7 @@ async def context() -> AsyncIterator[AsyncContext]:
 
 @pytest.fixture
 async def server(context) -> AsyncIterator[ControlServer]:
-    server = ControlServer(context, answer)
+    server = ControlServer(context, answer, unexpected)
     yield server
     await server.stop()
 
@@ -167,7 +171,7 @@ async def test_long_complaint_is_cut(context, connect):
     def complain(message: ControlMessage) -> None:
         raise ProtocolError("x" * (MAX_CONTROL_FRAME_BYTES + 1))
 
-    server = ControlServer(context, complain)
+    server = ControlServer(context, complain, unexpected)
     reply = await ask(connect(server.start(ANY)), encode_control_message(QUESTION))
     assert reply == ControlError(code="protocol_error", message="x" * 1000)
     await server.stop()
@@ -181,7 +185,7 @@ async def test_reader_that_left_before_its_reply_harms_nobody(context, connect):
         may_answer.append(message)
         return answer(message)
 
-    server = ControlServer(context, answer_late)
+    server = ControlServer(context, answer_late, unexpected)
     address = server.start(ANY)
     leaver = connect(address)
     for _ in range(50):
@@ -195,14 +199,14 @@ async def test_reader_that_left_before_its_reply_harms_nobody(context, connect):
 
 async def test_address_in_use_is_a_configuration_error(context, server):
     address = server.start(ANY)
-    other = ControlServer(context, answer)
+    other = ControlServer(context, answer, unexpected)
     with pytest.raises(ConfigError, match="cannot bind"):
         other.start(address)
     await other.stop()
 
 
 async def test_stopped_server_frees_its_address(context, server, connect):
-    first = ControlServer(context, answer)
+    first = ControlServer(context, answer, unexpected)
     address = first.start(ANY)
     await first.stop()
     async with asyncio.timeout(WAIT_S):
@@ -214,6 +218,35 @@ async def test_stopped_server_frees_its_address(context, server, connect):
     assert await ask(connect(address), encode_control_message(QUESTION)) == ANSWER
 
 
+async def test_fault_of_the_owner_costs_one_message(context, connect):
+    def fail_once(message: ControlMessage) -> ControlMessage | None:
+        if isinstance(message, LeaseRelease):
+            raise ValueError("a bug")
+        return answer(message)
+
+    server = ControlServer(context, fail_once, unexpected)
+    socket = connect(server.start(ANY))
+    reply = await ask(socket, encode_control_message(LeaseRelease(transfer_ids=("a",))))
+    assert isinstance(reply, ControlError)
+    assert (reply.code, "a bug" in reply.message) == ("internal_error", False)
+    assert await ask(socket, encode_control_message(QUESTION)) == ANSWER
+    await server.stop()
+
+
+async def test_server_that_ends_by_itself_is_told_and_one_that_is_stopped_is_not(context):
+    deaths: asyncio.Queue[BaseException] = asyncio.Queue()
+    dying, stopped = (ControlServer(context, answer, deaths.put_nowait) for _ in range(2))
+    dying.start(ANY)
+    stopped.start(ANY)
+    await asyncio.sleep(0)  # both listen
+    await stopped.stop()
+    await asyncio.sleep(0)  # done-callbacks run in the next turn
+    assert deaths.empty()
+    dying._socket.close(linger=0)
+    async with asyncio.timeout(WAIT_S):
+        await deaths.get()
+
+
 # ---- reader
 
 
@@ -222,10 +255,12 @@ class Reader:
 
     def __init__(self, context: AsyncContext) -> None:
         self.news: asyncio.Queue[tuple[str, ControlMessage | None]] = asyncio.Queue()  # None = disconnected
+        self.deaths: asyncio.Queue[BaseException] = asyncio.Queue()
         self.clients = ControlClients(
             context,
             lambda address, message: self.news.put_nowait((address, message)),
             lambda address: self.news.put_nowait((address, None)),
+            self.deaths.put_nowait,
         )
 
     async def next(self) -> tuple[str, ControlMessage | None]:
@@ -238,6 +273,7 @@ async def reader(context) -> AsyncIterator[Reader]:
     reader = Reader(context)
     yield reader
     await reader.clients.stop()
+    assert reader.deaths.empty()
 
 
 @pytest.fixture
@@ -308,14 +344,14 @@ async def test_owner_that_ends_is_told_once(server, reader):
 
 
 async def test_connection_never_goes_over_to_the_next_process_at_the_address(context, reader):
-    first = ControlServer(context, answer)
+    first = ControlServer(context, answer, unexpected)
     address = first.start(ANY)
     reader.clients.send(address, QUESTION)
     await reader.next()
     await first.stop()
     assert await reader.next() == (address, None)
     seen = []
-    second = ControlServer(context, lambda message: seen.append(message) or answer(message))
+    second = ControlServer(context, lambda message: seen.append(message) or answer(message), unexpected)
     async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(ConfigError):
@@ -352,3 +388,53 @@ async def test_closed_connection_says_nothing_and_the_next_message_opens_another
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, ANSWER)
     assert reader.news.empty()
+
+
+async def test_peer_whose_message_cannot_be_handled_is_lost_and_the_next_message_opens_another(context, server):
+    news: asyncio.Queue[tuple[str, ControlMessage | None]] = asyncio.Queue()
+    is_clumsy = [True]
+
+    def on_message(address: str, message: ControlMessage) -> None:
+        if is_clumsy.pop():
+            raise ValueError("a bug")
+        news.put_nowait((address, message))
+
+    clients = ControlClients(context, on_message, lambda address: news.put_nowait((address, None)), unexpected)
+    address = server.start(ANY)
+    async with asyncio.timeout(WAIT_S):
+        clients.send(address, QUESTION)
+        assert await news.get() == (address, None)
+        is_clumsy.append(False)
+        clients.send(address, QUESTION)
+        assert await news.get() == (address, ANSWER)
+    await clients.stop()
+
+
+async def test_loss_of_a_peer_that_cannot_be_handled_is_told(context, bare_owner):
+    deaths: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    def on_disconnected(address: str) -> None:
+        raise ValueError("a bug")
+
+    owner, address = bare_owner
+    owner.close(linger=0)
+    clients = ControlClients(context, lambda address, message: None, on_disconnected, deaths.put_nowait)
+    clients.send(address, QUESTION)
+    async with asyncio.timeout(WAIT_S):
+        assert str(await deaths.get()) == "a bug"
+    await clients.stop()
+
+
+async def test_link_whose_reader_ends_by_itself_is_told(context, server):
+    deaths: asyncio.Queue[BaseException] = asyncio.Queue()
+    news: asyncio.Queue[ControlMessage] = asyncio.Queue()
+    clients = ControlClients(
+        context, lambda address, message: news.put_nowait(message), lambda address: None, deaths.put_nowait
+    )
+    address = server.start(ANY)
+    async with asyncio.timeout(WAIT_S):
+        clients.send(address, QUESTION)
+        await news.get()
+        clients._links[address].tasks[0].cancel()
+        assert isinstance(await deaths.get(), RuntimeError)
+    await clients.stop()
