@@ -19,6 +19,7 @@ NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
 
+_MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
 _MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
 
 
@@ -37,7 +38,7 @@ class Worker:
     peer: bytes  # ZeroMQ identity that messages to it are addressed to
     facts: Register
     last_seen: float
-    peers: set[bytes] = field(default_factory=set)  # every connection it has been heard on
+    peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
     is_draining: bool = False
     num_running: int = 0
     num_waiting: int = 0
@@ -137,7 +138,7 @@ class Cluster:
         else:
             if known is not None:
                 actions.append(self._supersede(known))
-            worker = Worker(key=key, peer=peer, facts=facts, last_seen=now, peers={peer})
+            worker = Worker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
             self._workers[facts.engine_id] = worker
             self._by_peer[peer] = worker
             actions.append(Joined(worker))
@@ -193,10 +194,16 @@ class Cluster:
         actions: list[ClusterAction] = []
         if worker.num_inflight:
             actions = [Left(worker, "its connection broke and was made again", is_back=True)]
-        worker.peers.add(peer)
+        worker.peers.append(peer)
         worker.peer = peer
         self._by_peer[peer] = worker
+        while len(worker.peers) > _MAX_PEERS:
+            self._forget_peer(worker, worker.peers.pop(0))
         return actions
+
+    def _forget_peer(self, worker: Worker, peer: bytes) -> None:
+        if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since
+            del self._by_peer[peer]
 
     def _supersede(self, worker: Worker) -> Left:
         self._superseded[worker.key] = None
@@ -207,7 +214,7 @@ class Cluster:
     def _remove(self, worker: Worker, reason: str, *, is_orderly: bool = False) -> Left:
         del self._workers[worker.key.engine_id]
         for peer in worker.peers:
-            self._by_peer.pop(peer, None)
+            self._forget_peer(worker, peer)
         return Left(worker, reason, is_orderly)
 
 

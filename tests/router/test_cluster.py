@@ -197,6 +197,17 @@ def test_two_connections_of_one_worker_do_not_flap(cluster):
         assert [type(action) for action in actions] == [Reply]
 
 
+def test_a_worker_that_reconnects_often_is_not_remembered_by_every_connection(cluster):
+    worker = only(cluster.on_register(b"0", registration(), now=0.0), Joined).worker
+    for number in range(1, 10):
+        cluster.on_heartbeat(b"%d" % number, heartbeat(), now=1.0)
+    known = [number for number in range(10) if cluster.by_peer(b"%d" % number) is worker]
+    assert known == [8, 9]
+    assert worker.peer == b"9"
+    cluster.on_broken(worker, "gone")
+    assert cluster.by_peer(b"8") is cluster.by_peer(b"9") is None
+
+
 def test_a_connection_that_changes_its_name_leaves_the_old_one(cluster):
     cluster.on_register(b"a", registration("p0"), now=0.0)
     actions = cluster.on_register(b"a", registration("p1"), now=0.1)
