@@ -13,7 +13,7 @@ import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.dto import MsgspecDTO
-from litestar.exceptions import HTTPException, NotAuthorizedException, ValidationException
+from litestar.exceptions import HTTPException, InternalServerException, NotAuthorizedException, ValidationException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
@@ -24,7 +24,7 @@ from litestar.types import ASGIApp, ExceptionHandler, Guard
 from litestar.typing import FieldDefinition
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from core.errors import InvalidRequest, KVFerryError
+from core.errors import Cancelled, InvalidRequest, KVFerryError
 from core.log import event
 from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_GONE = "client disconnected prematurely"  # all that tells Litestar's exception for it from other failures
 _OPEN = "is_open"  # handler option: served without the API key
 _encoder = msgspec.json.Encoder()
 
@@ -205,6 +206,8 @@ def _describe(error: Exception) -> ErrorInfo:
             return ErrorInfo.of(error)
         case ValidationException():  # bodies are checked by parse_body; what is left is no body at all
             return ErrorInfo.of(InvalidRequest("the body is empty"))
+        case InternalServerException() if error.detail == _GONE:
+            return ErrorInfo.of(Cancelled("the client disconnected before its request had arrived"))
         case HTTPException() if error.status_code < 500:
             status = error.status_code
             return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)

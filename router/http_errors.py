@@ -47,7 +47,7 @@ def error_body(info: ErrorInfo) -> ErrorBody:
 
 def error_response(info: ErrorInfo) -> Response[ErrorBody]:
     """Return the response for an error; where it may pass, the client is told when to come back."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if info.http_status in _WITH_RETRY else {}
+    headers = {"retry-after": str(RETRY_AFTER_S)} if info.retryable or info.http_status in _WITH_RETRY else {}
     if info.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(info), status_code=info.http_status, media_type=MediaType.JSON, headers=headers)

@@ -466,3 +466,37 @@ async def test_unknown_paths_do_not_grow_the_metrics(served):
 async def test_every_answer_is_json_that_parses_strictly(served):
     body = (await post(served, "/v1/completions", prompt="p", logprobs=1)).content
     json.loads(body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+async def test_a_client_that_leaves_while_it_uploads_is_no_error_of_ours(served, caplog):
+    parts = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}])
+    sent = []
+
+    async def receive():
+        return next(parts, {"type": "http.disconnect"})
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100")]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    place = {
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+    }
+    await served.router.app({**scope, **place, "client": ("127.0.0.1", 1), "server": ("router", 80)}, receive, send)
+    assert sent[0]["status"] == 499
+    assert "internal_error" not in caplog.text
+    assert served.metric("kvferry_request_failure_total", code="cancelled") == 1
+    assert served.metric("kvferry_request_failure_total", code="internal_error") == -1.0
+
+
+@pytest.mark.parametrize(("retryable", "header"), [(True, "1"), (False, None)])
+async def test_an_error_that_may_pass_says_when_to_come_back(start_router, retryable, header):
+    under_test = await start_router(has_http=False)
+    await under_test.pair(error=ErrorInfo(code="digest", message="corrupt block", http_status=502, retryable=retryable))
+    response = await post(under_test, "/v1/completions", prompt="p")
+    assert (response.status_code, response.headers.get("retry-after")) == (502, header)
