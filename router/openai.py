@@ -91,7 +91,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     # prompt, scheduling and output beyond OpenAI's
-    priority: int | None = None
+    priority: int | None = None  # smaller is served first by workers with scheduler.policy=priority; others ignore it
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
