@@ -38,7 +38,7 @@ from core.errors import ProtocolError
 from core.log import event
 from core.transport import RowRegion
 from core.wire.kv import ControlMessage, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
-from core.wire.sockets import AsyncContext, join_tcp, split_tcp
+from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 
@@ -96,9 +96,16 @@ class P2PConnector(Connector):
     # ---- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the transports, start the transfer thread, bind or prepare the control sockets."""
+        """Open the transports, start the transfer thread, bind or prepare the control sockets.
+
+        Raises:
+            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConnectorUnavailable: no transport works here.
+        """
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
+        if self._is_producer:  # before anything is open
+            advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
         self._loop = asyncio.get_running_loop()
         # Loading a transport's library can take seconds.
         self._transport_set = await asyncio.to_thread(
@@ -260,7 +267,7 @@ class P2PConnector(Connector):
         self._server = ControlServer(self._zmq, self._answer, self.worker.fail)
         actual = self._server.start(self._context.control_address)
         host, port = split_tcp(actual)
-        self.scheduler.control_address = join_tcp(self._context.advertise_host or host, port)
+        self.scheduler.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
 
     def _answer(self, message: ControlMessage) -> ControlMessage | None:
         match message:

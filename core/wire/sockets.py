@@ -8,6 +8,7 @@ for the planes' own heartbeats to find out.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from dataclasses import dataclass
 
@@ -90,6 +91,26 @@ def split_tcp(address: str) -> tuple[str, int]:
 def join_tcp(host: str, port: int) -> str:
     """Return ``tcp://host:port``, with brackets where the host is an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def advertised_host(bound_host: str, advertise_host: str) -> str:
+    """Return the host that peers are told: ``advertise_host``, or the bound one where that is empty.
+
+    Raises:
+        ConfigError: it is a wildcard, good to bind but not to connect to.
+    """
+    host = advertise_host or bound_host
+    try:
+        is_wildcard = host == "*" or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        is_wildcard = False  # a name
+    if is_wildcard:
+        raise ConfigError(
+            f"worker.advertise_host: peers cannot connect to {host!r}, which stands for all addresses of a machine; "
+            "set it to the host name or IP address at which decode workers reach this worker",
+            param="worker.advertise_host",
+        )
+    return host
 
 
 async def resolve(address: str, timeout_s: float = 5.0) -> list[str]:

@@ -20,9 +20,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from connectors.p2p.transport.base import RowShape, check_read, check_rows, check_shapes, decode_metadata, region_at, shapes_of
-from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.wire.sockets import advertised_host, join_tcp, split_tcp
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 << 20
@@ -248,7 +249,12 @@ class TcpTransport(Transport):
         except zmq.ZMQError as error:
             server.close()
             raise ConnectorUnavailable(f"tcp transport: cannot bind {self._bind_address}: {error}") from None
-        self._address = advertised(server.getsockopt_string(zmq.LAST_ENDPOINT), self._advertise_host)
+        host, port = split_tcp(server.getsockopt_string(zmq.LAST_ENDPOINT))
+        try:
+            self._address = join_tcp(advertised_host(host, self._advertise_host), port)
+        except ConfigError:
+            server.close()
+            raise
         self._token = self._ids.bits(63)
         return server
 
@@ -370,13 +376,6 @@ class TcpTransport(Transport):
     def _end(self, handle: int, error: KVFerryError | None) -> None:
         del self._reads[handle]
         self._ended.append(ReadResult(handle, error))
-
-
-def advertised(endpoint: str, advertise_host: str) -> str:
-    """Return the endpoint that peers are told: its host replaced by ``advertise_host``, if there is one."""
-    if not advertise_host:
-        return endpoint
-    return f"tcp://{advertise_host}:{endpoint.rpartition(':')[2]}"
 
 
 def _connection_is_lost(monitor: zmq.Socket[bytes]) -> bool:

@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from core.errors import ConfigError, PeerUnreachable
-from core.wire.sockets import SocketOptions, bind, dealer_socket, join_tcp, resolve, router_socket, split_tcp
+from core.wire.sockets import SocketOptions, advertised_host, bind, dealer_socket, join_tcp, resolve, router_socket, split_tcp
 
 DEADLINE_S = 10
 
@@ -84,6 +84,20 @@ def test_addresses_survive_joining_and_splitting(host, port):
 def test_malformed_addresses_are_named(address):
     with pytest.raises(ConfigError, match="is not of the form"):
         split_tcp(address)
+
+
+@pytest.mark.parametrize(
+    ("bound", "advertise", "told"), [("10.0.0.1", "", "10.0.0.1"), ("0.0.0.0", "pod-3", "pod-3"), ("eth0", "::1", "::1")]
+)
+def test_peers_are_told_the_advertised_host_or_the_bound_one(bound, advertise, told):
+    assert advertised_host(bound, advertise) == told
+
+
+@pytest.mark.parametrize(("bound", "advertise"), [("0.0.0.0", ""), ("::", ""), ("*", ""), ("10.0.0.1", "0.0.0.0")])
+def test_peers_are_never_told_a_wildcard(bound, advertise):
+    with pytest.raises(ConfigError, match=r"worker\.advertise_host: .* set it to") as caught:
+        advertised_host(bound, advertise)
+    assert caught.value.param == "worker.advertise_host"
 
 
 async def test_a_name_resolves_to_all_its_addresses(monkeypatch):
