@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,13 +15,14 @@ from kvferry.bench.workload import BenchRequest
 
 @dataclass(slots=True)
 class RequestResult:
-    """What one request did; times in seconds from its sending.
+    """What one request did; times in seconds from its arrival, which with bounded concurrency may precede its sending.
 
-    ``itl_s`` are the gaps between successive chunks that carried text. ``num_output_tokens`` is the server's own count where
-    it reports usage, else the number of chunks.
+    ``itl_s`` are the gaps between successive chunks that carried a token: those with text, and those with empty text before
+    the end (a token that ends within a character). Chunks of usage or of a finish reason alone do not count.
+    ``num_output_tokens`` is the server's own count where it reports usage, else the number of chunks that count.
     """
 
-    started_s: float  # from the start of the run
+    started_s: float  # its arrival, from the start of the run
     ttft_s: float | None = None
     e2e_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
@@ -49,29 +51,37 @@ class Target:
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: dict[str, int] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
 
+    @property
+    def has_token(self) -> bool:
+        return bool(self.text) or (self.text == "" and self.finish_reason is None)
+
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
-async def send(client: httpx.AsyncClient, target: Target, request: BenchRequest, started_s: float) -> RequestResult:
-    """Send one request, follow its stream to the end, and return the times. Failures are returned, not raised."""
+async def send(
+    client: httpx.AsyncClient, target: Target, request: BenchRequest, started_s: float, begin: float
+) -> RequestResult:
+    """Send one request, follow its stream to the end, and return the times. Failures are returned, not raised.
+
+    ``begin`` is when the request arrived, by ``time.perf_counter``: where its times count from.
+    """
     result = RequestResult(started_s=started_s)
-    begin = time.perf_counter()
     try:
         await _stream(client, target, request, result, begin)
     except (httpx.HTTPError, msgspec.MsgspecError) as error:
@@ -91,20 +101,28 @@ async def _stream(
             result.error = f"HTTP {response.status_code}: {text[:200]}"
             return
         last = begin
+        is_done = has_reason = False
         async for chunk in _events(response):
+            if chunk is None:
+                is_done = True
+                continue
             now = time.perf_counter()
             if chunk.error is not None:
-                result.error = bytes(chunk.error).decode("utf-8", "replace")[:200]
+                result.error = msgspec.json.encode(chunk.error).decode()[:200]
             if chunk.usage is not None:
                 _take_usage(result, chunk.usage)
-            if not chunk.choices:
+            choices = chunk.choices or []
+            has_reason = has_reason or any(choice.finish_reason for choice in choices)
+            if not any(choice.has_token for choice in choices):
                 continue
             if result.ttft_s is None:
                 result.ttft_s = now - begin
             else:
                 result.itl_s.append(now - last)
             last = now
-    if result.ttft_s is None and not result.error:
+    if not is_done and not has_reason and not result.error:
+        result.error = "the stream ended without [DONE] or a finish reason"
+    if result.ttft_s is None and not has_reason and not result.error:  # with a reason, an answer may be without text
         result.error = "the stream ended without a token"
     if result.num_output_tokens == 0 and result.ttft_s is not None:
         result.num_output_tokens = 1 + len(result.itl_s)
@@ -124,16 +142,18 @@ def _body(target: Target, request: BenchRequest) -> dict[str, object]:
     return body
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[_Chunk]:
+async def _events(response: httpx.Response) -> AsyncIterator[_Chunk | None]:
+    """Yield the chunks, and None for the line that says there are no more."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             payload = line[5:].strip()
             if payload == "[DONE]":
+                yield None
                 return
             yield _CHUNK.decode(payload)
 
 
 def _take_usage(result: RequestResult, usage: _Usage) -> None:
-    result.num_prompt_tokens = usage.prompt_tokens
-    result.num_output_tokens = usage.completion_tokens
+    result.num_prompt_tokens = usage.prompt_tokens or 0
+    result.num_output_tokens = usage.completion_tokens or 0
     result.num_cached_tokens = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0

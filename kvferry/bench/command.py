@@ -67,13 +67,8 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         requests = synthetic_workload(shape, seed)
         concurrency = concurrency or (8 if rate is None else None)
     else:
-        synthetic = {
-            "rate": rate,
-            "prompt-tokens": prompt_tokens,
-            "output-tokens": output_tokens,
-            "shared-prefix": shared_prefix,
-        }
-        _refuse_beside_trace(synthetic)
+        lengths = {"prompt-tokens": prompt_tokens, "output-tokens": output_tokens, "shared-prefix": shared_prefix}
+        _refuse_beside_trace({"rate": rate, **lengths})
         cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text)
         requests = trace_workload(trace, cut)
     base_url = url.rstrip("/").removesuffix("/v1")
@@ -83,8 +78,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     print_report(report, Console())
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    if report.num_failed:
-        raise typer.Exit(1)
+    raise typer.Exit(1 if report.num_failed else 0)
 
 
 def _refuse_beside_trace(flags: Mapping[str, object]) -> None:

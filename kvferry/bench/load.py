@@ -22,17 +22,24 @@ async def run_load(
 ) -> tuple[list[RequestResult], float]:
     """Send all requests at their arrival times, at most ``concurrency`` at once (None = no bound).
 
+    A request that arrives while ``concurrency`` others are under way waits, and its latency counts from its arrival: leaving
+    the wait out would hide an overloaded server (coordinated omission). In a closed loop, where all arrive at 0, it counts
+    from the sending.
+
     Returns the results in the order of the requests, and the duration of the run in seconds.
     """
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency or 256)
     async with httpx.AsyncClient(timeout=httpx.Timeout(timeout_s), limits=limits) as client:
+        is_open_loop = any(request.arrival_s > 0 for request in requests)
         begin = time.perf_counter()
 
         async def one(request: BenchRequest) -> RequestResult:
-            await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - begin)))
+            arrival = begin + request.arrival_s
+            await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
             async with gate:
-                result = await send(client, target, request, time.perf_counter() - begin)
+                origin = arrival if is_open_loop else time.perf_counter()
+                result = await send(client, target, request, origin - begin, origin)
             on_done(result)
             return result
 

@@ -22,6 +22,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
+        if self.server.script is not None:
+            for payload in self.server.script:
+                self.wfile.write(b"data: [DONE]\n\n") if payload == "[DONE]" else self.event(payload)
+            return
         for _ in range(body["max_tokens"]):
             self.event({"choices": [{"text": "x", "index": 0, "finish_reason": None}]})
         usage = {"prompt_tokens": 7, "completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 5}}
@@ -39,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.bodies = []
+    server.script = None  # events to answer with, in place of one per token
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server

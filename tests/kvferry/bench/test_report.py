@@ -48,6 +48,16 @@ def test_goodput_counts_requests_that_meet_every_limit():
     assert make_report(results, 1.0, {"ttft": 200, "tpot": 100}).goodput_per_s == 1
 
 
+def test_request_without_a_first_token_meets_no_limit_on_tokens():
+    silent = RequestResult(started_s=0.0, e2e_s=0.1)
+    assert make_report([silent], 1.0, {"ttft": 200}).goodput_per_s == 0
+    assert make_report([silent], 1.0, {"tpot": 200}).goodput_per_s == 0
+
+
+def test_answer_of_one_token_meets_any_time_per_output_token():
+    assert make_report([result(0.1, [], 1)], 1.0, {"ttft": 200, "tpot": 1}).goodput_per_s == 1
+
+
 @pytest.mark.parametrize("item", ["ttft", "itl:5", "tpot:-1", "e2e:x"])
 def test_bad_slo_is_refused(item):
     with pytest.raises(ConfigError, match="NAME:MILLISECONDS"):
