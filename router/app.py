@@ -137,13 +137,13 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
         endpoints.check_model(name.lstrip("/"))
         return endpoints.models()[0]
 
-    @get("/health", opt={_OPEN: True})
+    @get(["/health", "/ping"], opt={_OPEN: True})
     async def health() -> ASGIResponse:
         """Say whether the process does its work."""
         is_alive = endpoints.service.is_alive
         return _status(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
 
-    @get("/ready", opt={_OPEN: True})
+    @get(["/ready", "/readyz"], opt={_OPEN: True})
     async def ready() -> ASGIResponse:
         """Say whether a request could be served now, and if not, why."""
         reason = endpoints.not_ready_reason

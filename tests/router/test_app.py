@@ -420,6 +420,15 @@ async def test_health_and_readiness_are_different_things(start_router):
         assert (await client.get("/ready")).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "alias"), [("/health", "/ping"), ("/ready", "/readyz")])
+async def test_probes_may_use_the_usual_other_names_without_a_key(start_router, path, alias):
+    under_test = await start_router(has_http=False, api_key="secret")
+    async with under_test.client() as client:
+        first, second = await client.get(path), await client.get(alias)
+    assert (first.status_code, first.json()) == (second.status_code, second.json())
+    assert "status" in second.json()
+
+
 async def test_version_load_and_schema(served):
     async with served.client() as client:
         assert (await client.get("/version")).json()["version"]
