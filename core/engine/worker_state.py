@@ -71,6 +71,8 @@ class _Served:
     arrival_time: float
     num_prompt_tokens: int
     num_choices: int
+    serial: int  # tells requests apart that use the same id one after the other
+    has_deadline: bool
     num_output_tokens: int = 0
     first_token_s: float | None = None
 
@@ -94,7 +96,9 @@ class WorkerState:
         self._drain = Drain()
         self._links: dict[str, RouterLink] = {}
         self._served: dict[str, _Served] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, str, int]] = []  # heap of (time, request id, serial), ended requests included
+        self._num_live_deadlines = 0
+        self._last_serial = 0
         self._num_choices = 0
         self._exit_code: int | None = None
 
@@ -195,10 +199,14 @@ class WorkerState:
             arrival_time=now,
             num_prompt_tokens=len(message.prompt_token_ids),
             num_choices=_num_choices(message),
+            serial=self._last_serial + 1,
+            has_deadline=bool(message.deadline_ms),
         )
+        self._last_serial += 1
         self._num_choices += _num_choices(message)
         if message.deadline_ms:
-            heapq.heappush(self._deadlines, (now + message.deadline_ms / 1e3, message.request_id))
+            heapq.heappush(self._deadlines, (now + message.deadline_ms / 1e3, message.request_id, self._last_serial))
+            self._num_live_deadlines += 1
         return [SubmitAdd(requests)]
 
     def _admit(self, message: Generate, now: float) -> list[NewRequest]:
@@ -262,7 +270,19 @@ class WorkerState:
         served = self._served.pop(request_id, None)
         if served is not None:
             self._num_choices -= served.num_choices
+            self._num_live_deadlines -= served.has_deadline
+            self._compact_deadlines()
         return served
+
+    def _compact_deadlines(self) -> None:
+        """Drop the deadlines of ended requests once they are the majority: O(1) per request on average."""
+        if len(self._deadlines) > 2 * self._num_live_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[1], entry[2])]
+            heapq.heapify(self._deadlines)
+
+    def _is_live(self, request_id: str, serial: int) -> bool:
+        served = self._served.get(request_id)
+        return served is not None and served.serial == serial
 
     def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
         """A reply exceeds what a frame may hold: stop these requests and say so instead."""
@@ -376,8 +396,8 @@ class WorkerState:
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            if request_id in self._served:
+            _, request_id, serial = heapq.heappop(self._deadlines)
+            if self._is_live(request_id, serial):
                 actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
         return actions
 

@@ -279,6 +279,27 @@ def test_deadline_of_a_finished_request_does_nothing(worker):
     assert worker.state.on_timer(0.7) == []
 
 
+def test_reused_id_does_not_inherit_a_deadline(worker):
+    worker.generate("kept", "a", deadline_ms=60_000)
+    worker.generate("r", "a", deadline_ms=700)
+    worker.state.on_router_message("a", Abort(request_ids=("r",)), 0.1)
+    worker.generate("r", "a", 0.2, deadline_ms=1200)
+    assert sent(worker.state.on_timer(0.7)) == []
+    assert worker.state.num_requests == 2
+    (reply,) = [message for message in sent(worker.state.on_timer(1.4)) if isinstance(message, RequestFailed)]
+    assert (reply.request_id, reply.error.code) == ("r", "deadline_exceeded")
+
+
+def test_deadlines_of_ended_requests_are_not_kept(worker):
+    worker.generate("kept", "a", deadline_ms=60_000)
+    for number in range(100):
+        worker.generate(f"r{number}", "a", deadline_ms=30_000)
+        worker.state.on_router_message("a", Abort(request_ids=(f"r{number}",)), 0.0)
+        assert len(worker.state._deadlines) <= 2
+    worker.state.disconnect("a", 0.0)
+    assert worker.state._deadlines == []
+
+
 def test_lease_messages_reach_the_connector(worker):
     assert worker.state.on_router_message("a", Release(transfer_ids=("t",)), 0.0) == [ReleaseTransfers(("t",))]
     assert worker.state.on_router_message("a", Renew(transfer_ids=("t",)), 0.0) == [RenewTransfers(("t",))]
