@@ -42,7 +42,7 @@ Routes = Mapping[tuple[str, str], Callable[[], OpsResponse]]
 
 
 class OpsServer:
-    """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too."""
+    """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too; others refuse what a web page sends."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -81,10 +81,14 @@ class OpsServer:
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return "", OpsResponse(HTTPStatus.BAD_REQUEST, b"malformed request\n")
-        parts = head.split(b"\r\n", 1)[0].split(b" ")
+        request_line, *fields = head.split(b"\r\n")
+        parts = request_line.split(b" ")
         if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
             return "", OpsResponse(HTTPStatus.BAD_REQUEST, b"malformed request\n")
         method, path = parts[0].decode("latin-1"), parts[1].decode("latin-1").partition("?")[0]
+        if method not in ("GET", "HEAD") and any(field.lower().startswith(b"origin:") for field in fields):
+            # Browsers add it to whatever a page sends; a page that somebody happens to open must not drain a worker.
+            return method, OpsResponse(HTTPStatus.FORBIDDEN, b"not for web pages\n")
         return method, self._respond(method, path)
 
     def _respond(self, method: str, path: str) -> OpsResponse:

@@ -50,6 +50,14 @@ async def test_refuses_unknown_paths_and_methods(client, method, path, status):
     assert (await client.request(method, path)).status_code == status
 
 
+@pytest.mark.parametrize("name", ["Origin", "origin", "ORIGIN"])
+async def test_web_page_cannot_drain_but_may_look(client, name):
+    headers = {name: "null"}
+    assert (await client.post("/drain", headers=headers)).status_code == 403
+    assert (await client.get("/health", headers=headers)).status_code == 200
+    assert (await client.post("/drain", headers={"X-Origin": "null"})).text == "1"
+
+
 async def test_broken_handler_is_a_500_and_the_server_lives_on(client):
     assert (await client.get("/broken")).status_code == 500
     assert (await client.get("/health")).status_code == 200
