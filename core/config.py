@@ -44,6 +44,11 @@ def default_cache_dir() -> str:
     return str(Path(base) / "kvferry")
 
 
+def default_api_key() -> str:
+    """Return the clients' key: ``$KVFERRY_API_KEY``, which no list of processes shows; else none."""
+    return os.environ.get("KVFERRY_API_KEY", "")
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the configuration sections."""
 
@@ -120,7 +125,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Seconds = 600.0
     max_body_bytes: Positive = 8 << 20
     max_requests: Positive = 4096  # in flight; more are refused with 429
-    api_key: str = ""  # if set, clients send it as a bearer token
+    api_key: str = msgspec.field(default_factory=default_api_key)  # if set, clients send it as a bearer token
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +153,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerSection = SchedulerSection()
     worker: WorkerSection = WorkerSection()
     connector: ConnectorSection = ConnectorSection()
-    router: RouterSection = RouterSection()
+    router: RouterSection = msgspec.field(default_factory=RouterSection)  # reads the environment when it is made
     local: LocalSection = LocalSection()
     log: LogSection = LogSection()
 

@@ -28,6 +28,8 @@ app = typer.Typer(
 def serve(
     model: options.Model = None,
     served_model_name: options.ServedName = None,
+    max_model_len: options.MaxModelLen = None,
+    dtype: options.Dtype = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
     aggregated: Annotated[
@@ -46,6 +48,8 @@ def serve(
     flags = {
         "model.name": model,
         "model.served_name": served_model_name,
+        "model.max_model_len": max_model_len,
+        "model.dtype": dtype,
         "local.num_prefill": prefill,
         "local.num_decode": decode,
         "local.aggregated": aggregated,

@@ -25,6 +25,8 @@ Assignments = Annotated[
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.", rich_help_panel=_COMMON)]
 Model = Annotated[str | None, typer.Option("--model", help="Alias, folder, GGUF file or Hugging Face id.")]
 ServedName = Annotated[str | None, typer.Option("--served-model-name", help="The model's name for clients.")]
+MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address of the HTTP API.")]
 HttpPort = Annotated[int | None, typer.Option("--port", help="Port of the HTTP API; 0 = any free one.")]
 WorkerAddress = Annotated[str | None, typer.Option("--worker-address", help="Where workers connect, tcp://host:port.")]

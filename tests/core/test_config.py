@@ -138,6 +138,15 @@ def test_dump_is_read_back_equal(tmp_path):
     assert load_config(path) == config
 
 
+def test_api_key_comes_from_the_environment_unless_it_is_set(monkeypatch):
+    monkeypatch.setenv("KVFERRY_API_KEY", "secret")
+    assert load_config().router.api_key == "secret"
+    assert load_config(assignments=["router.port=1"]).router.api_key == "secret"
+    assert load_config(assignments=["router.api_key="]).router.api_key == ""
+    monkeypatch.delenv("KVFERRY_API_KEY")
+    assert load_config().router.api_key == ""
+
+
 def test_cache_dir_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.delenv("KVFERRY_CACHE", raising=False)

@@ -40,6 +40,13 @@ def test_every_process_of_a_cluster_can_be_told_the_served_name(command, monkeyp
     assert [config.model.served_name for config in seen] == ["my-model"]
 
 
+def test_serve_takes_the_model_s_length_and_dtype(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kvferry.serve.serve_forever", lambda config: seen.append(config.model) or 0)
+    assert CliRunner().invoke(cli.app, ["serve", "--max-model-len", "512", "--dtype", "bfloat16"]).exit_code == 0
+    assert [(model.max_model_len, model.dtype) for model in seen] == [(512, "bfloat16")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
@@ -47,6 +54,7 @@ def test_every_process_of_a_cluster_can_be_told_the_served_name(command, monkeyp
         (["router", "--port", "99999"], "router.port: expected `int` <= 65535"),
         (["prefill", "--log-level", "loud"], "allowed: DEBUG, INFO, WARNING, ERROR"),
         (["decode", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["serve", "--dtype", "int3"], "model.dtype: "),
         (["serve", "--prefill", "0"], "at least one of each is needed"),
         (["prefill", "--model", "no-such-model", "--set", "connector.name=x"], "connector.name = 'x': no such connector"),
     ],
