@@ -13,8 +13,12 @@ import msgspec
 
 from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
+from core.wire.messages import ErrorInfo
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
+
+UNKNOWN_CODE = "other"
+MAX_PEER_MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +90,16 @@ def check_compatible(ours: WorkerIdentity, model_fingerprint: bytes, layout: KVL
     ]
     if differences:
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
+
+
+def peer_error(code: str, message: str) -> ErrorInfo:
+    """Return what a peer reports, within bounds: its code becomes a label of our metrics, its message goes into our logs."""
+    known = code if code in _KNOWN_CODES else UNKNOWN_CODE
+    return ErrorInfo(code=known, message=message[:MAX_PEER_MESSAGE_CHARS], http_status=502)
+
+
+def _codes(kind: type[KVFerryError]) -> set[str]:
+    return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
+
+
+_KNOWN_CODES = frozenset(_codes(KVFerryError))

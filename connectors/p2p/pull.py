@@ -36,7 +36,7 @@ from connectors.p2p.actions import (
     SendControl,
     TransferEvent,
 )
-from connectors.p2p.handshake import WorkerIdentity, check_compatible
+from connectors.p2p.handshake import WorkerIdentity, check_compatible, peer_error
 from core.errors import KVFerryError, LeaseExpired, PeerUnreachable, ProtocolError, TransferTimeout
 from core.transport import PeerId
 from core.wire.kv import (
@@ -195,11 +195,11 @@ class PullProtocol:
                 self._on_handshake_reply(address, message, now)
             case HandshakeRefused():
                 self._note_incarnation(address, message.incarnation, now)
-                self._end_handshake(address, ErrorInfo(code=message.code, message=message.message, http_status=502), now)
+                self._end_handshake(address, peer_error(message.code, message.message), now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
             case ControlError() if address in self._handshakes:
-                self._end_handshake(address, ErrorInfo(code=message.code, message=message.message, http_status=502), now)
+                self._end_handshake(address, peer_error(message.code, message.message), now)
             case _:
                 self.counts.unexpected_messages += 1
         return self._take_actions()

@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, check_compatible
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, check_compatible, peer_error
 from core.errors import LayoutMismatch
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply
+from core.wire.messages import ErrorInfo
 
 OFFERS = {"shm": b"a file", "nixl": b"an agent", "tcp": b"an address"}
 
@@ -111,3 +112,9 @@ def test_readers_without_a_common_transport_are_refused_with_both_lists(responde
     assert str(list(preferences)) in answer.message
     assert "['shm', 'nixl', 'tcp']" in answer.message
     assert hosts in answer.message
+
+
+def test_what_a_peer_reports_is_bounded():
+    assert peer_error("layout", "short") == ErrorInfo(code="layout", message="short", http_status=502)
+    strange = peer_error("made-up-17", "x" * 5000)
+    assert (strange.code, len(strange.message)) == ("other", 500)

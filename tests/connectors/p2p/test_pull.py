@@ -146,6 +146,20 @@ def test_peer_that_did_not_understand_the_handshake_fails_waiting_loads(pull):
     assert pull.failed == {"r": "protocol_error"}
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        HandshakeRefused(engine_id="p", incarnation=1, code="made-up-17", message="x" * 5000),
+        ControlError(code="made-up-17", message="x" * 5000),
+    ],
+)
+def test_peer_cannot_invent_codes_or_speak_at_length(pull, message):
+    pull.start()
+    pull.receive(message)
+    (failure,) = pull.actions(LoadFailed)
+    assert (failure.error.code, len(failure.error.message)) == ("other", 500)
+
+
 def test_reply_of_another_model_is_not_believed(pull):
     pull.start()
     pull.accept(model_fingerprint=b"another")
