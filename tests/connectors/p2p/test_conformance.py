@@ -12,7 +12,7 @@ from connectors.p2p.bundle import P2PConnector
 from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
-from core.config import load_config
+from core.config import ConnectorSection
 from core.ids import RandomIds
 from core.testing.connector_suite import FINGERPRINT, LAYOUT, ConnectorConformance
 from core.testing.inproc_transport import InprocFabric, InprocTransport
@@ -23,14 +23,14 @@ class P2PConformance(ConnectorConformance):
     incarnations = itertools.count(1)
 
     def make_connector(self, role, patience_s):
-        settings = {"transports": [self.transport], "transfer_deadline_s": patience_s, "handshake_timeout_s": patience_s}
+        settings = {"transports": (self.transport,), "transfer_deadline_s": patience_s, "handshake_timeout_s": patience_s}
         context = ConnectorContext(
             role=role,
             engine_id=f"{role}-0",
             incarnation=next(self.incarnations),
             model_fingerprint=FINGERPRINT,
             layout=LAYOUT,
-            config=load_config(overrides={f"connector.{key}": value for key, value in settings.items()}).connector,
+            config=ConnectorSection(**settings),  # not load_config: it knows no "inproc"
             control_address="tcp://127.0.0.1:0",
             advertise_host="",
             clock=SystemClock(),
