@@ -18,7 +18,7 @@ test: install-test
 	$(BIN)/python -m pytest
 
 check: install-test lint
-	$(BIN)/python -m pytest -m "not slow and not e2e"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not e2e"
 
 lint: install-test
 	$(BIN)/ruff check .
