@@ -1,6 +1,7 @@
 """The wheel holds every module, and each one imports from it alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,11 @@ PACKAGES = ("core", "router", "prefill", "decode", "connectors", "kvferry")
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"  # setuptools packs what an earlier build left in ``build``, so it must not see ours
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
     command = [
         sys.executable,
         "-m",
@@ -25,7 +31,7 @@ def unpacked(tmp_path_factory):
         "--no-build-isolation",
         "--wheel-dir",
         folder,
-        ROOT,
+        tree,
     ]
     subprocess.run(command, check=True, timeout=120)
     (wheel,) = folder.glob("*.whl")
