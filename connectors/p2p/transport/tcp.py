@@ -33,6 +33,7 @@ MAX_REQUEST_BYTES = 64 << 10
 MAX_HEADER_BYTES = 4 << 10
 REQUESTS_PER_POLL = 16
 CHUNKS_PER_POLL = 4
+MAX_QUEUED_ANSWERS = 1024  # an owner that sends more than it was asked for waits on its own side
 SOCKET_BUFFER_BYTES = 4 << 20
 
 _LOST_EVENTS = (
@@ -156,7 +157,8 @@ class TcpTransport(Transport):
             return
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        socket.sndhwm = socket.rcvhwm = 0  # the window bounds both
+        socket.sndhwm = 0  # the window bounds it
+        socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
         socket.rcvbuf = SOCKET_BUFFER_BYTES
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(shape.row_bytes for shape in owner.shapes)])
@@ -270,8 +272,9 @@ class TcpTransport(Transport):
 
     def _answer(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
         try:
-            request = self._request_decoder.decode(frames[-1])
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError):
+            reader, body = frames
+            request = self._request_decoder.decode(body)
+        except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
             self.num_bad_requests += 1  # nobody to answer: it has no chunk id
             return
         try:
@@ -281,7 +284,7 @@ class TcpTransport(Transport):
             self.num_bad_requests += 1
             rows, header = [], ChunkHeader(FORMAT_VERSION, request.chunk_id, error.message)
         try:
-            server.send_multipart([frames[0], self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False)
+            server.send_multipart([reader, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
             self.num_bad_requests += 1  # the reader is gone, or takes nothing: its deadline ends the read
 

@@ -1,9 +1,217 @@
+import os
 from pathlib import Path
 
-from core.testing.transport_suite import TransportSuite
+import msgspec
+import numpy as np
+import pytest
+
+from connectors.p2p.transport.base import RowShape
+from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
+from core.ids import RandomIds
+from core.testing.transport_owner import HostRows, ProcessOwner
+from core.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
+from core.transport import RowRegion
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
+MEMORY_NAME = "memfd:kvferry-test-rows"
 
 
 class TestShmTransport(TransportSuite):
     factory = f"{FACTORIES}:make_shm"
+
+
+@pytest.fixture
+def reader():
+    reader = Reader(ShmTransport(RandomIds()))
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def owner():
+    owner = ProcessOwner(f"{FACTORIES}:make_shm", NUM_ROWS, ROW_BYTES, 1)
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def memory():
+    memory = HostRows(NUM_ROWS, ROW_BYTES)
+    yield memory
+    memory.close()
+
+
+def described(owner):
+    return msgspec.msgpack.decode(owner.metadata, type=ShmMetadata)
+
+
+def changed(owner, **fields):
+    return msgspec.msgpack.encode(msgspec.structs.replace(described(owner), **fields))
+
+
+def changed_file(owner, **fields):
+    (file,) = described(owner).files
+    return changed(owner, files=(msgspec.structs.replace(file, **fields),))
+
+
+def num_maps():
+    return Path("/proc/self/maps").read_text().count(MEMORY_NAME)
+
+
+def num_open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def assert_refused(reader, metadata, kind=PeerUnreachable):
+    """The metadata must be refused, and neither maps nor descriptors stay behind."""
+    before = num_maps(), num_open_files()
+    with pytest.raises(kind):
+        reader.transport.add_peer(PEER, metadata)
+    assert (num_maps(), num_open_files()) == before
+    with pytest.raises(PeerUnreachable):
+        reader.transport.post_read(PEER, 0, [1], [1])
+
+
+# ---- who the owner is ------------------------------------------------------------------------------------------------------
+
+
+def test_process_that_took_over_the_number_is_not_read(reader, owner):
+    """Same process number and descriptors, another life: what a reader meets after a number was used again."""
+    assert_refused(reader, changed(owner, token=bytes(32)))
+
+
+@pytest.mark.parametrize("token", [b"", b"short"])
+def test_token_of_another_length_is_no_token(reader, owner, token):
+    assert_refused(reader, changed(owner, token=token))
+
+
+def test_describing_again_makes_older_descriptions_worthless(reader, memory):
+    transport = ShmTransport(RandomIds())
+    transport.register([memory.region])
+    older = transport.describe()
+    newer = transport.describe()
+    with pytest.raises(PeerUnreachable, match="not the one"):
+        reader.transport.add_peer(PEER, older)
+    reader.transport.add_peer(PEER, newer)
+    transport.close()
+    with pytest.raises(PeerUnreachable):
+        reader.transport.add_peer(PEER._replace(incarnation=2), newer)
+
+
+def test_other_file_at_the_descriptor_is_not_read(reader, owner):
+    (file,) = described(owner).files
+    assert_refused(reader, changed_file(owner, inode=file.inode + 1))
+
+
+def test_descriptor_that_is_not_open_is_refused(reader, owner):
+    assert_refused(reader, changed_file(owner, fd=9999))
+    assert_refused(reader, changed(owner, token_fd=9999))
+
+
+def test_file_that_is_too_small_for_its_description_is_refused(reader, owner):
+    assert_refused(reader, changed_file(owner, shape=RowShape(NUM_ROWS + 1, ROW_BYTES)), ProtocolError)
+
+
+def test_descriptor_of_something_that_is_no_memory_is_refused(reader, owner):
+    pipe = os.pipe()
+    transport = ShmTransport(RandomIds())
+    transport.register([])
+    token = msgspec.msgpack.decode(transport.describe(), type=ShmMetadata)
+    file = MemoryFile(fd=pipe[0], inode=os.fstat(pipe[0]).st_ino, shape=RowShape(NUM_ROWS, ROW_BYTES))
+    metadata = msgspec.msgpack.encode(msgspec.structs.replace(token, files=(file,)))
+    with pytest.raises(KVFerryError):
+        reader.transport.add_peer(PEER, metadata)
+    transport.close()
+    for end in pipe:
+        os.close(end)
+
+
+@pytest.mark.parametrize("fields", [{"pid": 0}, {"pid": -1}, {"token_fd": -1}])
+def test_numbers_that_make_no_sense_are_malformed(reader, owner, fields):
+    assert_refused(reader, changed(owner, **fields), ProtocolError)
+
+
+def test_process_that_never_was_is_unreachable(reader, owner):
+    largest = int(Path("/proc/sys/kernel/pid_max").read_text())
+    assert_refused(reader, changed(owner, pid=largest + 1))
+
+
+# ---- whose memory it is ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_dead_owner_is_given_back_as_soon_as_its_death_is_known(reader, owner):
+    before = num_maps(), num_open_files()
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert num_maps() == before[0] + 1
+    owner.kill()
+    reader.until(lambda: not reader.transport.pollables())
+    assert (num_maps(), num_open_files()) == before
+
+
+def test_removed_peer_leaves_neither_maps_nor_descriptors(reader, owner):
+    before = num_maps(), num_open_files()
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert reader.read([1], [1]) is None
+    reader.transport.remove_peer(PEER)
+    assert (num_maps(), num_open_files()) == before
+
+
+def test_owner_sees_nothing_of_its_readers_and_readers_cannot_write(reader, owner):
+    reader.transport.add_peer(PEER, owner.metadata)
+    (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY_NAME in line and " r--s " in line]
+    assert line
+
+
+def test_reads_what_the_owner_wrote_last(reader, memory):
+    transport = ShmTransport(RandomIds())
+    transport.register([memory.region])
+    reader.transport.add_peer(PEER, transport.describe())
+    for value in (1, 2):
+        memory.rows[4] = value
+        assert reader.read([4], [9]) is None
+        assert (reader.memory.rows[9] == value).all()
+    transport.close()
+
+
+def test_nothing_has_a_name_in_the_file_system(owner):
+    assert not [name for name in os.listdir("/dev/shm") if "kvferry" in name]
+
+
+# ---- what it needs ---------------------------------------------------------------------------------------------------------
+
+
+def test_pool_without_a_memory_file_cannot_be_offered(memory):
+    transport = ShmTransport(RandomIds())
+    transport.register([RowRegion(memory.region.base_address, NUM_ROWS, ROW_BYTES, memory.region.buffer, None)])
+    with pytest.raises(ConnectorUnavailable, match="memory file"):
+        transport.describe()
+    transport.close()
+
+
+def test_reader_needs_no_memory_file(owner):
+    plain = np.zeros(NUM_ROWS * ROW_BYTES, np.uint8)
+    transport = ShmTransport(RandomIds())
+    transport.register([RowRegion(plain.ctypes.data, NUM_ROWS, ROW_BYTES, memoryview(plain), None)])
+    transport.add_peer(PEER, owner.metadata)
+    handle = transport.post_read(PEER, 0, [1], [2])
+    assert [result.error for result in transport.poll() if result.handle == handle] == [None]
+    assert plain.reshape(NUM_ROWS, ROW_BYTES)[2].any()
+    transport.close()
+
+
+def test_device_memory_is_refused():
+    with pytest.raises(ConnectorUnavailable, match="cuda:0"):
+        ShmTransport(RandomIds()).register([RowRegion(0, NUM_ROWS, ROW_BYTES, device="cuda:0")])
+
+
+def test_is_available_here():
+    assert ShmTransport(RandomIds()).unavailable_reason() is None
+
+
+def test_says_why_it_is_not_available(monkeypatch):
+    def refuse(_):
+        raise PermissionError("seccomp says no")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert "seccomp says no" in ShmTransport(RandomIds()).unavailable_reason()

@@ -1,17 +1,341 @@
+import socket
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
+import zmq
 
-from connectors.p2p.transport.tcp import TcpTransport
-from core.errors import ConfigError
+from connectors.p2p.transport.base import RowShape
+from connectors.p2p.transport.tcp import (
+    FORMAT_VERSION,
+    MAX_CHUNK_ROWS,
+    MAX_REQUEST_BYTES,
+    ChunkHeader,
+    ChunkRequest,
+    TcpMetadata,
+    TcpTransport,
+)
+from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
-from core.testing.transport_suite import TransportSuite
+from core.testing.transport_owner import HostRows
+from core.testing.transport_suite import PEER, ROW_BYTES, Reader, TransportSuite
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
+NUM_OWNER_ROWS = 8
 
 
 class TestTcpTransport(TransportSuite):
     factory = f"{FACTORIES}:make_tcp"
+
+
+class LocalOwner:
+    """A transport that serves rows from this process, when it is told to."""
+
+    def __init__(self, address="tcp://127.0.0.1:0", salt=1):
+        self.memory = HostRows(NUM_OWNER_ROWS, ROW_BYTES)
+        self.memory.fill(salt)
+        self.transport = TcpTransport(RandomIds(), address)
+        self.transport.register([self.memory.region])
+        self.metadata = self.transport.describe()
+        self.described = msgspec.msgpack.decode(self.metadata, type=TcpMetadata)
+
+    def serve(self, is_done):
+        """Answer until the condition holds."""
+        for _ in range(500):
+            if is_done():
+                return
+            zmq.zmq_poll([(pollable, zmq.POLLIN) for pollable in self.transport.pollables()], 10)
+            self.transport.poll()
+        pytest.fail("the owner did not get there")
+
+    def close(self):
+        self.transport.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def local_owner():
+    owner = LocalOwner()
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def reader():
+    reader = Reader(TcpTransport(RandomIds(), "tcp://127.0.0.1:0"), NUM_OWNER_ROWS)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def read_from(owner, reader, peer=PEER):
+    """Read row 3 into row 5, both sides driven from here; return the error."""
+    try:
+        handle = reader.transport.post_read(peer, 0, [3], [5])
+    except KVFerryError as error:
+        return error
+
+    def has_ended():
+        reader.poll()
+        return handle in reader.results
+
+    owner.serve(has_ended)
+    return reader.results[handle].error
+
+
+def assert_serves(owner, reader):
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert read_from(owner, reader) is None
+    reader.assert_rows(1, [3], [5])
+
+
+# ---- the owner among strangers -------------------------------------------------------------------------------------------
+
+
+def request_to(owner, **changed):
+    fields = {"version": FORMAT_VERSION, "token": owner.described.token, "chunk_id": 9, "region": 0, "rows": (1,)} | changed
+    return msgspec.msgpack.encode(ChunkRequest(**fields))
+
+
+def ask(owner, context, frames):
+    """Send frames to the owner's data socket and return its answer, None if it has counted them and said nothing."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(owner.described.address)
+    before = owner.transport.num_bad_requests
+    dealer.send_multipart(frames)
+    owner.serve(lambda: dealer.poll(0) or owner.transport.num_bad_requests > before)
+    answer = dealer.recv_multipart() if dealer.poll(50) else None
+    dealer.close(linger=0)
+    return answer
+
+
+def test_owner_answers_a_proper_request_with_a_header_and_the_rows(local_owner, context):
+    header, *rows = ask(local_owner, context, [request_to(local_owner, rows=(4, 2))])
+    assert msgspec.msgpack.decode(header, type=ChunkHeader) == ChunkHeader(FORMAT_VERSION, 9)
+    assert rows == [local_owner.memory.rows[4].tobytes(), local_owner.memory.rows[2].tobytes()]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1"],
+        [b"\xff" * 1000],
+        [b"\x95" * 500],
+        [b"\x91" * 5000],
+        [b"", b""],
+        [b"one", b"two", b"three"],
+        [msgspec.msgpack.encode(("a", "b", "c", "d", "e"))],
+        [msgspec.msgpack.encode((1, 2, 3, 0, ["row"]))],
+    ],
+)
+def test_owner_counts_nonsense_and_goes_on(local_owner, context, reader, frames):
+    assert ask(local_owner, context, frames) is None
+    assert_serves(local_owner, reader)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"version": FORMAT_VERSION + 1}, "format 2"),
+        ({"token": 12345}, "another incarnation"),
+        ({"region": 1}, "region 1"),
+        ({"region": -1}, "region -1"),
+        ({"rows": (NUM_OWNER_ROWS,)}, "row 8"),
+        ({"rows": (0, -1)}, "row -1"),
+        ({"rows": (0,) * (MAX_CHUNK_ROWS + 1)}, "cap"),
+    ],
+)
+def test_owner_refuses_with_a_reason_and_without_rows(local_owner, context, reader, changed, reason):
+    (header,) = ask(local_owner, context, [request_to(local_owner, **changed)])
+    refusal = msgspec.msgpack.decode(header, type=ChunkHeader)
+    assert refusal.chunk_id == 9
+    assert reason in refusal.refusal
+    assert_serves(local_owner, reader)
+
+
+def test_owner_survives_bytes_that_are_no_zeromq(local_owner, reader):
+    host, _, port = local_owner.described.address.removeprefix("tcp://").rpartition(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(54) + b"\xff" * 512, bytes(4096)):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(noise)
+    assert_serves(local_owner, reader)
+
+
+def test_owner_cuts_off_a_request_above_the_cap(local_owner, context, reader):
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(local_owner.described.address)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.send(bytes(MAX_REQUEST_BYTES + 1))
+    local_owner.serve(lambda: monitor.poll(0))
+    assert_serves(local_owner, reader)
+
+
+def test_owner_survives_readers_that_leave_before_their_answer(local_owner, context, reader):
+    for _ in range(20):
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(local_owner.described.address)
+        dealer.send(request_to(local_owner, rows=tuple(range(NUM_OWNER_ROWS))))
+        local_owner.transport.poll()
+        dealer.close(linger=0)
+    assert_serves(local_owner, reader)
+
+
+def test_owner_cannot_bind_an_address_that_is_taken(local_owner):
+    second = TcpTransport(RandomIds(), local_owner.described.address)
+    second.register([local_owner.memory.region])
+    with pytest.raises(ConnectorUnavailable, match="cannot bind"):
+        second.describe()
+    second.close()
+
+
+# ---- the next process at the same address ----------------------------------------------------------------------------------
+
+
+def test_successor_at_the_same_address_gives_nothing_to_readers_of_the_dead(reader):
+    first = LocalOwner()
+    first.close()
+    successor = LocalOwner(first.described.address, salt=2)
+    try:
+        assert successor.described.address == first.described.address
+        reader.transport.add_peer(PEER, first.metadata)
+        error = read_from(successor, reader)
+        assert isinstance(error, ProtocolError)
+        assert "another incarnation" in error.message
+        reader.assert_untouched(range(NUM_OWNER_ROWS))
+    finally:
+        successor.close()
+
+
+def test_connection_never_goes_over_to_the_successor(reader):
+    first = LocalOwner()
+    reader.transport.add_peer(PEER, first.metadata)
+    assert read_from(first, reader) is None
+    before = reader.memory.rows.copy()
+    first.close()
+    successor = LocalOwner(first.described.address, salt=2)
+    try:
+        for _ in range(3):
+            assert isinstance(read_from(successor, reader), PeerUnreachable)
+        assert np.array_equal(reader.memory.rows, before)
+        reader.transport.remove_peer(PEER)
+        next_life = PEER._replace(incarnation=2)
+        reader.transport.add_peer(next_life, successor.metadata)
+        assert read_from(successor, reader, next_life) is None
+        reader.assert_rows(2, [3], [5])
+    finally:
+        successor.close()
+
+
+# ---- the reader and an owner that lies --------------------------------------------------------------------------------------
+
+
+class LyingOwner:
+    """A data socket that answers what the test wants."""
+
+    def __init__(self, context):
+        self.socket = context.socket(zmq.ROUTER)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES),)
+        self.metadata = msgspec.msgpack.encode(TcpMetadata(address=f"tcp://127.0.0.1:{port}", token=1, shapes=shapes))
+
+    def take(self):
+        """Wait for a request."""
+        assert self.socket.poll(5000)
+        self.identity, body = self.socket.recv_multipart()
+        self.chunk_id = msgspec.msgpack.decode(body, type=ChunkRequest).chunk_id
+
+    def send(self, make_frames):
+        """Send frames made from the id of the chunk that was asked for last."""
+        self.socket.send_multipart([self.identity, *make_frames(self.chunk_id)])
+
+    def answer(self, make_frames):
+        self.take()
+        self.send(make_frames)
+
+
+def header_of(chunk_id, refusal=""):
+    return msgspec.msgpack.encode(ChunkHeader(FORMAT_VERSION, chunk_id, refusal))
+
+
+ROW = b"\x07" * ROW_BYTES
+LIES = {
+    "too few rows": lambda chunk_id: [header_of(chunk_id), ROW],
+    "no rows": lambda chunk_id: [header_of(chunk_id)],
+    "too many rows": lambda chunk_id: [header_of(chunk_id), ROW, ROW, ROW],
+    "a short row": lambda chunk_id: [header_of(chunk_id), ROW[:-1], ROW],
+    "a refusal": lambda chunk_id: [header_of(chunk_id, "no"), ROW, ROW],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_reader_ends_a_read_that_is_answered_wrongly_and_goes_on(context, reader, lie):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    handle = reader.transport.post_read(PEER, 0, [1, 2], [5, 6])
+    owner.answer(LIES[lie])
+    assert isinstance(reader.wait(handle)[0], ProtocolError)
+    reader.assert_untouched([row for row in range(NUM_OWNER_ROWS) if row not in (5, 6)])
+    handle = reader.transport.post_read(PEER, 0, [1], [2])
+    owner.answer(lambda chunk_id: [header_of(chunk_id), ROW])
+    assert reader.wait(handle) == [None]
+    assert (reader.memory.rows[2] == 7).all()
+
+
+NONSENSE = {
+    "an empty frame": lambda _: [b""],
+    "no header": lambda _: [b"\xc1" * 50, ROW, ROW],
+    "a chunk that nobody asked for": lambda chunk_id: [header_of(chunk_id + 1000), ROW, ROW],
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_reader_throws_nonsense_away(context, reader, kind):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    handle = reader.transport.post_read(PEER, 0, [1, 2], [5, 6])
+    owner.take()
+    owner.send(NONSENSE[kind])
+    owner.send(lambda chunk_id: [header_of(chunk_id), ROW, ROW])
+    assert reader.wait(handle) == [None]
+    assert (reader.memory.rows[[5, 6]] == 7).all()
+    reader.assert_untouched([0, 1, 2, 3, 4, 7])
+
+
+def test_reader_leaves_an_owner_that_sends_larger_frames_than_a_row(context, reader):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    handle = reader.transport.post_read(PEER, 0, [1], [5])
+    owner.answer(lambda chunk_id: [header_of(chunk_id), ROW + b"x"])
+    assert isinstance(reader.wait(handle)[0], PeerUnreachable)
+    reader.assert_untouched(range(NUM_OWNER_ROWS))
+
+
+def test_answer_to_a_cancelled_read_is_thrown_away(context, reader):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    cancelled = reader.transport.post_read(PEER, 0, [1], [5])
+    reader.transport.cancel(cancelled)
+    owner.answer(lambda chunk_id: [header_of(chunk_id), ROW])
+    handle = reader.transport.post_read(PEER, 0, [1], [2])
+    owner.answer(lambda chunk_id: [header_of(chunk_id), ROW])
+    assert reader.wait(handle) == [None]
+    assert reader.results[cancelled].error is not None
+    reader.assert_untouched([5])
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:notaport", "nonsense", "", "ftp://127.0.0.1:1"])
+def test_reader_refuses_a_data_address_that_makes_no_sense(reader, address):
+    shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES),)
+    with pytest.raises(ProtocolError, match="unusable"):
+        reader.transport.add_peer(PEER, msgspec.msgpack.encode(TcpMetadata(address=address, token=1, shapes=shapes)))
 
 
 def test_wildcard_is_bound_only_under_another_name():
