@@ -105,7 +105,8 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str = "p2p"
     transports: tuple[str, ...] = ("shm", "tcp")  # of the p2p connector, in order of preference
-    kv_load_failure_policy: Literal["fail"] = "fail"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
+    kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl
     transfer_deadline_s: Seconds = 30.0
     handshake_timeout_s: Seconds = 5.0
     lease_s: Seconds = 30.0

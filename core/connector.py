@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.kv.seals import SealTable
 from core.request import KVConnectorOutput, Request, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo
 
@@ -30,6 +31,7 @@ class KVPoolRegion:
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
+    ``seals`` is the table of the pool's seals, None on engines that make none.
     """
 
     base_address: int
@@ -39,6 +41,7 @@ class KVPoolRegion:
     device: str = "cpu"
     buffer: memoryview | None = None
     memory_fd: int | None = None
+    seals: SealTable | None = None
 
 
 class KVConnectorScheduler(ABC):

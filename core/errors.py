@@ -174,6 +174,14 @@ class Full(StoreError):
     code = "store_full"
 
 
+def fallback_reason(code: str) -> str:
+    """Return the reason under which a failed load is counted and shown, for the code of its error.
+
+    One of: stale, digest, peer_lost, deadline, layout, rejected, store_miss.
+    """
+    return _FALLBACK_REASONS.get(code, "rejected")
+
+
 class ProtocolError(KVFerryError):
     """A peer sent a frame that is malformed, oversized, of another version, or out of order."""
 
@@ -199,3 +207,15 @@ class StartFailed(KVFerryError):
     """A process of a local cluster ended before it was ready, or did not become ready in time."""
 
     code = "start_failed"
+
+
+_FALLBACK_REASONS = {
+    StaleBlock.code: "stale",
+    LeaseExpired.code: "stale",
+    CorruptBlock.code: "digest",
+    PeerUnreachable.code: "peer_lost",
+    TransferTimeout.code: "deadline",
+    LayoutMismatch.code: "layout",
+    NotFound.code: "store_miss",
+    Unavailable.code: "store_miss",
+}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher
 from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
+from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
 from core.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class NewRequest:
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
     kv_handoff: KVHandoff | None = None  # decode worker: where the prompt's KV lies
+    kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
+    deadline: float | None = None  # when the request's budget ends, on the engine's clock
 
 
 class Request:
@@ -100,8 +102,10 @@ class Request:
         "block_hashes",
         "cache_salt",
         "choice_index",
+        "deadline",
         "extra_keys",
         "kv_handoff",
+        "kv_load_failure_policy",
         "max_tokens",
         "needs_handoff",
         "num_computed_tokens",
@@ -131,6 +135,8 @@ class Request:
         self.max_tokens = new.sampling.max_tokens
         self.needs_handoff = new.needs_handoff
         self.kv_handoff = new.kv_handoff
+        self.kv_load_failure_policy = new.kv_load_failure_policy
+        self.deadline = new.deadline
 
         self.all_token_ids = array("i", new.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -232,15 +238,20 @@ class SchedulerOutput:
 class KVConnectorOutput:
     """What the worker side of a connector has to report after a step.
 
-    ``finished_recving`` names every load that is terminal, failed ones included. ``failed_recving`` maps a request id to the
-    error of its load; its id must also appear in ``finished_recving``, in this output or a later one, once nothing can be
-    written into its blocks any more. ``invalid_block_ids`` are blocks whose content must not be used.
+    ``finished_recving`` names every load that is over for its request, failed and aborted ones included. What of its blocks may
+    still be written is in ``quarantined_block_ids`` of the same output, and in ``unquarantined_block_ids`` of a later one once
+    nothing can arrive any more. ``failed_recving`` maps a request id to the error of its load, of which nothing may be used;
+    its id must also appear in ``finished_recving``, in this output or a later one. ``invalid_block_ids`` are single blocks
+    whose content must not be used; ``load_errors`` says why, per request that asked for them.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     failed_recving: dict[str, ErrorInfo] = field(default_factory=dict)
+    load_errors: dict[str, ErrorInfo] = field(default_factory=dict)
+    quarantined_block_ids: set[int] = field(default_factory=set)
+    unquarantined_block_ids: set[int] = field(default_factory=set)
     transfer_usage: dict[str, TransferUsage] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
@@ -250,6 +261,9 @@ class KVConnectorOutput:
             or self.finished_recving
             or self.invalid_block_ids
             or self.failed_recving
+            or self.load_errors
+            or self.quarantined_block_ids
+            or self.unquarantined_block_ids
             or self.transfer_usage
         )
 

@@ -71,6 +71,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaul
     layout: KVLayoutInfo
     transports: tuple[Name, ...]
     host_id: Name  # equal on two workers that share memory and a pid namespace
+    kv_verify: Text = "auto"  # "auto" | "identity" | "digest": what the reader is going to check
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
@@ -86,6 +87,7 @@ class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omi
     transport: Name
     transport_metadata: bytes
     num_blocks: Positive
+    has_digests: bool = False  # its seals hold digests
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", omit_defaults=True):

@@ -31,6 +31,7 @@ from core.wire.sampling import SamplingParams
 
 Role = Literal["prefill", "decode", "aggregated"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+LoadFailurePolicy = Literal["recompute", "fail"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,11 +135,16 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the hand-over of a request cost, as reported in ``usage.kv_transfer``."""
 
-    transport: Name
+    transport: Text = ""  # empty if nothing was transferred
     transferred_tokens: Count = 0
     transferred_bytes: Count = 0
-    transfer_ms: Milliseconds = 0.0
-    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request
+    transfer_ms: Milliseconds = 0.0  # from the decision to load until the bytes were here
+    verify_ms: Milliseconds = 0.0  # of seals and digests, behind the transfer
+    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, the load apart
+    first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
+    verified_blocks: Count = 0
+    recomputed_tokens: Count = 0  # prompt tokens that should have been loaded and were computed
+    fallback_reason: Text = ""  # why; empty if nothing was recomputed
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
@@ -218,6 +224,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     priority: int = 0
     cache_salt: str = ""
     deadline_ms: WholeMilliseconds = 0
+    kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the worker's own
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,176 @@
+"""Seals: what a worker says, in memory that its peers can read, about each block of its KV pool.
+
+Owns the 64-byte row format and the table of rows. A reader that has read a block reads its row *afterwards*: a row that is as
+expected proves that the block held this content, of this life of the worker, until the bytes had arrived. A block that is
+allocated again loses its seal before anything can write it. Knows no requests, transports or tensors.
+
+    0     4       6        8             16           32       40           44      48              56
+    magic version group_id incarnation   block_hash   digest   num_tokens   flags   layout_version  generation
+
+Fields are written first and ``generation`` last, as one aligned 8-byte store; breaking a seal is one such store of ``BROKEN``.
+That order holds on x86; another CPU needs a fence between the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from core.wire.kv import KVLayoutInfo
+
+SEAL_BYTES = 64
+BROKEN = 0  # generations of allocated blocks start at 1
+
+_MAGIC = 0x4C56464B  # "KFVL"
+_VERSION = 1
+_HAS_DIGEST = 1
+_FIELDS = struct.Struct("<IHHQ16sQIIQ")  # everything but the generation
+_ROW = struct.Struct("<IHHQ16sQIIQQ")
+_GENERATION_INDEX = _FIELDS.size // 8  # in 8-byte words
+_WORDS_PER_ROW = SEAL_BYTES // 8
+
+assert _ROW.size == SEAL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSeal:
+    """What a reader demands of the seal of one block, from the hand-over and from its own hashing of its own prompt."""
+
+    generation: int
+    group_id: int
+    block_hash: bytes
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """One decoded row. ``digest`` is None if the owner made none."""
+
+    incarnation: int
+    generation: int
+    group_id: int
+    block_hash: bytes
+    num_tokens: int
+    layout_version: int
+    digest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SealMemory:
+    """Zeroed host memory for ``2 * num_blocks`` rows. ``memory_fd`` is the anonymous memory file behind it, or None."""
+
+    buffer: memoryview
+    base_address: int
+    memory_fd: int | None = None
+
+
+class SealTable:
+    """One row per block, and behind them one landing row per block for the seals of peers' blocks.
+
+    ``digest_block`` computes the digest of a block's bytes by its id; None = seals are made without. Written by the engine
+    thread; landing rows by the transfer thread.
+    """
+
+    def __init__(
+        self,
+        memory: SealMemory,
+        incarnation: int,
+        layout_version: int,
+        digest_block: Callable[[int], int] | None = None,
+    ) -> None:
+        self.memory = memory
+        self.buffer = memory.buffer
+        self.num_blocks = len(memory.buffer) // (2 * SEAL_BYTES)
+        self.incarnation = incarnation
+        self.layout_version = layout_version
+        self._digest_block = digest_block
+        self._words = memory.buffer.cast("Q")
+
+    @property
+    def has_digests(self) -> bool:
+        """True if seals are made with digests."""
+        return self._digest_block is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Own rows and landing rows."""
+        return 2 * self.num_blocks
+
+    def seal(self, block_id: int, expected: ExpectedSeal) -> None:
+        """State what a block holds, now that its KV is complete. Sealing again what is sealed so changes nothing."""
+        digest = self._digest_block(block_id) if self._digest_block is not None else 0
+        flags = _HAS_DIGEST if self._digest_block is not None else 0
+        _FIELDS.pack_into(
+            self.buffer,
+            block_id * SEAL_BYTES,
+            _MAGIC,
+            _VERSION,
+            expected.group_id,
+            self.incarnation,
+            expected.block_hash,
+            digest,
+            expected.num_tokens,
+            flags,
+            self.layout_version,
+        )
+        self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX] = expected.generation
+
+    def break_seals(self, block_ids: Iterable[int]) -> None:
+        """Take the seals off, before anything may write these blocks."""
+        for block_id in block_ids:
+            self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
+
+    def sealed_generation(self, block_id: int) -> int:
+        """Return the generation that is sealed, ``BROKEN`` if none."""
+        return self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX]
+
+    def row(self, row: int) -> bytes:
+        """Return a copy of an own or landing row."""
+        return bytes(self.buffer[row * SEAL_BYTES : (row + 1) * SEAL_BYTES])
+
+    def landing_row(self, block_id: int) -> int:
+        """Return the row for the seal of the peer's block that is read into ``block_id``."""
+        return self.num_blocks + block_id
+
+    def clear_landing(self, block_ids: Iterable[int]) -> None:
+        """Forget what an earlier read has left, so that a read that brings nothing cannot pass for one that did."""
+        for block_id in block_ids:
+            self._words[self.landing_row(block_id) * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
+
+
+def decode_seal(row: bytes) -> Seal | None:
+    """Return what a row says; None if it is no intact seal (never written, broken, or of another version)."""
+    magic, version, group_id, incarnation, block_hash, digest, num_tokens, flags, layout_version, generation = _ROW.unpack(row)
+    if (magic, version) != (_MAGIC, _VERSION) or generation == BROKEN:
+        return None
+    has_digest = bool(flags & _HAS_DIGEST)
+    return Seal(incarnation, generation, group_id, block_hash, num_tokens, layout_version, digest if has_digest else None)
+
+
+def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:
+    """Say, with both values, why a seal is not the expected one; None if it is. Digests are not looked at."""
+    seal = decode_seal(row)
+    if seal is None:
+        return "the block has no seal: it was reused, or is being rewritten"
+    if seal.incarnation != incarnation:
+        return f"incarnation {seal.incarnation:016x} instead of {incarnation:016x}"
+    for name in ("generation", "group_id", "block_hash", "num_tokens"):
+        found, wanted = getattr(seal, name), getattr(expected, name)
+        if found != wanted:
+            return f"{name} {_shown(found)} instead of {_shown(wanted)}"
+    if seal.layout_version != layout_version:
+        return f"layout {seal.layout_version:016x} instead of {layout_version:016x}"
+    return None
+
+
+def layout_fingerprint(layout: KVLayoutInfo) -> int:
+    """Return 64 bits that differ for different layouts, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=8).digest(), "little")
+
+
+def _shown(value: int | bytes) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
