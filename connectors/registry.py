@@ -1,7 +1,8 @@
 """Connectors by name: what a worker asks for, and where third parties plug in.
 
-A connector is a bundle of a scheduler side, a worker side and whatever runs in the worker's event loop. Names come from the
-entry point group ``kvferry.connectors``; each entry point is a callable ``(ConnectorContext) -> Connector``.
+A connector is a bundle of a scheduler side, a worker side and whatever runs in the worker's event loop. A factory makes it,
+a callable ``(ConnectorContext) -> Connector``. ``connector.name`` names the factory by its entry point in the group
+``kvferry.connectors``, or as ``module:factory`` where the code is importable but not installed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -149,14 +151,29 @@ def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes
 
 
 def connector_factory(name: str) -> ConnectorFactory:
-    """Return the factory registered under ``name``.
+    """Return the factory registered under ``name``, or the one that ``name`` spells as ``module:factory``.
 
     Raises:
-        ConfigError: no such connector; lists the ones there are.
+        ConfigError: no such connector; lists the ones there are, or says what is wrong with the module.
     """
+    if ":" in name:
+        return _imported_factory(name)
     found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in found:
         known = ", ".join(sorted(found)) or "none installed"
-        raise ConfigError(f"connector.name = {name!r}: no such connector; known: {known}", param="connector.name")
+        raise ConfigError(
+            f"connector.name = {name!r}: no such connector; known: {known}, or any module:factory", param="connector.name"
+        )
     factory: ConnectorFactory = found[name].load()
+    return factory
+
+
+def _imported_factory(name: str) -> ConnectorFactory:
+    module_name, _, attribute = name.partition(":")
+    try:
+        factory: ConnectorFactory = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"connector.name = {name!r}: {error}", param="connector.name") from error
+    if not callable(factory):
+        raise ConfigError(f"connector.name = {name!r}: {attribute} is not callable", param="connector.name")
     return factory

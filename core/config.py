@@ -103,7 +103,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How KV leaves and enters a worker."""
 
-    name: str = "p2p"
+    name: str = "p2p"  # an installed connector, or module:factory
     transports: tuple[str, ...] = ("shm", "tcp")  # of the p2p connector, in order of preference
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
     kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl

@@ -10,15 +10,17 @@ it; it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -55,6 +57,18 @@ class LocalWorker:
     ops_address: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """What a cluster's processes get beside their configuration.
+
+    ``environment`` is added to what they inherit, such as ``UCX_TLS``, which a library reads. ``keep_control_ports`` lets a
+    prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    keep_control_ports: bool = False
+
+
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
@@ -73,12 +87,15 @@ class LocalCluster:
         supervise: bool = False,
         log_dir: Path | None = None,
         inherit_logs: bool = False,
+        options: ProcessOptions | None = None,
     ) -> None:
         self._config = config or KVFerryConfig(router=RouterSection(port=0))
         _check_worker_settings(self._config.worker)
         self._supervise = supervise
         self._log_dir = log_dir
         self._inherit_logs = inherit_logs
+        self._options = options or ProcessOptions()
+        self._control_ports: dict[str, int] = {}
         self._roles = _roles(self._config)
         self._backoffs = {name: self._new_backoff() for name in (ROUTER, *self._roles)}
         self._keeper: ProcessKeeper | None = None
@@ -105,6 +122,8 @@ class LocalCluster:
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
         try:
             self._start_router(deadline)
+            if self._options.keep_control_ports:
+                self._control_ports = _free_ports([name for name, role in self._roles.items() if role == "prefill"])
             for name in self._roles:
                 self._keeper.start(self._spec(name))
             self._wait_until_ready(deadline, is_cancelled)
@@ -247,6 +266,8 @@ class LocalCluster:
         """Return what to start; settings go by the standard input, so that no key lies in a file."""
         role = [name] if name == ROUTER else _ROLE_ARGUMENTS[self._roles[name]]
         command = [sys.executable, "-P", "-m", "kvferry", *role, "--config", str(STDIN)]
+        if self._options.environment:
+            command = ["env", *(f"{key}={value}" for key, value in self._options.environment.items()), *command]
         return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)))
 
     def _config_of(self, name: str) -> KVFerryConfig:
@@ -257,7 +278,7 @@ class LocalCluster:
             self._config.worker,
             engine_id=name,
             router_addresses=(self._config.router.worker_address,),
-            control_address="tcp://127.0.0.1:0",
+            control_address=f"tcp://127.0.0.1:{self._control_ports.get(name, 0)}",
             ops_port=0,
             workers_on_host=len(self._roles),
             host_slot=list(self._roles).index(name),
@@ -320,6 +341,15 @@ def _roles(config: KVFerryConfig) -> dict[str, Role]:
         )
     roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
     return roles | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+
+
+def _free_ports(names: Sequence[str]) -> dict[str, int]:
+    """Return a port for each name; another program could still take it before it is bound."""
+    with contextlib.ExitStack() as stack:
+        sockets = {name: stack.enter_context(socket.socket()) for name in names}
+        for probe in sockets.values():
+            probe.bind(("127.0.0.1", 0))
+        return {name: probe.getsockname()[1] for name, probe in sockets.items()}
 
 
 def _check_worker_settings(worker: WorkerSection) -> None:

@@ -56,6 +56,27 @@ def test_unknown_name_is_told_before_a_model_is_loaded():
         connector_builder("carrier-pigeon")
 
 
+def test_connector_that_is_not_installed_is_named_by_module_and_factory():
+    assert connector_factory("connectors.p2p:connector") is p2p.connector
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:connector", "No module named 'no_such_module'"),
+        ("connectors.p2p:carrier_pigeon", "no attribute 'carrier_pigeon'"),
+        ("connectors.p2p:", "no attribute ''"),
+        (":connector", "Empty module name"),
+        ("connectors.registry:ENTRY_POINT_GROUP", "ENTRY_POINT_GROUP is not callable"),
+    ],
+)
+def test_factory_that_cannot_be_imported_is_told_with_the_reason(name, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        connector_factory(name)
+    assert caught.value.param == "connector.name"
+    assert repr(name) in caught.value.message
+
+
 def test_builder_hands_on_everything_of_its_host(host, monkeypatch):
     contexts = []
     monkeypatch.setattr(registry, "connector_factory", lambda name: contexts.append)
