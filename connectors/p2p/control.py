@@ -112,10 +112,11 @@ class _Link:
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
-        """End the tasks and close the socket."""
+        """End the tasks and close the sockets. Events stop first: ZeroMQ's thread blocks on one that nobody can read."""
         for task in self.tasks:
             task.cancel()
-        self.socket.disable_monitor()
+        self.socket.monitor(None, 0)
+        self.monitor.close(linger=0)  # the event loop holds it, so nobody else would
         self.socket.close(linger=0)
 
 

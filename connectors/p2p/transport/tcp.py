@@ -166,7 +166,7 @@ class TcpTransport(Transport):
         try:
             socket.connect(owner.address)
         except zmq.ZMQError as error:
-            _close_socket(socket)
+            _close_connection(socket, monitor)
             raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
         self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes)
 
@@ -213,7 +213,8 @@ class TcpTransport(Transport):
         """Close the connection."""
         if peer in self._peers:
             self._lose(peer, f"{peer.address} was removed")
-            _close_socket(self._peers.pop(peer).socket)
+            gone = self._peers.pop(peer)
+            _close_connection(gone.socket, gone.monitor)
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
         """The data socket, the connections and their monitors."""
@@ -395,6 +396,12 @@ def _discard_frames(socket: zmq.Socket[bytes]) -> None:
         socket.recv(zmq.NOBLOCK, copy=False)
 
 
-def _close_socket(socket: zmq.Socket[bytes]) -> None:
-    socket.disable_monitor()
+def _close_connection(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Close a connection and its monitor, in an order that cannot hang.
+
+    ZeroMQ's thread reports events by a blocking send, under the lock that ``monitor`` takes: if the reading end is closed
+    first, as by pyzmq's ``disable_monitor``, an event in between blocks both for ever.
+    """
+    socket.monitor(None, 0)
+    monitor.close(linger=0)
     socket.close(linger=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -388,6 +389,22 @@ async def test_closed_connection_says_nothing_and_the_next_message_opens_another
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, ANSWER)
     assert reader.news.empty()
+
+
+async def test_closed_connections_leave_no_descriptor_open(server, reader, eventually):
+    address = server.start(ANY)
+
+    async def talk():
+        reader.clients.send(address, QUESTION)
+        await reader.next()
+        reader.clients.close(address)
+
+    await talk()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        await talk()
+    # ZeroMQ's own thread closes them a little later.
+    await asyncio.to_thread(eventually, lambda: len(os.listdir("/proc/self/fd")) <= before + 2, "the descriptors to be closed")
 
 
 async def test_peer_whose_message_cannot_be_handled_is_lost_and_the_next_message_opens_another(context, server):

@@ -1,4 +1,5 @@
 import socket
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -163,7 +164,11 @@ def test_owner_refuses_with_a_reason_and_without_rows(local_owner, context, read
 
 def test_owner_survives_bytes_that_are_no_zeromq(local_owner, reader):
     host, _, port = local_owner.described.address.removeprefix("tcp://").rpartition(":")
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(54) + b"\xff" * 512, bytes(4096)):
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + bytes(54) + b"\xff" * 512,
+        bytes(4096),
+    ):
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(noise)
     assert_serves(local_owner, reader)
@@ -175,6 +180,7 @@ def test_owner_cuts_off_a_request_above_the_cap(local_owner, context, reader):
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.send(bytes(MAX_REQUEST_BYTES + 1))
     local_owner.serve(lambda: monitor.poll(0))
+    dealer.monitor(None, 0)  # before the context closes the sockets in any order
     assert_serves(local_owner, reader)
 
 
@@ -316,6 +322,24 @@ def test_reader_leaves_an_owner_that_sends_larger_frames_than_a_row(context, rea
     owner.answer(lambda chunk_id: [header_of(chunk_id), ROW + b"x"])
     assert isinstance(reader.wait(handle)[0], PeerUnreachable)
     reader.assert_untouched(range(NUM_OWNER_ROWS))
+
+
+def test_events_stop_before_their_reading_end_is_closed(monkeypatch, local_owner, reader):
+    """ZeroMQ's thread sends an event by a blocking call: with nobody at the other end it would hang, and we with it."""
+    reader.transport.add_peer(PEER, local_owner.metadata)
+    monitor = weakref.ref(reader.transport.pollables()[-1])
+    was_open = []
+    stop = zmq.Socket.monitor
+
+    def spy(self, address, events=zmq.EVENT_ALL):
+        if address is None:
+            was_open.append(monitor() is not None and not monitor().closed)
+        return stop(self, address, events)
+
+    monkeypatch.setattr(zmq.Socket, "monitor", spy)
+    reader.transport.remove_peer(PEER)
+    assert was_open == [True]
+    assert monitor() is None or monitor().closed
 
 
 def test_answer_to_a_cancelled_read_is_thrown_away(context, reader):
