@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from core.engine.runner import ModelRunner
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
@@ -33,13 +33,35 @@ class EngineGauges:
     num_ignored_reports: int = 0
 
 
+class Runner(Protocol):
+    """What computes a step: ``core.engine.runner.ModelRunner``, or ``core.testing.hash_model.HashModel``."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the next step will raise, None if it will not."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; an empty one too."""
+
+    def shutdown(self) -> None:
+        """Stop what belongs to the runner."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step between its decision and its end."""
+
+    output: SchedulerOutput
+    awaits_blocks: bool  # the connector was about to give blocks back when it was decided
+
+
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
     Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, hasher: BlockHasher, vocab_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, hasher: BlockHasher, vocab_size: int) -> None:
         hash_block_size = scheduler.kv_cache_manager.hash_block_size
         if hasher.hash_block_size != hash_block_size:
             raise ValueError(f"hashes of {hasher.hash_block_size} tokens, but the KV cache looks up {hash_block_size}")
@@ -70,13 +92,24 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule, run and digest one step; return the news of every request that has any."""
+        step = self.schedule_step()
+        return self.finish_step(step, self.run_step(step))
+
+    def schedule_step(self) -> ScheduledStep:
+        """Decide what the next step computes. ``run_step`` and ``finish_step`` follow, with nothing else in between."""
         connector = self.scheduler.connector
         # Such blocks may come back within the step, behind the decision that lacked them; nobody would tell.
         awaits_blocks = connector is not None and connector.has_pending_block_frees()
-        scheduler_output = self.scheduler.schedule()
-        runner_output = self._runner.execute_model(scheduler_output)
-        outputs = self.scheduler.update_from_output(scheduler_output, runner_output)
-        self._is_stalled = not outputs and not awaits_blocks and _nothing_happened(scheduler_output, runner_output)
+        return ScheduledStep(self.scheduler.schedule(), awaits_blocks)
+
+    def run_step(self, step: ScheduledStep) -> ModelRunnerOutput:
+        """Compute it."""
+        return self._runner.execute_model(step.output)
+
+    def finish_step(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Digest what it produced; return the news of every request that has any."""
+        outputs = self.scheduler.update_from_output(step.output, runner_output)
+        self._is_stalled = not outputs and not step.awaits_blocks and _nothing_happened(step.output, runner_output)
         self._update_gauges()
         return outputs
 

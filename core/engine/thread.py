@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.engine.core import EngineCore, EngineGauges
-from core.engine.hands import error_info
-from core.errors import EngineDead, KVFerryError, RequestError
+from core.engine.inbox import Abort, Add, EngineMessage, Wake, take_in
+from core.errors import EngineDead
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
 
@@ -24,26 +24,8 @@ THREAD_NAME = "kvferry-engine"
 
 
 @dataclass(frozen=True, slots=True)
-class _Add:
-    requests: Sequence[NewRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Wake:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
-
-
-_Message = _Add | _Abort | _Wake | _Stop
 
 
 class EngineThread:
@@ -65,7 +47,7 @@ class EngineThread:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._prepare = prepare
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # admission bounds what can be in it
+        self._inbox: queue.SimpleQueue[EngineMessage | _Stop] = queue.SimpleQueue()  # admission bounds what can be in it
         self._death: BaseException | None = None
         self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
         self._is_closed = False
@@ -82,7 +64,7 @@ class EngineThread:
         Raises:
             EngineDead: the loop has ended, or was told to.
         """
-        self._submit(_Add(requests))
+        self._submit(Add(requests))
 
     def submit_abort(self, request_ids: Sequence[str]) -> None:
         """Ask to stop requests; at the latest before the next step they are gone.
@@ -90,11 +72,11 @@ class EngineThread:
         Raises:
             EngineDead: the loop has ended, or was told to.
         """
-        self._submit(_Abort(request_ids))
+        self._submit(Abort(request_ids))
 
     def wake(self) -> None:
         """Say that a connector has something to report: one more step will be taken. Never raises; from any thread."""
-        self._inbox.put(_Wake())
+        self._inbox.put(Wake())
 
     def gauges(self) -> EngineGauges:
         """Return the reading after the last step."""
@@ -118,7 +100,7 @@ class EngineThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _submit(self, message: _Message) -> None:
+    def _submit(self, message: EngineMessage) -> None:
         with self._submit_lock:
             if self._death is not None:
                 raise EngineDead(f"the engine has ended: {self._death!r}")
@@ -160,27 +142,8 @@ class EngineThread:
         except queue.Empty:
             return refusals
 
-    def _handle(self, message: _Message) -> list[EngineCoreOutput]:
-        match message:
-            case _Add(requests):
-                return [refusal for new in requests if (refusal := self._add(new)) is not None]
-            case _Abort(request_ids):
-                self._engine.abort_requests(request_ids)
-            case _Wake():
-                self._engine.wake()
-            case _Stop():
-                self._is_stopping = True
-        return []
-
-    def _add(self, new: NewRequest) -> EngineCoreOutput | None:
-        """Add a request; return its only output if it is refused, or cannot be understood: that concerns nobody else."""
-        try:
-            self._engine.add_request(new)
-        except RequestError as error:
-            refusal: KVFerryError = error
-        except Exception as error:
-            logger.exception(event("request_not_added", request_id=new.request_id, error=repr(error)))
-            refusal = KVFerryError(f"the request could not be added: {error!r}")
-        else:
-            return None
-        return EngineCoreOutput(new.request_id, [], finish_reason="error", error=error_info(refusal))
+    def _handle(self, message: EngineMessage | _Stop) -> list[EngineCoreOutput]:
+        if isinstance(message, _Stop):
+            self._is_stopping = True
+            return []
+        return take_in(self._engine, message)
