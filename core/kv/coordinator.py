@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
+from core.kv.seals import SealTable
 from core.kv.single_type import get_manager_for_kv_cache_spec
 from core.kv.spec import KVCacheConfig
 
@@ -38,6 +39,7 @@ class KVCacheCoordinator(ABC):
         hash_block_size: int,
         enable_caching: bool,
         enable_kv_cache_events: bool = False,
+        seals: SealTable | None = None,
     ) -> None:
         _check_divisible("scheduler_block_size", scheduler_block_size, "hash_block_size", hash_block_size)
         for index, group in enumerate(kv_cache_config.groups):
@@ -47,7 +49,8 @@ class KVCacheCoordinator(ABC):
         self.scheduler_block_size = scheduler_block_size
         self.hash_block_size = hash_block_size
         self.enable_caching = enable_caching
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, enable_caching, hash_block_size, enable_kv_cache_events)
+        num_blocks = kv_cache_config.num_blocks
+        self.block_pool = BlockPool(num_blocks, enable_caching, hash_block_size, enable_kv_cache_events, seals)
         self.managers = tuple(
             get_manager_for_kv_cache_spec(group.spec, self.block_pool, index)
             for index, group in enumerate(kv_cache_config.groups)
@@ -103,6 +106,21 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.cache_blocks(request_id, block_hashes, num_tokens)
 
+    def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Seal the full blocks of the first ``num_tokens`` tokens, in every group."""
+        for manager in self.managers:
+            manager.seal_blocks(request_id, block_hashes, num_tokens)
+
+    def seal_partial_block(self, request_id: str, num_tokens: int, block_hash: bytes) -> None:
+        """Seal the block in which the first ``num_tokens`` tokens end, in every group where they do not fill it."""
+        for manager in self.managers:
+            manager.seal_partial_block(request_id, num_tokens, block_hash)
+
+    def break_seals(self, request_id: str, num_tokens: int) -> None:
+        """Take the seals off what is going to be written from ``num_tokens`` on, in every group."""
+        for manager in self.managers:
+            manager.break_seals(request_id, num_tokens)
+
     def truncate(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
         """Unhash what lies beyond ``num_tokens`` and give it a new generation; return those blocks."""
         beyond = tuple(manager.truncate(request_id, num_tokens) for manager in self.managers)
@@ -142,6 +160,7 @@ def get_kv_cache_coordinator(
     hash_block_size: int,
     enable_caching: bool,
     enable_kv_cache_events: bool = False,
+    seals: SealTable | None = None,
 ) -> KVCacheCoordinator:
     """Build the coordinator that a cache needs.
 
@@ -150,4 +169,4 @@ def get_kv_cache_coordinator(
     kind: type[KVCacheCoordinator] = UnitaryKVCacheCoordinator if enable_caching else KVCacheCoordinatorNoPrefixCache
     if enable_caching and len(kv_cache_config.groups) > 1:
         raise ValueError(f"prefix caching works with one KV cache group, not {len(kv_cache_config.groups)}: disable it")
-    return kind(kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events)
+    return kind(kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events, seals)

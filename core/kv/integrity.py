@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from core.kv.block import KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool, cache_key
+from core.kv.seals import BROKEN, SealTable, decode_seal
 
 
 def find_violations(manager: KVCacheManager, held: Mapping[int, int] | None = None) -> list[str]:
@@ -25,6 +26,7 @@ def find_violations(manager: KVCacheManager, held: Mapping[int, int] | None = No
         *_check_prefix_map(pool),
         *_check_tables(manager),
         *_check_null_block(pool),
+        *_check_seals(pool),
     ]
 
 
@@ -76,17 +78,38 @@ def _check_tables(manager: KVCacheManager) -> Iterator[str]:
     for group in groups:
         if group.req_to_blocks.keys() != groups[0].req_to_blocks.keys():
             yield f"group {group.group_id} holds other requests than group 0"
-        if group.req_to_blocks.keys() != group.num_cached_block.keys():
-            yield f"group {group.group_id} has tables and counts of cached blocks for different requests"
+        if not group.req_to_blocks.keys() == group.num_cached_block.keys() == group.num_sealed_block.keys():
+            yield f"group {group.group_id} has tables and counts of cached or sealed blocks for different requests"
         for request_id, blocks in group.req_to_blocks.items():
             ids = [block.block_id for block in blocks if not block.is_null]
             if len(ids) != len(set(ids)):
                 yield f"table of {request_id} in group {group.group_id} holds a block twice"
-            if group.num_cached_block.get(request_id, 0) > len(blocks):
-                yield f"table of {request_id} in group {group.group_id} is shorter than its cached prefix"
+            for name, counts in (("cached", group.num_cached_block), ("sealed", group.num_sealed_block)):
+                if counts.get(request_id, 0) > len(blocks):
+                    yield f"table of {request_id} in group {group.group_id} is shorter than its {name} prefix"
 
 
 def _check_null_block(pool: BlockPool) -> Iterator[str]:
     null = pool.blocks[0]
     if not null.is_null or null.ref_cnt or null.generation or null.block_hash is not None:
         yield f"null block changed: {null}, generation {null.generation}"
+
+
+def _check_seals(pool: BlockPool) -> Iterator[str]:
+    """A seal is that of the block's present life, and of the content that the prefix map knows it by."""
+    seals = pool.seals
+    if seals is None:
+        return
+    for block in pool.blocks:
+        if seals.sealed_generation(block.block_id) != BROKEN:
+            yield from _check_seal(block, seals)
+
+
+def _check_seal(block: KVCacheBlock, seals: SealTable) -> Iterator[str]:
+    seal = decode_seal(seals.row(block.block_id))
+    if seal is None:
+        yield f"{block} has a seal that cannot be read"
+    elif (seal.incarnation, seal.generation) != (seals.incarnation, block.generation):
+        yield f"{block} has a seal of another life: {seal}"
+    elif block.block_hash is not None and (seal.block_hash, seal.group_id) != (block.block_hash, block.group_id):
+        yield f"{block} has the seal of another content: {seal}"

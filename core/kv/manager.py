@@ -13,6 +13,7 @@ from typing import Protocol
 from core.kv.block import KVCacheBlock
 from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
+from core.kv.seals import SealTable
 from core.kv.spec import KVCacheConfig, ceil_div
 from core.kv.stats import PrefixCacheStats
 
@@ -71,6 +72,7 @@ class KVCacheManager:
     ``max_model_len``, the safe upper bound). ``watermark`` is the share of the pool that the admission of a request must leave
     free while others run, so that they are not preempted at once. ``enable_kv_cache_events`` collects events without bound
     until ``take_events``: for a caller that drains them; ``core.engine.build``, which has no reader of them, leaves it off.
+    ``seals`` is the pool's seal table; without one nothing is sealed.
     Raises: ValueError for sizes that do not fit together.
     """
 
@@ -85,6 +87,7 @@ class KVCacheManager:
         enable_caching: bool = True,
         enable_kv_cache_events: bool = False,
         watermark: float = 0.0,
+        seals: SealTable | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ValueError(f"max_model_len must be positive, not {max_model_len}")
@@ -95,7 +98,7 @@ class KVCacheManager:
         self.max_in_flight_tokens = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
         self.enable_caching = enable_caching
         self.coordinator = get_kv_cache_coordinator(
-            kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events
+            kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events, seals
         )
         self.block_pool = self.coordinator.block_pool
         self.empty_kv_cache_blocks = KVCacheBlocks(self.coordinator.no_blocks)
@@ -178,6 +181,8 @@ class KVCacheManager:
             new_blocks = KVCacheBlocks(tuple([*first, *rest] for first, rest in zip(external, fresh, strict=True)))
         elif num_needed:
             new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_slots))
+        if num_new_tokens:
+            coordinator.break_seals(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
             coordinator.cache_blocks(request_id, request.block_hashes, num_known)
@@ -191,6 +196,22 @@ class KVCacheManager:
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
         self.coordinator.cache_blocks(request.request_id, request.block_hashes, num_computed_tokens)
+
+    def seal_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
+        """Seal the full blocks of the first ``num_computed_tokens`` tokens: their KV is in the pool, complete and good.
+
+        Hits are left out, also where the same step fills them: whoever fills a block seals it.
+        """
+        if self.block_pool.seals is not None:
+            self.coordinator.seal_blocks(request.request_id, request.block_hashes, num_computed_tokens)
+
+    def seal_partial_block(self, request: KVCacheRequest, num_tokens: int, block_hash: bytes) -> None:
+        """Seal the last block of the first ``num_tokens`` tokens, if they do not fill it, for whoever reads just these.
+
+        ``block_hash`` identifies the ``num_tokens`` tokens (``BlockHasher.prefix_hash``). The request must not write any more.
+        """
+        if self.block_pool.seals is not None:
+            self.coordinator.seal_partial_block(request.request_id, num_tokens, block_hash)
 
     def free(self, request: KVCacheRequest) -> None:
         """Drop the request's references, last block first, so that its head stays cached longest. Idempotent."""
@@ -244,7 +265,7 @@ class KVCacheManager:
         )
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes of these blocks; their references stay.
+        """Drop the hashes and seals of these blocks; their references stay.
 
         Raises: ValueError for an id outside the pool.
         """

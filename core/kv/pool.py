@@ -1,8 +1,9 @@
 """All KV cache blocks of one worker: which are free, which are cached, who is reused next.
 
-Owns reference counts, generations, the free queue and the prefix map (block hash, group) -> blocks. Does not know requests,
-block tables or tensors. Called by the KV cache managers, and by connectors that keep blocks beyond their request (a lease, a
-pin, a transfer in flight): they ``touch`` a block to hold a reference of their own and ``free_blocks`` it when they are done.
+Owns reference counts, generations, the free queue, the prefix map (block hash, group) -> blocks, and when a seal is broken:
+wherever a generation grows or content is no longer trusted. Does not know requests, block tables or tensors. Called by the KV
+cache managers, and by connectors that keep blocks beyond their request (a lease, a pin, a transfer in flight): they ``touch``
+a block to hold a reference of their own and ``free_blocks`` it when they are done.
 
 Names and eviction order are those of vLLM V1's block pool.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from core.kv.seals import ExpectedSeal, SealTable
 
 _SENTINEL_ID = -1
 
@@ -162,18 +164,27 @@ def cache_key(block_hash: bytes, group_id: int) -> bytes:
 class BlockPool:
     """The blocks 0..num_blocks-1 of one worker. Block 0 is the null block and never allocated.
 
-    With ``enable_caching`` a freed block keeps its hash, and so its content, until it is reused.
-    Raises: ValueError if there is no usable block.
+    With ``enable_caching`` a freed block keeps its hash, and so its content, until it is reused. ``seals`` is the table in
+    which peers read what a block holds, None on an engine that has none.
+    Raises: ValueError if there is no usable block, or the table has rows for another number of blocks.
     """
 
     def __init__(
-        self, num_blocks: int, enable_caching: bool, hash_block_size: int, enable_kv_cache_events: bool = False
+        self,
+        num_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        seals: SealTable | None = None,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), not {num_blocks}")
+        if seals is not None and seals.num_blocks != num_blocks:
+            raise ValueError(f"a seal table for {seals.num_blocks} blocks does not fit a pool of {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
+        self.seals = seals
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.null_block = self.free_block_queue.popleft()
@@ -210,6 +221,7 @@ class BlockPool:
                 self._drop_hash(block)
             block.generation += 1
             block.ref_cnt = 1
+        self.break_seals(blocks)
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -271,8 +283,28 @@ class BlockPool:
             parent = block_hashes[num_cached * k - 1] if num_cached else None
             self._events.append(BlockStored(tuple(stored), parent, block_size, group_id))
 
+    def seal_full_blocks(
+        self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_sealed: int, block_size: int, group_id: int
+    ) -> None:
+        """Seal the full blocks ``blocks[num_sealed:]`` of a block table, whose KV is complete; hashes as they are cached."""
+        if self.seals is None:
+            return
+        k = block_size // self.hash_block_size
+        for index in range(num_sealed, len(blocks)):
+            self.seal_block(blocks[index], group_id, block_hashes[(index + 1) * k - 1], block_size)
+
+    def seal_block(self, block: KVCacheBlock, group_id: int, block_hash: bytes, num_tokens: int) -> None:
+        """Seal one block that holds ``num_tokens`` tokens whose KV is complete."""
+        if self.seals is not None and not block.is_null:
+            self.seals.seal(block.block_id, ExpectedSeal(block.generation, group_id, block_hash, num_tokens))
+
+    def break_seals(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take the seals off blocks that are going to be written, or are no longer trusted."""
+        if self.seals is not None:
+            self.seals.break_seals([block.block_id for block in blocks])
+
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes of these blocks, so that nobody hits them again; references stay.
+        """Drop the hashes and seals of these blocks, so that nobody hits or reads them again; references stay.
 
         Raises: ValueError for an id outside the pool; then nothing has changed.
         """
@@ -283,15 +315,16 @@ class BlockPool:
         for block_id in ids:
             if self.blocks[block_id].block_hash is not None:
                 self._drop_hash(self.blocks[block_id])
+        self.break_seals(self.blocks[block_id] for block_id in ids)
 
     def invalidate_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Unhash blocks that will be rewritten in place and give them a new generation, so that old names go stale."""
-        for block in blocks:
-            if block.is_null:
-                continue
+        rewritten = [block for block in blocks if not block.is_null]
+        for block in rewritten:
             if block.block_hash is not None:
                 self._drop_hash(block)
             block.generation += 1
+        self.break_seals(rewritten)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False, with nothing changed, while any block is referenced."""

@@ -13,7 +13,9 @@ That order holds on x86; another CPU needs a fence between the two.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,6 +68,20 @@ class SealMemory:
     buffer: memoryview
     base_address: int
     memory_fd: int | None = None
+
+
+def map_seal_memory(num_blocks: int, memory_fd: int | None = None) -> SealMemory:
+    """Map zeroed rows for ``num_blocks`` blocks: a memory file of that size, which peers can map, or memory of this process.
+
+    The mapping lives as long as a view of it; the file is the caller's.
+    """
+    memory = mmap.mmap(-1 if memory_fd is None else memory_fd, seal_memory_bytes(num_blocks))
+    return SealMemory(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory_fd)
+
+
+def seal_memory_bytes(num_blocks: int) -> int:
+    """Return the size of a table: own rows and landing rows."""
+    return 2 * num_blocks * SEAL_BYTES
 
 
 class SealTable:

@@ -1,7 +1,8 @@
 """Block tables of one KV cache group: what one attention type holds for each request.
 
-Owns request id -> blocks and how many leading blocks of each are hashed. Does not know other groups, budgets or why blocks
-are asked for. Called only by ``core.kv.coordinator``, which checks that enough blocks are free before it lets anyone allocate.
+Owns request id -> blocks and how many leading blocks of each are hashed, and sealed. Does not know other groups, budgets or why
+blocks are asked for. Called only by ``core.kv.coordinator``, which checks that enough blocks are free before it lets anyone
+allocate.
 
 A new attention type overrides ``find_longest_cache_hit``. One that forgets tokens overrides ``remove_skipped_blocks`` too and
 says so by ``max_admission_blocks``.
@@ -34,6 +35,7 @@ class SingleTypeKVCacheManager(ABC):
         self.max_admission_blocks = max_admission_blocks
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
+        self.num_sealed_block: dict[str, int] = {}  # hits count: whoever filled them seals them
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int, alignment: int) -> list[KVCacheBlock]:
@@ -72,6 +74,7 @@ class SingleTypeKVCacheManager(ABC):
         self.block_pool.touch(new_computed_blocks)
         self.req_to_blocks[request_id] = list(new_computed_blocks)
         self.num_cached_block[request_id] = len(new_computed_blocks)
+        self.num_sealed_block[request_id] = len(new_computed_blocks)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
         """Extend the table to slots for ``num_tokens`` tokens and return the blocks added."""
@@ -94,15 +97,41 @@ class SingleTypeKVCacheManager(ABC):
         self.block_pool.cache_full_blocks(blocks, block_hashes, num_cached, self.block_size, self.group_id)
         self.num_cached_block[request_id] = num_full
 
+    def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Seal the full blocks of the first ``num_tokens`` tokens, as far as this request has not done so."""
+        num_full = num_tokens // self.block_size
+        num_sealed = self.num_sealed_block[request_id]
+        if num_full <= num_sealed:
+            return
+        blocks = self.req_to_blocks[request_id][:num_full]
+        assert len(blocks) == num_full, f"{request_id} has no blocks for {num_tokens} tokens"
+        self.block_pool.seal_full_blocks(blocks, block_hashes, num_sealed, self.block_size, self.group_id)
+        self.num_sealed_block[request_id] = num_full
+
+    def seal_partial_block(self, request_id: str, num_tokens: int, block_hash: bytes) -> None:
+        """Seal the block in whose middle the first ``num_tokens`` tokens end, if there is one and it is not full already."""
+        index, num_tail = divmod(num_tokens, self.block_size)
+        if num_tail and index >= self.num_sealed_block[request_id]:
+            self.block_pool.seal_block(self.req_to_blocks[request_id][index], self.group_id, block_hash, num_tail)
+
+    def break_seals(self, request_id: str, num_tokens: int) -> None:
+        """Take the seals off the blocks that hold slots from ``num_tokens`` on: those slots are going to be written."""
+        num_kept, num_sealed = num_tokens // self.block_size, self.num_sealed_block[request_id]
+        if num_kept < num_sealed:
+            self.block_pool.break_seals(self.req_to_blocks[request_id][num_kept:num_sealed])
+            self.num_sealed_block[request_id] = num_kept
+
     def truncate(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
         """Consider only the first ``num_tokens`` tokens cached; return the blocks that are not wholly inside them."""
         num_kept = num_tokens // self.block_size
         self.num_cached_block[request_id] = min(self.num_cached_block[request_id], num_kept)
+        self.num_sealed_block[request_id] = min(self.num_sealed_block[request_id], num_kept)
         return self.req_to_blocks[request_id][num_kept:]
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """End the request here; return its blocks last first, the order in which they may be evicted."""
         self.num_cached_block.pop(request_id, None)
+        self.num_sealed_block.pop(request_id, None)
         blocks = self.req_to_blocks.pop(request_id, [])
         blocks.reverse()
         return blocks

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.request import FINISH_REASONS, EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from core.request import (
+    FINISH_REASONS,
+    EngineCoreOutput,
+    FirstTokenTimes,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+)
 from core.sched.release import finish_requests, free_request, remove_from_running
 from core.sched.state import SchedulerState
 from core.sched.stop import append_output_tokens
@@ -40,6 +48,7 @@ def process_sampled_tokens(
         output = EngineCoreOutput(request_id, append_output_tokens(request, token_ids, max_model_len))
         if request.prefill_stats is not None:
             output.prefill_stats = request.take_prefill_stats()
+            output.first_token_times = _first_token_times(state, request)
         if state.transfer_usage:
             output.transfer_usage = state.transfer_usage.pop(request_id, None)
         if has_extras:
@@ -52,6 +61,14 @@ def process_sampled_tokens(
         outputs.append(output)
     remove_from_running(state, stopped)
     return outputs
+
+
+def _first_token_times(state: SchedulerState, request: Request) -> FirstTokenTimes:
+    assert request.first_scheduled_time is not None, f"{request!r} has put out a token but was never scheduled"
+    return FirstTokenTimes(
+        wait_s=max(0.0, request.first_scheduled_time - request.arrival_time),
+        compute_s=max(0.0, state.clock.now() - request.first_scheduled_time),
+    )
 
 
 def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) -> None:
@@ -89,7 +106,7 @@ def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> lis
 
 
 def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Mapping[str, ErrorInfo]) -> None:
-    """Make the blocks of synchronous loads hits, now that the step has run and the loads are known to be good.
+    """Make the blocks of synchronous loads hits and seal them, now that the step has run and the loads are known to be good.
 
     Comes before the step's tokens are applied: a request that they end gives up its blocks.
     """
@@ -97,4 +114,6 @@ def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOu
     for request in loads:
         if request.status is RequestStatus.RUNNING and request.request_id not in failed:
             num_later = request.num_in_flight_tokens - scheduler_output.num_scheduled_tokens[request.request_id]
-            state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - num_later)
+            num_computed_tokens = request.num_computed_tokens - num_later
+            state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
+            state.kv_cache_manager.seal_blocks(request, num_computed_tokens)

@@ -15,14 +15,15 @@ from core.sched.state import SchedulerState
 def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
     """Make a loading request an ordinary waiting one if its KV has arrived; say whether it has.
 
-    All loaded blocks are hashed first, by the full count; only then the last token of a completely loaded sequence is marked
-    as not computed, since there must be one to sample from. So a prompt of full blocks has all of them cached, needs no block
-    and computes one token.
+    All loaded blocks are hashed and sealed first, by the full count; only then the last token of a completely loaded sequence
+    is marked as not computed, since there must be one to sample from. So a prompt of full blocks has all of them cached, needs
+    no block and computes one token; the last block loses its seal when that token is scheduled, and is sealed again after it.
     """
     if request.request_id not in state.finished_recving_kv_req_ids:
         return False
     state.finished_recving_kv_req_ids.remove(request.request_id)
     state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+    state.kv_cache_manager.seal_blocks(request, request.num_computed_tokens)
     if request.num_computed_tokens == request.num_tokens:
         request.num_computed_tokens -= 1
     request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING

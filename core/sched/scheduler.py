@@ -5,8 +5,8 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 ``update_from_output``; that is one turn of its loop. Knows no tensors, sockets or threads.
 
 The rules live beside this file, one topic each: ``running`` (tokens for running requests, preemption), ``admission`` (waiting
-requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``outputs`` and ``stop`` (new tokens), ``release`` (ends of
-requests). Names and behaviour follow vLLM V1.
+requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (what peers may read), ``outputs`` and ``stop``
+(new tokens), ``release`` (ends of requests). Names and behaviour follow vLLM V1.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from core.sched.queue import RequestQueue
 from core.sched.release import finish_requests
 from core.sched.remote_kv import update_from_kv_xfer_finished
 from core.sched.running import schedule_running
+from core.sched.sealing import seal_computed_blocks
 from core.sched.state import SchedulerState, Step
 from core.sched.stats import SchedulerStats, make_stats
 from core.wire.messages import ErrorInfo
@@ -101,6 +102,7 @@ class Scheduler:
             failed = unhash_failed(state, model_output.failed) | failed
         if state.synchronous_loads:
             cache_synchronous_loads(state, scheduler_output, failed)
+        seal_computed_blocks(state, scheduler_output, failed)
         outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
         if failed:
             outputs += fail_requests(state, failed)

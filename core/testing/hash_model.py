@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.connector import KVConnectorWorker, KVPoolRegion
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.kv import KVLayoutInfo
@@ -85,7 +86,8 @@ class HashModel:
     """A runner without a model. One KV cache group.
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
-    transports copy it by ``read_block`` and ``write_block``.
+    transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
+    ``incarnation`` is what they say of this life.
     """
 
     def __init__(
@@ -94,10 +96,12 @@ class HashModel:
         block_size: int,
         connector_worker: KVConnectorWorker | None = None,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
+        incarnation: int = 0,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: npt.NDArray[np.uint8] = np.full((num_blocks, block_size * SLOT_BYTES), _NEVER_WRITTEN, dtype=np.uint8)
+        self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(self._layout))
         self._batch: dict[str, _Row] = {}
         self._connector_worker = connector_worker
         if connector_worker is not None:
@@ -111,16 +115,21 @@ class HashModel:
             base_address=self.rows.ctypes.data,
             num_blocks=num_blocks,
             block_bytes=block_bytes,
-            layout=KVLayoutInfo(
-                dtype="float32",
-                order="NHD",
-                block_size=self.block_size,
-                num_layers=1,
-                num_kv_heads=1,
-                head_dim=1,
-                block_bytes=block_bytes,
-            ),
+            layout=self._layout,
             buffer=self.rows.data.cast("B"),
+            seals=self.seals,
+        )
+
+    @property
+    def _layout(self) -> KVLayoutInfo:
+        return KVLayoutInfo(
+            dtype="float32",
+            order="NHD",
+            block_size=self.block_size,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_bytes=self.block_size * SLOT_BYTES,
         )
 
     @property

@@ -206,6 +206,9 @@ class World:
         self.config = config = WorldConfig(**config)
         self.clock = FakeClock()
         self.hasher = BlockHasher(b"test", config.hash_block_size)
+        self.script = Script()
+        self.worker = ScriptedWorker(self.script) if config.with_connector else None
+        self.model = HashModel(config.num_blocks, config.block_size, self.worker, config.vocab_size, incarnation=1)
         self.manager = KVCacheManager(
             hash_model_kv_config(config.num_blocks, config.block_size),
             config.max_model_len,
@@ -213,9 +216,8 @@ class World:
             config.hash_block_size,
             enable_caching=config.enable_caching,
             watermark=config.watermark,
+            seals=self.model.seals,
         )
-        self.script = Script()
-        self.worker = ScriptedWorker(self.script) if config.with_connector else None
         connector = ScriptedScheduler(self.script) if config.with_connector else None
         section = SchedulerSection(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -224,7 +226,6 @@ class World:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock)
-        self.model = HashModel(config.num_blocks, config.block_size, self.worker, config.vocab_size)
         self.last = SchedulerOutput()
         self.outputs: list[EngineCoreOutput] = []
         self.tokens: dict[str, list[int]] = {}

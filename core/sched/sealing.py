@@ -1,0 +1,36 @@
+"""When a block is sealed: in the post-processing of the step that has filled it.
+
+Its sampled tokens are on the host by then, so every write of the step is done. Called by ``Scheduler.update_from_output``
+before the step's tokens are applied, since a request that they end describes its blocks to readers at once. Seals are broken
+elsewhere, at scheduling time: see ``core.kv.pool``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from core.request import RequestStatus, SchedulerOutput
+from core.sched.state import SchedulerState
+
+
+def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
+    """Seal the blocks that the step has completed, of every request whose step was good.
+
+    ``failed`` requests, and those that left since the step was scheduled, seal nothing. The loop runs over every request of the
+    step; most have not reached the end of a hash block and are done with after one comparison:
+
+        tokens  |------ before ------|- n -|       n = scheduled in this step
+                              end of a block ^     passed in this step if C mod size < n, C = tokens computed now
+    """
+    manager = state.kv_cache_manager
+    if manager.block_pool.seals is None:
+        return
+    requests, running, size = state.requests, RequestStatus.RUNNING, manager.hash_block_size
+    for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        request = requests.get(request_id)
+        if request is None:
+            continue
+        num_computed = request.num_computed_tokens - request.num_in_flight_tokens + num_scheduled
+        if num_computed % size >= num_scheduled or request.status is not running or request_id in failed:
+            continue
+        manager.seal_blocks(request, num_computed)
