@@ -64,6 +64,14 @@ class PrefillStats:
         return self.num_local_cached_tokens + self.num_external_cached_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """Where the time to the first token on this worker went; the two add up to it."""
+
+    wait_s: float  # from arrival until its first tokens were scheduled, a load included
+    compute_s: float  # from there until its first output
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
     """What a worker needs to build a ``Request``: one choice of one ``Generate`` message.
@@ -104,6 +112,7 @@ class Request:
         "choice_index",
         "deadline",
         "extra_keys",
+        "first_scheduled_time",
         "kv_handoff",
         "kv_load_failure_policy",
         "max_tokens",
@@ -150,6 +159,7 @@ class Request:
         self.num_in_flight_tokens = 0
         self.num_preemptions = 0
         self.prefill_stats: PrefillStats | None = None
+        self.first_scheduled_time: float | None = None  # of its first tokens here, on the engine's clock
         # Log-probabilities of prompt tokens need every position computed here.
         self.skip_reading_prefix_cache = new.sampling.prompt_logprobs is not None
 
@@ -298,6 +308,7 @@ class EngineCoreOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     prefill_stats: PrefillStats | None = None  # with the first output only
+    first_token_times: FirstTokenTimes | None = None  # with the first output only
     kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed to be handed over
     transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
     error: ErrorInfo | None = None

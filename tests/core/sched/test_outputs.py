@@ -69,3 +69,19 @@ def test_min_tokens_holds_back_a_stop(make_world):
     world.run()
     end = next(index for index, token in enumerate(tokens) if token == stop and index >= 4)
     assert world.tokens["a"] == tokens[: end + 1]
+
+
+def test_times_of_the_first_token_go_out_with_it_and_add_up(make_world):
+    world = make_world(max_num_batched_tokens=16)
+    arrival = world.clock.now()
+    world.add("a", 40, arrival_time=arrival)
+    world.clock.advance(0.5)
+    outputs = []
+    while not outputs:
+        world.schedule()
+        world.clock.advance(0.25)
+        outputs = update(world, {"a": [1]} if world.scheduler.requests["a"].num_computed_tokens >= 40 else {})
+    times = outputs[0].first_token_times
+    assert (times.wait_s, times.compute_s) == (0.5, 0.75)
+    world.schedule()
+    assert update(world, {"a": [2]})[0].first_token_times is None
