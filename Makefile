@@ -1,6 +1,7 @@
 # kvferry: everything a fresh machine needs (Python 3.11+, gcc, make).
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
 #   make test    the whole suite, as CI runs it
+#   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
 #   make check   the quick suite (no model, no clusters) and the linters
 #   make bench   the benchmarks of docs/benchmarks.md
 
@@ -9,13 +10,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check lint bench install install-test clean
+.PHONY: demo test test-full check lint bench install install-test clean
 
 demo: install
 	$(BIN)/kvferry demo
 
 test: install-test
 	$(BIN)/python -m pytest
+
+test-full: install-test
+	$(BIN)/python -m pytest --full
 
 check: install-test lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not e2e"

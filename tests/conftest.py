@@ -29,6 +29,18 @@ _CLUSTER_SETTINGS = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked 'full' as well (make test-full)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def cluster_config() -> Callable[..., KVFerryConfig]:
     """Return the settings of a small cluster, changed by assignments."""
