@@ -1,7 +1,7 @@
-"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its state machines ask for.
+"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its node asks for.
 
-Plain values without behaviour. ``PullProtocol`` returns actions; the connector's event-loop side carries them out: control
-messages on sockets, reads on the transfer thread, reports to the engine.
+Plain values without behaviour. ``P2PNode`` returns actions; its carrier carries them out in order: control messages on
+sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ class CloseControl:
     address: str
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer the message that is being taken in (``P2PNode.on_question``), to whoever sent it."""
+
+    message: ControlMessage
+
+
 # ---- state machine → transfer thread ---------------------------------------------------------------------------------
 
 
@@ -152,7 +159,14 @@ class LoadEnded:
     usage: TransferUsage | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SendingEnded:
+    """Producer: nobody reads the blocks of this request any more."""
+
+    request_id: str
+
+
 TransferCommand = OpenPeer | ClosePeer | PostRead | CancelRead
 TransferEvent = ReadEnded | PeerFailed
-Report = LoadFailed | LoadEnded
-Action = SendControl | CloseControl | TransferCommand | Report
+Report = LoadFailed | LoadEnded | SendingEnded
+Action = SendControl | CloseControl | Reply | TransferCommand | Report

@@ -1,16 +1,15 @@
-"""The p2p connector as a worker sees it: the state machines, their carriers and the transfer thread, wired together.
+"""The p2p connector as a worker sees it: a ``P2PNode`` carried by the event loop, ZeroMQ sockets and the transfer thread.
 
-Runs in the worker's event loop and owns what lives there: the consumer's ``PullProtocol``, the producer's ``LeaseTable`` and
-handshake, the control sockets, one timer. The engine thread reaches it through the scheduler and worker sides, the transfer
-thread through its events; both cross by ``call_soon_threadsafe``, which keeps order.
+Decides nothing. Whatever happens is handed to the node, and what the node wants is carried out in order: the engine thread
+reaches it through the scheduler and worker sides, the transfer thread through its events; both cross by
+``call_soon_threadsafe``, which keeps order. A bug in taking something in ends the worker: nobody knows what still waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from connectors.p2p.actions import (
     Action,
@@ -20,24 +19,27 @@ from connectors.p2p.actions import (
     LoadFailed,
     OpenPeer,
     P2PConnectorMetadata,
+    Reply,
     SendControl,
+    SendingEnded,
     TransferEvent,
 )
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.host import host_id
-from connectors.p2p.leases import LeaseTable, LeaseTerms
+from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.pull import PullProtocol, PullSettings, error_info
+from connectors.p2p.node import NodeSettings, P2PNode
+from connectors.p2p.pull import PullSettings
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from connectors.p2p.transports import TransportFactory, TransportSet, TransportSettings, create_transport, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
-from core.errors import ProtocolError
+from core.config import ConnectorSection
 from core.log import event
 from core.transport import RowRegion
-from core.wire.kv import ControlMessage, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
+from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
@@ -54,7 +56,6 @@ class P2PConnector(Connector):
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
         self._context = context
         self._create = create
-        config = context.config
         self._is_producer = context.role == "prefill"
         self._identity = WorkerIdentity(
             engine_id=context.engine_id,
@@ -66,16 +67,14 @@ class P2PConnector(Connector):
         self.scheduler = P2PConnectorScheduler(
             self._identity,
             is_producer=self._is_producer,
-            lease_ms=int(1000 * config.lease_s),
+            lease_ms=int(1000 * context.config.lease_s),
             ids=context.ids,
             grant=lambda grant: self._call_soon(self._on_grant, grant),
         )
         self.worker = P2PConnectorWorker(lambda metadata: self._call_soon(self._on_metadata, metadata))
-        terms = LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s)
-        self._leases = LeaseTable(context.clock, terms)
         self._metrics = P2PMetrics(context.metrics)
         self._transport_set = TransportSet()
-        self._pull: PullProtocol | None = None
+        self._node: P2PNode | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._zmq: AsyncContext | None = None
@@ -116,7 +115,14 @@ class P2PConnector(Connector):
             self._is_producer,
             self._create,
         )
-        self._pull = PullProtocol(self._identity, self.transports, self._pull_settings())
+        responder = HandshakeResponder(self._identity, pool.num_blocks, self._transport_set.offers)
+        self._node = P2PNode(
+            self._identity,
+            self._context.clock,
+            self.transports,
+            node_settings(self._context.config),
+            responder if self._is_producer else None,
+        )
         executor = TransferExecutor(
             self._transport_set.transports, lambda happened: self._call_soon(self._on_transfer, happened)
         )
@@ -125,14 +131,14 @@ class P2PConnector(Connector):
         self._zmq = AsyncContext()
         self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self.worker.fail)
         if self._is_producer:
-            self._serve(pool.num_blocks)
+            self._serve(self._zmq)
         self._publish()
 
     async def stop(self) -> None:
         """End tasks and threads, close sockets. Reads in progress end with the transports."""
         if self._loop is None:
             return
-        self._loop = self._pull = None  # from here on nobody reaches the state machines
+        self._loop = self._node = None  # from here on nobody reaches the node
         if self._timer is not None:
             self._timer.cancel()
         if self._server is not None:
@@ -148,21 +154,19 @@ class P2PConnector(Connector):
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, because nobody will read them. Idempotent."""
-        self.worker.report_sent(self._leases.release(transfer_ids))
-        self._arm_timer()
+        self._tell(lambda node: node.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep these hand-overs for another while."""
-        self._leases.renew(transfer_ids)
-        self._arm_timer()
+        self._tell(lambda node: node.renew(transfer_ids))
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
-        return self._leases.num_blocks
+        return self._node.num_leased_blocks if self._node is not None else 0
 
     def num_loading_blocks(self) -> int:
         """Return how many blocks a transfer may still write."""
-        return self._pull.num_loading_blocks if self._pull is not None else 0
+        return self._node.num_loading_blocks if self._node is not None else 0
 
     # ---- what happens, in the event loop ---------------------------------------------------------------------------
 
@@ -173,62 +177,56 @@ class P2PConnector(Connector):
             loop.call_soon_threadsafe(callback, argument)
 
     def _on_grant(self, grant: LeaseGrant) -> None:
-        self._leases.grant(grant.transfer_id, grant.request_id, grant.num_blocks)
-        self._arm_timer()
+        self._tell(lambda node: node.on_grant(grant))
 
     def _on_metadata(self, metadata: P2PConnectorMetadata) -> None:
-        if self._pull is None:
-            return
-        now = self._context.clock.now()
-        for request_id, error in metadata.refused.items():
-            self._apply([LoadFailed(request_id, error_info(error)), LoadEnded(request_id)])
-        for handoff in metadata.holds:
-            self._apply(self._pull.hold(handoff, now))
-        for request in metadata.pulls:
-            self._apply(self._pull.start(request, now))
-        for request_id in metadata.aborts:
-            self._apply(self._pull.abort(request_id, now))
-        for handoff in metadata.releases:
-            self._apply(self._pull.release(handoff))
-        self._arm_timer()
+        self._tell(lambda node: node.on_metadata(metadata))
 
     def _on_control(self, address: str, message: ControlMessage) -> None:
-        if self._pull is not None:
-            self._apply(self._pull.on_control(address, message, self._context.clock.now()))
-            self._arm_timer()
+        self._tell(lambda node: node.on_control(address, message))
 
     def _on_disconnected(self, address: str) -> None:
-        if self._pull is not None:
-            self._apply(self._pull.on_disconnected(address, self._context.clock.now()))
-            self._arm_timer()
+        self._tell(lambda node: node.on_disconnected(address))
 
     def _on_transfer(self, happened: TransferEvent) -> None:
-        if self._pull is not None:
-            self._apply(self._pull.on_transfer(happened, self._context.clock.now()))
-            self._arm_timer()
+        self._tell(lambda node: node.on_transfer(happened))
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self._pull is not None:
-            self._apply(self._pull.on_timer(self._context.clock.now()))
-        self.worker.report_sent(self._leases.expire())
-        self._arm_timer()
+        self._tell(P2PNode.on_timer)
 
-    def _arm_timer(self) -> None:
+    def _answer(self, message: ControlMessage) -> ControlMessage | None:
+        reply = self._tell(lambda node: node.on_question(message))
+        if isinstance(message, Handshake):
+            self._note_reader(message, reply)
+        return reply
+
+    def _tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
+        """Let the node take something in and carry out what it wants; return its reply, if there is one."""
+        node = self._node
+        if node is None:
+            return None
+        try:
+            actions = happened(node)
+            for action in actions:
+                self._carry_out(action)
+            self._arm_timer(node)
+        except Exception as error:
+            _log.exception(event("kv_node_failed"))
+            self.worker.fail(error)
+            return None
+        return next((action.message for action in actions if isinstance(action, Reply)), None)
+
+    def _arm_timer(self, node: P2PNode) -> None:
         """Have ``_on_timer`` called when something is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        times = [self._leases.next_expiry(), self._pull.next_timer() if self._pull is not None else None]
-        due = min((time for time in times if time is not None), default=None)
+        due = node.next_timer()
         if due is not None and self._loop is not None:
             self._timer = self._loop.call_later(max(0.0, due - self._context.clock.now()), self._on_timer)
 
-    # ---- what the state machines want ------------------------------------------------------------------------------
-
-    def _apply(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._carry_out(action)
+    # ---- what the node wants ---------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         assert self._clients is not None
@@ -238,60 +236,22 @@ class P2PConnector(Connector):
                 self._clients.send(action.address, action.message)
             case CloseControl():
                 self._clients.close(action.address)
-            case LoadFailed():
-                self._metrics.count_failure(action.error.code)
-                self.worker.report(action)
-            case LoadEnded():
-                if action.usage is not None:
-                    self._metrics.count_load(action.usage)
+            case Reply():
+                pass  # ``_tell`` returns it
+            case LoadFailed() | LoadEnded() | SendingEnded():
+                self._metrics.count(action)
                 self.worker.report(action)
             case OpenPeer():
-                self._metrics.set_transport(action.transport, is_used=True)
-                _log.info(
-                    event(
-                        "kv_transport",
-                        transport=action.transport,
-                        peer=action.peer.address,
-                        incarnation=f"{action.peer.incarnation:016x}",
-                    )
-                )
+                self._note_peer(action)
                 self._transfers.submit(action)
             case _:
                 self._transfers.submit(action)
 
-    # ---- producer --------------------------------------------------------------------------------------------------
-
-    def _serve(self, num_blocks: int) -> None:
-        assert self._zmq is not None
-        self._responder = HandshakeResponder(self._identity, num_blocks, self._transport_set.offers)
-        self._server = ControlServer(self._zmq, self._answer, self.worker.fail)
-        actual = self._server.start(self._context.control_address)
-        host, port = split_tcp(actual)
+    def _serve(self, zmq: AsyncContext) -> None:
+        """Begin to answer readers."""
+        self._server = ControlServer(zmq, self._answer, self.worker.fail)
+        host, port = split_tcp(self._server.start(self._context.control_address))
         self.scheduler.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
-
-    def _answer(self, message: ControlMessage) -> ControlMessage | None:
-        match message:
-            case Handshake():
-                return self._shake_hands(message)
-            case LeaseRenew():
-                left_ms = self._leases.renew(message.transfer_ids)
-                self._arm_timer()
-                return LeaseState(incarnation=self._identity.incarnation, left_ms=left_ms)
-            case LeaseRelease():
-                self.release(message.transfer_ids)
-                return None
-        raise ProtocolError(f"{type(message).__name__} is not for a prefill worker")
-
-    def _shake_hands(self, handshake: Handshake) -> ControlMessage:
-        answer = self._responder.answer(handshake)
-        if isinstance(answer, HandshakeReply):
-            self._metrics.set_transport(answer.transport, is_used=True)
-            _log.info(event("kv_transport", transport=answer.transport, reader=handshake.engine_id))
-        else:
-            _log.warning(event("kv_handshake_refused", reader=handshake.engine_id, code=answer.code, reason=answer.message))
-        return answer
-
-    # ---- settings and counts ---------------------------------------------------------------------------------------
 
     def _transport_settings(self) -> TransportSettings:
         host, _ = split_tcp(self._context.control_address)
@@ -302,13 +262,19 @@ class P2PConnector(Connector):
             advertise_host=self._context.advertise_host,
         )
 
-    def _pull_settings(self) -> PullSettings:
-        config = self._context.config
-        return PullSettings(
-            transfer_deadline_s=config.transfer_deadline_s,
-            handshake_timeout_s=config.handshake_timeout_s,
-            lease_renew_interval_s=config.lease_renew_interval_s,
-        )
+    # ---- what people see -------------------------------------------------------------------------------------------
+
+    def _note_peer(self, opened: OpenPeer) -> None:
+        self._metrics.set_transport(opened.transport, is_used=True)
+        incarnation = f"{opened.peer.incarnation:016x}"
+        _log.info(event("kv_transport", transport=opened.transport, peer=opened.peer.address, incarnation=incarnation))
+
+    def _note_reader(self, handshake: Handshake, answer: ControlMessage | None) -> None:
+        if isinstance(answer, HandshakeReply):
+            self._metrics.set_transport(answer.transport, is_used=True)
+            _log.info(event("kv_transport", transport=answer.transport, reader=handshake.engine_id))
+        elif isinstance(answer, HandshakeRefused):
+            _log.warning(event("kv_handshake_refused", reader=handshake.engine_id, code=answer.code, reason=answer.message))
 
     def _publish(self) -> None:
         for name in self.transports:
@@ -324,9 +290,19 @@ class P2PConnector(Connector):
         )
 
     def _events(self) -> dict[str, int]:
-        counts = {f"lease_{name}": count for name, count in dataclasses.asdict(self._leases.counts).items()}
-        if self._pull is not None:
-            counts |= dataclasses.asdict(self._pull.counts)
+        counts = self._node.counts() if self._node is not None else {}
         if self._server is not None:
             counts["bad_control_frames"] = self._server.num_bad_frames
         return counts
+
+
+def node_settings(config: ConnectorSection) -> NodeSettings:
+    """Return what a configuration means for a node."""
+    return NodeSettings(
+        pull=PullSettings(
+            transfer_deadline_s=config.transfer_deadline_s,
+            handshake_timeout_s=config.handshake_timeout_s,
+            lease_renew_interval_s=config.lease_renew_interval_s,
+        ),
+        leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
+    )

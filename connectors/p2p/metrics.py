@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from connectors.p2p.actions import LoadEnded, LoadFailed, Report
 from core.metrics import PREFIX, read_gauge
 from core.wire.messages import TransferUsage
 
@@ -38,6 +39,14 @@ class P2PMetrics:
     def set_transport(self, transport: str, is_used: bool) -> None:
         """Show a transport as usable here (0) or in use (1)."""
         self._transport.labels(transport).set(int(is_used))
+
+    def count(self, report: Report) -> None:
+        """Count what is reported to the engine."""
+        match report:
+            case LoadFailed():
+                self.count_failure(report.error.code)
+            case LoadEnded(usage=TransferUsage() as usage):
+                self.count_load(usage)
 
     def count_load(self, usage: TransferUsage) -> None:
         """Count a load that succeeded."""

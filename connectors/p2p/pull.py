@@ -1,8 +1,7 @@
 """The consumer's state machine: from "load these blocks" to "they are here" or "they will not come".
 
 Owns the loads in progress, the peers that are open, and the leases that are kept alive. Does no I/O and reads no clock: every
-entry point takes the time and returns actions, so that the simulation runs this very code. The connector's event-loop side
-calls it and carries the actions out in order.
+entry point takes the time and returns actions. Called by ``connectors.p2p.node``.
 
     load:   CONNECTING ──handshake──▶ LEASING ──lease is held──▶ READING ──all reads ended──▶ done
                 │                        │                          │
@@ -171,6 +170,10 @@ class PullProtocol:
         self._loads[request.request_id] = load
         self._advance(load, now)
         return actions + self._take_actions()
+
+    def refuse(self, request_id: str, error: KVFerryError) -> list[Action]:
+        """Report a load that must not be tried."""
+        return [LoadFailed(request_id, error_info(error)), LoadEnded(request_id)]
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Give up a load. Its end is reported as usual; an unknown or ended load is ignored."""

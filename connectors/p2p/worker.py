@@ -1,14 +1,14 @@
 """The worker side of the p2p connector: the engine thread's end of the queues to and from the event loop.
 
-Never blocks and decides nothing: loads are run by ``PullProtocol`` in the event loop and by the transfer thread.
+Never blocks and decides nothing: loads are run by ``P2PNode`` in the event loop and by the transfer thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from connectors.p2p.actions import LoadEnded, LoadFailed, P2PConnectorMetadata, Report
+from connectors.p2p.actions import LoadEnded, LoadFailed, P2PConnectorMetadata, Report, SendingEnded
 from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
@@ -17,13 +17,13 @@ from core.request import KVConnectorOutput
 class P2PConnectorWorker(KVConnectorWorker):
     """Hands step messages to ``submit`` and collects reports.
 
-    ``submit`` must be callable from the engine thread; ``report``, ``report_sent`` and ``fail`` are callable from any thread.
+    ``submit`` must be callable from the engine thread; ``report`` and ``fail`` are callable from any thread.
     """
 
     def __init__(self, submit: Callable[[P2PConnectorMetadata], None]) -> None:
         self.pool: KVPoolRegion | None = None
         self._submit = submit
-        self._reports: deque[Report | str] = deque()  # a string is a request id whose sending has ended
+        self._reports: deque[Report] = deque()
         self._wakeup: Callable[[], None] = _no_wakeup
         self._death: BaseException | None = None
 
@@ -52,8 +52,8 @@ class P2PConnectorWorker(KVConnectorWorker):
         output = KVConnectorOutput()
         while self._reports:
             report = self._reports.popleft()
-            if isinstance(report, str):
-                output.finished_sending.add(report)
+            if isinstance(report, SendingEnded):
+                output.finished_sending.add(report.request_id)
             elif isinstance(report, LoadFailed):
                 output.failed_recving[report.request_id] = report.error
             else:
@@ -66,15 +66,9 @@ class P2PConnectorWorker(KVConnectorWorker):
         return output.finished_sending, output.finished_recving
 
     def report(self, report: Report) -> None:
-        """Queue news of a load and wake the engine."""
+        """Queue news and wake the engine."""
         self._reports.append(report)
         self._wakeup()
-
-    def report_sent(self, request_ids: Iterable[str]) -> None:
-        """Queue the ends of leases and wake the engine."""
-        for request_id in request_ids:
-            self._reports.append(request_id)
-            self._wakeup()
 
     def fail(self, error: BaseException) -> None:
         """Make the next step raise."""

@@ -1,39 +1,87 @@
-"""The p2p connector's start refuses what its peers could not use."""
+"""The p2p connector's carrier: its start refuses what its peers could not use; a bug behind it ends the worker."""
+
+import asyncio
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from connectors.p2p.actions import P2PConnectorMetadata
 from connectors.p2p.bundle import P2PConnector
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
-from core.config import load_config
-from core.errors import ConfigError
+from core.config import ConnectorSection
+from core.errors import ConfigError, EngineDead
 from core.ids import RandomIds
+from core.testing.connector_engine import MemoryPool
 from core.testing.connector_suite import FINGERPRINT, LAYOUT
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.wire.kv import LeaseRenew, LeaseState
+
+
+class BrokenNode:
+    def __getattr__(self, name):
+        raise ValueError("a bug")
 
 
 def never(name, settings):
     raise AssertionError("no transport was expected to be opened")
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
-async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is_open(address):
-    context = ConnectorContext(
-        role="prefill",
+def context_of(role="prefill", address="tcp://127.0.0.1:0", transports=("shm", "tcp")):
+    return ConnectorContext(
+        role=role,
         engine_id="prefill-0",
         incarnation=1,
         model_fingerprint=FINGERPRINT,
         layout=LAYOUT,
-        config=load_config().connector,
+        config=ConnectorSection(transports=transports),
         control_address=address,
         advertise_host="",
         clock=SystemClock(),
         ids=RandomIds(),
         metrics=CollectorRegistry(),
     )
-    connector = P2PConnector(context, never)
+
+
+@pytest.fixture
+def pool():
+    pool = MemoryPool(8, LAYOUT)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
+async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is_open(address):
+    connector = P2PConnector(context_of(address=address), never)
     connector.worker.register_kv_caches(object())
     with pytest.raises(ConfigError, match="set it to the host name") as caught:
         await connector.start()
     assert caught.value.param == "worker.advertise_host"
+    await connector.stop()
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
+        lambda connector: connector.release(["t"]),
+        lambda connector: connector._answer(LeaseRenew(transfer_ids=("t",))),
+        lambda connector: connector._on_timer(),
+        lambda connector: connector._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
+        lambda connector: connector._on_disconnected("tcp://p:1"),
+    ],
+    ids=["step", "release", "question", "timer", "control", "disconnected"],
+)
+async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
+    connector = P2PConnector(context_of(transports=("inproc",)), lambda name, settings: InprocTransport(InprocFabric()))
+    connector.worker.register_kv_caches(pool.region)
+    woken = asyncio.Event()
+    connector.worker.set_wakeup(woken.set)
+    await connector.start()
+    connector._node = BrokenNode()
+    happen(connector)
+    async with asyncio.timeout(20):
+        await woken.wait()
+    with pytest.raises(EngineDead, match="a bug"):
+        connector.worker.get_transfer_results(set())
     await connector.stop()

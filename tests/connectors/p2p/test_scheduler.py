@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, LoadEnded, LoadFailed, P2PConnectorMetadata
+from connectors.p2p.actions import HandoffRef, LeaseGrant, LoadEnded, LoadFailed, P2PConnectorMetadata, SendingEnded
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from core.ids import SeededIds
@@ -170,7 +170,7 @@ async def test_blocks_are_kept_until_the_lease_ends(producer):
     producer.engine.prefill("r", prompt_of(40))
     producer.step()
     assert producer.engine.num_used_blocks == 2
-    producer.worker.report_sent(["r"])
+    producer.worker.report(SendingEnded("r"))
     producer.step()
     assert producer.engine.num_used_blocks == 0
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LoadEnded, LoadFailed, P2PConnectorMetadata
+from connectors.p2p.actions import HandoffRef, LoadEnded, LoadFailed, P2PConnectorMetadata, SendingEnded
 from connectors.p2p.worker import P2PConnectorWorker
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
@@ -48,7 +48,8 @@ def test_message_with_anything_in_it_is_not_empty(field):
 def test_reports_are_told_once(worker):
     worker.report(LoadEnded("good", USAGE))
     worker.report(LoadFailed("bad", ERROR))
-    worker.report_sent(["a", "b"])
+    for request_id in "ab":
+        worker.report(SendingEnded(request_id))
     assert worker.get_transfer_results(set()) == KVConnectorOutput(
         finished_sending={"a", "b"},
         finished_recving={"good"},
@@ -69,7 +70,7 @@ def test_failure_may_come_steps_before_the_end(worker):
 
 def test_get_finished_returns_the_two_sets(worker):
     worker.report(LoadEnded("r"))
-    worker.report_sent(["s"])
+    worker.report(SendingEnded("s"))
     assert worker.get_finished(set()) == ({"s"}, {"r"})
 
 
@@ -77,7 +78,8 @@ def test_each_report_wakes_the_engine_after_it_can_be_read(worker):
     seen = []
     worker.set_wakeup(lambda: seen.append(not worker.get_transfer_results(set()).is_empty()))
     worker.report(LoadEnded("r"))
-    worker.report_sent(["a", "b"])
+    for request_id in "ab":
+        worker.report(SendingEnded(request_id))
     assert seen == [True, True, True]
 
 
