@@ -20,19 +20,23 @@ from core.engine.hands import (
     HandsOutput,
     RoleHands,
     choice_id,
+    deadline_of,
     output_error,
     split_choice_id,
     stop_token_ids,
 )
 from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, NewRequest, PrefillStats
+from core.request import EngineCoreOutput, FirstTokenTimes, NewRequest, PrefillStats
 from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, TransferUsage, Usage
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``."""
+    """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``.
+
+    ``transfer_usage`` is None if the request began here: then there is no hand-over to account for.
+    """
 
     position: int
     prefill_stats: PrefillStats | None = None
@@ -50,7 +54,7 @@ class DecodeHands(RoleHands):
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Go on with the choices of a hand-over, or start all of them here.
+        """Go on with choices that others have begun, from a hand-over or by computing all here, or start all of them.
 
         Raises:
             InvalidRequest: the request is one for a prefill worker, names a choice twice, or names none of a hand-over.
@@ -60,7 +64,8 @@ class DecodeHands(RoleHands):
         if message.kv_handoff is not None and not message.choices:
             raise InvalidRequest("kv_handoff without choices: a hand-over comes with the first tokens", param="choices")
         starts = message.choices or tuple(ChoiceStart(index=index, output_token_ids=()) for index in range(message.n))
-        choices = {start.index: _Choice(position=len(start.output_token_ids)) for start in starts}
+        cost = TransferUsage() if message.choices else None  # until more is known of it
+        choices = {start.index: _Choice(position=len(start.output_token_ids), transfer_usage=cost) for start in starts}
         if len(choices) < len(starts):
             raise InvalidRequest("a choice is named twice", param="choices")
         self._live[message.request_id] = choices
@@ -77,6 +82,8 @@ class DecodeHands(RoleHands):
                 arrival_time=now,
                 cache_salt=message.cache_salt,
                 kv_handoff=message.kv_handoff,
+                kv_load_failure_policy=message.kv_load_failure_policy,
+                deadline=deadline_of(message, now),
             )
             for start in starts
         ]
@@ -160,15 +167,19 @@ class DecodeHands(RoleHands):
 
     def _learn_usage(self, choice: _Choice, output: EngineCoreOutput) -> None:
         """Keep what the first outputs say about the prompt, to repeat it with the last ones."""
-        if output.prefill_stats is not None:
-            choice.prefill_stats = output.prefill_stats
-        if output.transfer_usage is not None:
-            choice.transfer_usage = output.transfer_usage
+        choice.prefill_stats = output.prefill_stats or choice.prefill_stats
+        choice.transfer_usage = output.transfer_usage or choice.transfer_usage
+        if output.first_token_times is not None and choice.transfer_usage is not None:
+            choice.transfer_usage = _with_times(choice.transfer_usage, output.first_token_times)
         stats, transfer = choice.prefill_stats, choice.transfer_usage
-        if stats is not None and transfer is not None:
-            transfer = msgspec.structs.replace(transfer, queue_ms=stats.queue_s * 1e3)
         if stats is not None or transfer is not None:
             choice.usage = Usage(num_cached_tokens=stats.num_cached_tokens if stats is not None else 0, kv_transfer=transfer)
+
+
+def _with_times(cost: TransferUsage, times: FirstTokenTimes) -> TransferUsage:
+    """Add what the connector does not measure: what of the wait was no transfer, and the computation."""
+    queue_ms = max(0.0, times.wait_s * 1e3 - cost.transfer_ms - cost.verify_ms)
+    return msgspec.structs.replace(cost, queue_ms=queue_ms, first_step_ms=times.compute_s * 1e3)
 
 
 def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: Announce) -> int:

@@ -20,6 +20,7 @@ from core.engine.hands import (
     HandsOutput,
     RoleHands,
     choice_id,
+    deadline_of,
     output_error,
     split_choice_id,
     stop_token_ids,
@@ -81,6 +82,8 @@ class PrefillHands(RoleHands):
                 arrival_time=now,
                 cache_salt=message.cache_salt,
                 needs_handoff=index == 0,
+                kv_load_failure_policy=message.kv_load_failure_policy,
+                deadline=deadline_of(message, now),
             )
             for index in range(message.n)
         ]

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.errors import KVFerryError
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.messages import ErrorInfo, Generate, PrefillDone, RequestFailed, Tokens
 
@@ -85,15 +84,9 @@ def stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
     return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids
 
 
-def error_info(error: KVFerryError) -> ErrorInfo:
-    """Return an error in the form in which it crosses processes."""
-    return ErrorInfo(
-        code=error.code,
-        message=error.message,
-        http_status=error.http_status,
-        retryable=error.retryable,
-        param=error.param,
-    )
+def deadline_of(message: Generate, now: float) -> float | None:
+    """Return when the request's time budget ends on this worker's clock; None if it has none."""
+    return now + message.deadline_ms / 1e3 if message.deadline_ms else None
 
 
 def output_error(output: EngineCoreOutput) -> ErrorInfo | None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.engine.core import EngineCore
-from core.engine.hands import error_info
 from core.errors import KVFerryError, RequestError
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
+from core.wire.messages import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -64,4 +64,4 @@ def _add(engine: EngineCore, new: NewRequest) -> EngineCoreOutput | None:
         refusal = KVFerryError(f"the request could not be added: {error!r}")
     else:
         return None
-    return EngineCoreOutput(new.request_id, [], finish_reason="error", error=error_info(refusal))
+    return EngineCoreOutput(new.request_id, [], finish_reason="error", error=ErrorInfo.of(refusal))

@@ -15,13 +15,13 @@ from torch import Tensor
 from core.attention.base import AttentionBackend
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
-from core.engine.hands import error_info
 from core.engine.inputs import InputBatch, StepInputs
 from core.engine.kv_cache import KVPool
 from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
 from core.engine.sampler import sample
 from core.model.decoder import Decoder
 from core.request import ModelRunnerOutput, SchedulerOutput
+from core.wire.messages import ErrorInfo
 
 
 class ModelRunner:
@@ -117,7 +117,7 @@ class ModelRunner:
             found = zip(request_ids, sampled.logprobs, strict=True)
             output.logprobs = {request_id: [entry] for request_id, entry in found if entry is not None}
         for slot, error in sampled.failures.items():
-            output.failed[request_ids[slot]] = error_info(error)
+            output.failed[request_ids[slot]] = ErrorInfo.of(error)
             del output.sampled_token_ids[request_ids[slot]]
 
     def _take_prompt_logprobs(self, parts: list[PromptRows], hidden: Tensor, output: ModelRunnerOutput) -> None:

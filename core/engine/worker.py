@@ -139,6 +139,7 @@ class Worker:
             max_model_len=built.max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
             num_blocks=built.num_blocks,
+            max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
             connector=config.connector.name if assembled.connector is not None else "",
             transports=assembled.connector.transports if assembled.connector is not None else (),
             ops_address=self._ops_address,

@@ -24,7 +24,7 @@ from core.engine.actions import (
     SubmitAdd,
 )
 from core.engine.drain import Drain
-from core.engine.hands import HandsOutput, Reply, RoleHands, error_info, split_choice_id
+from core.engine.hands import HandsOutput, Reply, RoleHands, split_choice_id
 from core.engine.router_link import LinkDuty, RouterLink
 from core.errors import (
     DeadlineExceeded,
@@ -150,7 +150,7 @@ class WorkerState:
         """A frame could not be understood: say so, and nothing else happens."""
         self._metrics.count_rejected()
         logger.warning(event("rejected_frame", router=link, error=error.message))
-        return [Send(link, Rejected(error=error_info(error)))]
+        return [Send(link, Rejected(error=ErrorInfo.of(error)))]
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
         """Handle one message of the router behind ``link``."""
@@ -222,7 +222,7 @@ class WorkerState:
     def _refuse(self, link: str, request_id: str, error: RequestError) -> Send:
         self._metrics.count_failed(error.code)
         logger.info(event("refused", request_id=request_id, code=error.code, message=error.message))
-        return Send(link, RequestFailed(request_id=request_id, error=error_info(error)))
+        return Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
 
     def _on_abort(self, link: str, message: Abort, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -256,7 +256,7 @@ class WorkerState:
         """Stop a request and tell its router why."""
         link = self._served[request_id].link
         self._metrics.count_failed(error.code)
-        failed = Send(link, RequestFailed(request_id=request_id, error=error_info(error)))
+        failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
         return [*self._drop(request_id, error.code), failed]
 
     def _abort_requests_of(self, link: str, now: float) -> list[Action]:
@@ -289,7 +289,7 @@ class WorkerState:
         actions: list[Action] = []
         for request_id in dict.fromkeys(request_ids):
             actions += self._drop(request_id, error.code)
-            actions.append(Send(link, RequestFailed(request_id=request_id, error=error_info(error))))
+            actions.append(Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error))))
             self._metrics.count_failed(error.code)
         return actions
 

@@ -85,6 +85,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     max_model_len: Positive
     max_num_seqs: Positive
     num_blocks: Positive
+    max_num_choices: Count = 0  # that it holds at most, waiting ones included; more are refused. 0 = it does not say
     connector: Text = ""
     transports: tuple[str, ...] = ()
     ops_address: Text = ""
@@ -210,7 +211,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
 
     To a prefill worker: ``handoff`` is True, it stops after the first token of each choice. To a decode worker:
     ``kv_handoff`` is set and ``choices`` holds what each live choice has put out so far; prompt and output stay apart because
-    penalties, limits, usage and random position depend on it. To an aggregated worker: neither.
+    penalties, limits, usage and random position depend on it. To whoever goes on with a request whose worker was lost:
+    ``choices`` alone, everything is computed there. To an aggregated worker that begins one: none of them.
     ``deadline_ms`` is a duration from sending; 0 = none.
     """
 

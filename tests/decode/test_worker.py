@@ -1,10 +1,11 @@
 """What the decode and aggregated roles make of requests, tokens and aborts."""
 
+import msgspec
 import pytest
 
 from core.engine.hands import EngineFacts
 from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, PrefillStats
+from core.request import EngineCoreOutput, FirstTokenTimes, PrefillStats
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, RequestFailed, TokenLogprobs, Tokens, TransferUsage, Usage
 from core.wire.sampling import SamplingParams
@@ -120,11 +121,48 @@ def test_usage_travels_with_the_first_and_the_last_tokens(hands):
     assert usages == [Usage(num_cached_tokens=3, kv_transfer=TRANSFER), None, usages[0]]
 
 
-def test_time_in_the_queue_is_told_with_the_transfer(hands):
+def test_wait_that_was_no_transfer_and_the_first_step_are_told_with_the_transfer(hands):
     hands.on_generate(handed_over(0), 0.0)
-    stats = PrefillStats(3, 0, 3, queue_s=0.25)
-    (reply,) = hands.on_outputs([EngineCoreOutput("r/0", [11], prefill_stats=stats, transfer_usage=TRANSFER)], 0.0).replies
-    assert reply.usage.kv_transfer == TransferUsage(transport="shm", transferred_tokens=3, queue_ms=250.0)
+    cost = TransferUsage(transport="shm", transferred_tokens=3, transfer_ms=30.0, verify_ms=10.0)
+    times = FirstTokenTimes(wait_s=0.25, compute_s=0.0625)
+    (reply,) = hands.on_outputs([EngineCoreOutput("r/0", [11], first_token_times=times, transfer_usage=cost)], 0.0).replies
+    told = reply.usage.kv_transfer
+    assert (told.transfer_ms, told.verify_ms, told.queue_ms, told.first_step_ms) == (30.0, 10.0, 210.0, 62.5)
+    assert (told.transport, told.transferred_tokens) == ("shm", 3)
+
+
+def test_time_in_the_queue_is_never_negative(hands):
+    hands.on_generate(handed_over(0), 0.0)
+    output = EngineCoreOutput("r/0", [11], first_token_times=FirstTokenTimes(0.25, 0.0))
+    output.transfer_usage = TransferUsage(transport="shm", transfer_ms=251.0)
+    assert hands.on_outputs([output], 0.0).replies[0].usage.kv_transfer.queue_ms == 0.0
+
+
+def test_times_are_told_of_a_hand_over_that_moved_nothing_but_not_without_one(hands):
+    times = FirstTokenTimes(wait_s=0.25, compute_s=0.5)
+    hands.on_generate(handed_over(0), 0.0)
+    (taken_over,) = hands.on_outputs([EngineCoreOutput("r/0", [11], first_token_times=times)], 0.0).replies
+    assert taken_over.usage.kv_transfer == TransferUsage(queue_ms=250.0, first_step_ms=500.0)
+    hands.on_generate(generate("own"), 0.0)
+    output = EngineCoreOutput("own/0", [11], prefill_stats=PrefillStats(3, 0, 0), first_token_times=times)
+    assert hands.on_outputs([output], 0.0).replies[0].usage.kv_transfer is None
+
+
+def test_goes_on_without_a_hand_over_by_computing_the_prompt_once(hands):
+    starts = tuple(ChoiceStart(index=index, output_token_ids=(90, 91)) for index in (1, 2))
+    (first,) = hands.on_generate(generate(choices=starts, n=4), 0.0)
+    assert (first.request_id, first.output_token_ids, first.kv_handoff) == ("r/1", (90, 91), None)
+    result = hands.on_outputs([EngineCoreOutput("r/1", [92])], 0.0)
+    assert (result.replies[0].position, result.replies[0].token_ids) == (2, (92,))
+    assert [(new.request_id, new.output_token_ids) for new in result.new_requests] == [("r/2", (90, 91))]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail", None])
+def test_failure_policy_and_deadline_reach_every_choice(hands, policy):
+    message = msgspec.structs.replace(handed_over(0, 1), kv_load_failure_policy=policy, deadline_ms=1500)
+    requests = hands.on_generate(message, 10.0)
+    assert [(new.kv_load_failure_policy, new.deadline) for new in requests] == [(policy, 11.5)] * 2
+    assert hands.on_generate(generate("free"), 10.0)[0].deadline is None
 
 
 def test_usage_that_comes_before_the_first_token_is_not_lost(hands):

@@ -1,5 +1,6 @@
 """What the prefill role makes of requests, first tokens and aborts."""
 
+import msgspec
 import pytest
 
 from core.engine.hands import EngineFacts
@@ -197,3 +198,10 @@ def test_memory_of_answered_requests_is_bounded(hands):
         hands.on_outputs([first_token(f"r{number}/0", 11, kv_handoff=handoff(f"t{number}"))], 0.0)
     assert hands.on_abort("r0").release_transfer_ids == []
     assert hands.on_abort("r1").release_transfer_ids == ["t1"]
+
+
+def test_failure_policy_and_deadline_reach_every_choice(hands):
+    message = msgspec.structs.replace(generate(n=2), kv_load_failure_policy="fail", deadline_ms=1500)
+    requests = all_choices(hands, message, 10.0)
+    assert [(new.kv_load_failure_policy, new.deadline) for new in requests] == [("fail", 11.5)] * 2
+    assert hands.on_generate(generate("free"), 10.0)[0].deadline is None

@@ -75,7 +75,18 @@ SAMPLING = SamplingParams(
 )
 LOGPROBS = TokenLogprobs((5, 6), (-0.5, -1.5), 1)
 ERROR = ErrorInfo(code="digest", message="bad", http_status=502, retryable=True, param="prompt")
-TRANSFER = TransferUsage(transport="shm", transferred_tokens=1, transferred_bytes=2, transfer_ms=3.5, queue_ms=4.5)
+TRANSFER = TransferUsage(
+    transport="shm",
+    transferred_tokens=1,
+    transferred_bytes=2,
+    transfer_ms=3.5,
+    verify_ms=0.25,
+    queue_ms=4.5,
+    first_step_ms=5.5,
+    verified_blocks=6,
+    recomputed_tokens=7,
+    fallback_reason="stale",
+)
 
 WORKER_MESSAGES = {
     "register": Register(
@@ -88,6 +99,7 @@ WORKER_MESSAGES = {
         max_model_len=2048,
         max_num_seqs=8,
         num_blocks=10,
+        max_num_choices=40,
         connector="p2p",
         transports=("shm", "tcp"),
         ops_address="http://127.0.0.1:1",
@@ -144,6 +156,7 @@ ROUTER_MESSAGES = {
         priority=-1,
         cache_salt="salt",
         deadline_ms=1000,
+        kv_load_failure_policy="fail",
     ),
     "abort": Abort(request_ids=("r1",), reason="timeout"),
     "release": Release(transfer_ids=("t1",)),
