@@ -125,6 +125,9 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout_s: Seconds = 5.0
     request_timeout_s: Seconds = 600.0
     max_body_bytes: Positive = 8 << 20
+    max_connections: Positive = 8192  # of clients; more are closed at once
+    receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body
+    send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
     api_key: str = msgspec.field(default_factory=default_api_key)  # if set, clients send it as a bearer token
 

@@ -37,6 +37,9 @@ class RouterMetrics:
             f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
         )
         self._http = Counter(f"{PREFIX}http_requests", "HTTP responses.", ["path", "status"], registry=registry)
+        self._cut = Counter(
+            f"{PREFIX}http_connections_cut", "Connections ended by a limit, by its kind.", ["reason"], registry=registry
+        )
         self._malformed = Counter(f"{PREFIX}rejected_frames", "Worker frames that could not be understood.", registry=registry)
         self._lost = Counter(f"{PREFIX}workers_lost", "Workers that left without a goodbye.", ["role"], registry=registry)
 
@@ -86,6 +89,10 @@ class RouterMetrics:
     def count_http(self, path: str, status: int) -> None:
         """Count a response; ``path`` is the route's template."""
         self._http.labels(path, str(status)).inc()
+
+    def count_cut(self, reason: str) -> None:
+        """Count a client's connection that a limit has ended."""
+        self._cut.labels(reason).inc()
 
     def count_malformed(self) -> None:
         """Count a frame that was refused."""

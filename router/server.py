@@ -24,13 +24,12 @@ from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
 from core.model.tokenizer import Tokenizer
 from router.app import create_app
+from router.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.endpoints import Endpoints
 from router.metrics import RouterMetrics
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
-
-_KEEP_ALIVE_S = 75
 
 
 class Router:
@@ -96,16 +95,13 @@ class Router:
         except ConfigError:
             self._socket.close()
             raise
-        settings = uvicorn.Config(
-            self.app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+        limits = ClientLimits(
+            max_connections=self._config.max_connections,
+            receive_timeout_s=self._config.receive_timeout_s,
+            send_timeout_s=self._config.send_timeout_s,
         )
-        self._server = _Server(settings)
+        limit_unread_answers(self._socket, limits.send_timeout_s)
+        self._server = _Server(HttpConfig(self.app, limits, self.endpoints.metrics.count_cut))
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._server.is_up.wait()
         logger.info(event("router_started", http=self.http_address, workers=self.worker_address, model=self.endpoints.model))
