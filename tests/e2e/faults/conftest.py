@@ -1,0 +1,412 @@
+"""Clusters in which faults are made: the cells of the matrix, a client that sees single tokens, and what must hold afterwards.
+
+A test asks for the fixture ``faulty`` and says by ``@pytest.mark.quick_on(cell)`` on which transport ``make test`` runs it;
+``make test-full`` runs it on all. What goes wrong with reads is told to the workers by a plan (``fault_connector.py``),
+processes are killed and stopped by signals. States are waited for, in traces and metrics; nothing sleeps and hopes.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local import LocalCluster, LocalWorker, ProcessOptions
+
+MODEL = "smollm2-135m"
+CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, environment of the processes
+    "shm": ("shm", {}),
+    "tcp": ("tcp", {}),
+    "nixl": ("nixl", {}),
+    "nixl-tcp": ("nixl", {"UCX_TLS": "tcp"}),
+}
+LEASE_S = 3.0
+DEADLINE_S = 4.0
+SLACK_S = 10.0  # what a loaded machine adds to a bound of the protocol
+HELD = (
+    "kvferry_kv_leaked_blocks",
+    "kvferry_kv_leased_blocks",
+    "kvferry_kv_loading_blocks",
+    "kvferry_kv_parked_blocks",
+    "kvferry_kv_quarantined_blocks",
+    "kvferry_num_requests_running",
+    "kvferry_num_requests_waiting",
+    "kvferry_num_requests_loading",
+)
+_COMMON = (
+    "connector.name=fault_connector:connector",
+    "cache.block_size=16",
+    f"connector.transfer_deadline_s={DEADLINE_S}",
+    f"connector.lease_s={LEASE_S}",
+    "connector.lease_renew_interval_s=0.5",
+    "router.heartbeat_timeout_s=8",
+    "local.restart_backoff_max_s=0.5",
+)
+PROFILES: Mapping[str, Sequence[str]] = {
+    "two pairs": ("local.num_prefill=2", "local.num_decode=2", "cache.num_blocks=96"),
+    # One pair whose lease is far shorter than its deadline, and a pool so small that a few prompts use every block anew.
+    "short lease": (
+        "connector.lease_s=1.5",
+        "connector.transfer_deadline_s=60",
+        "cache.num_blocks=28",
+        "connector.kv_verify=digest",
+    ),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick_on(cell): the transport on which `make test` runs this fault")
+    config.addinivalue_line("markers", "profile(name): the cluster that this fault needs, default 'two pairs'")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every fault on every transport; all but one of them in the full matrix only."""
+    if "fault_cluster" not in metafunc.fixturenames:
+        return
+    (quick_on,) = metafunc.definition.get_closest_marker("quick_on").args
+    profile = metafunc.definition.get_closest_marker("profile")
+    name = profile.args[0] if profile else "two pairs"
+    cells = [pytest.param((cell, name), id=cell, marks=() if cell == quick_on else (pytest.mark.full,)) for cell in CELLS]
+    metafunc.parametrize("fault_cluster", cells, indirect=True, scope="session")
+
+
+# ---- a client --------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """One streamed completion, read by a thread of its own, with the time of every token."""
+
+    def __init__(self, base_url: str, body: Mapping[str, Any]) -> None:
+        self.prompt: Sequence[int] = body["prompt"]
+        self.status: int | None = None
+        self.error: dict[str, Any] | None = None  # as the server tells it
+        self.broken = ""  # how the connection ended, if not in good order
+        self.usage: dict[str, Any] = {}
+        self.token_ids: list[int] = []
+        self.times: list[float] = []  # of the tokens, by the monotonic clock
+        self.finish_reason = ""
+        self.is_done = False
+        self.started_at = time.monotonic()
+        self.ended_at = 0.0
+        self._has_ended = threading.Event()
+        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=240)
+        self._connection.connect()
+        self._socket = self._connection.sock
+        self._thread = threading.Thread(target=self._run, args=(json.dumps(body),), daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended.is_set()
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        """What the answer says of its hand-over."""
+        return self.usage.get("kv_transfer", {})
+
+    def leave(self) -> None:
+        """Disconnect, as a client does that has lost interest."""
+        self._socket.shutdown(2)
+        self._thread.join(10)
+
+    def result(self, timeout_s: float = 120.0) -> Stream:
+        """Wait for the end."""
+        assert self._has_ended.wait(timeout_s), f"no answer within {timeout_s:g} s; {len(self.token_ids)} tokens so far"
+        return self
+
+    def _run(self, body: str) -> None:
+        try:
+            self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = self._connection.getresponse()
+            self.status = response.status
+            if response.status != http.client.OK:
+                self.error = json.loads(response.read())["error"]
+                return
+            for line in response:
+                if line.startswith(b"data: "):
+                    self._take(line.removeprefix(b"data: ").strip())
+            if not self.is_done and self.error is None:
+                self.broken = "the stream ended early"
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.broken = repr(error)
+        finally:
+            self._connection.close()
+            self.ended_at = time.monotonic()
+            self._has_ended.set()
+
+    def _take(self, payload: bytes) -> None:
+        if payload == b"[DONE]":
+            self.is_done = True
+            return
+        chunk = json.loads(payload)
+        self.error = chunk.get("error", self.error)
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices", ()):
+            self.token_ids += choice.get("token_ids") or ()
+            self.times += [time.monotonic()] * len(choice.get("token_ids") or ())
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class FaultCluster:
+    """A running cluster whose workers load the fault connector, and the folder by which they are told what to do."""
+
+    cell: str
+    cluster: LocalCluster
+    folder: Path
+    corpus: Sequence[int]
+    check_tokens: Callable[[Sequence[int], Sequence[int]], None]
+    eventually: Callable[..., None]
+    measured: list[tuple[str, str, str, float]]
+    lease_s: float
+    deadline_s: float
+    name: str = ""  # of the test
+    _epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _plan: dict[str, Any] = field(default_factory=dict)
+    _epoch_at: float = 0.0
+
+    # ---- faults ------------------------------------------------------------------------------------------------------
+
+    def plan(self, **faults: Any) -> None:
+        """Number the decode workers' reads anew, and let these go wrong.
+
+        ``late``, ``stall``, ``corrupt``, ``fail`` and ``refuse`` are lists of numbers, ``ignore_cancel`` is a flag.
+        """
+        self._epoch_at = time.monotonic()
+        self._write({"epoch": next(self._epochs), **faults})
+
+    def let_go(self) -> None:
+        """Let kept and stalled reads go on. The numbering stays."""
+        kept = {key: self._plan[key] for key in ("epoch", "ignore_cancel") if key in self._plan}
+        self._write(kept)
+
+    def _write(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        draft = self.folder / "draft"
+        draft.write_text(json.dumps(plan))
+        draft.replace(self.folder / "decode.json")
+
+    def trace(self, event: str) -> list[dict[str, Any]]:
+        """Return what decode workers noted since the plan was made, each with ``worker`` and ``pid``."""
+        found = []
+        for path in self.folder.glob("*.trace"):
+            for line in path.read_text().splitlines(keepends=True):
+                note = json.loads(line) if line.endswith("\n") else {}
+                if note.get("event") == event and note["at"] >= self._epoch_at:
+                    found.append(note | {"worker": path.stem})
+        return sorted(found, key=lambda note: note["at"])
+
+    def wait_for(self, event: str, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Wait until a decode worker notes the event, and return its first note."""
+        self.eventually(lambda: self.trace(event), f"event {event!r} of a read", timeout_s)
+        return self.trace(event)[0]
+
+    def kill(self, name: str, number: int) -> float:
+        """Send a signal; returns when."""
+        at = time.monotonic()
+        self.cluster.kill(name, number)
+        return at
+
+    def wait_for_restart(self, name: str, pid: int) -> None:
+        """Wait until another process of this name is up and in the router's membership."""
+        self.eventually(lambda: self.cluster.pids.get(name, pid) != pid, f"restart of {name}")
+        self.cluster.wait_until_ready()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def start(self, num_prompt_tokens: int = 120, max_tokens: int = 12, *, offset: int = 0, **fields: Any) -> Stream:
+        """Send a request whose prompt no worker has in its cache."""
+        body = {
+            "model": MODEL,
+            "prompt": self.corpus[offset : offset + num_prompt_tokens],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "cache_salt": f"{self.name}-{next(self._salts)}",
+            **fields,
+        }
+        return Stream(self.cluster.base_url, body)
+
+    def wait_for_tokens(self, stream: Stream, number: int) -> None:
+        self.eventually(lambda: len(stream.token_ids) >= number or stream.has_ended, f"{number} tokens")
+        assert len(stream.token_ids) >= number, (stream.status, stream.error, stream.broken)
+
+    def assert_correct(self, stream: Stream, num_tokens: int = 12) -> None:
+        """Hold a whole answer against the oracle."""
+        stream.result()
+        assert (stream.status, stream.error, stream.broken) == (200, None, "")
+        assert (stream.is_done, stream.finish_reason, len(stream.token_ids)) == (True, "length", num_tokens)
+        self.check_tokens(stream.prompt, stream.token_ids)
+
+    # ---- what the cluster shows --------------------------------------------------------------------------------------
+
+    def samples(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return a process's metrics: (name, label value, ...) → value."""
+        families = text_string_to_metric_families(self.cluster.metrics(name))
+        return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+    def gauge(self, worker: str, name: str) -> float:
+        """Return a gauge of a worker."""
+        return self.samples(worker)[(name,)]
+
+    def total(self, name: str, *labels: str, role: str = "decode") -> float:
+        """Return the sum of a counter over the live workers of a role."""
+        return sum(self.samples(worker.engine_id).get((name, *labels), 0.0) for worker in self._workers(role))
+
+    def holder(self) -> str:
+        """Wait until a prefill worker holds blocks for a reader, and return its name."""
+        found: list[str] = []
+
+        def look() -> bool:
+            workers = [worker.engine_id for worker in self._workers("prefill")]
+            found[:] = [name for name in workers if self.gauge(name, "kvferry_kv_leased_blocks")]
+            return bool(found)
+
+        self.eventually(look, "a lease", 30.0)
+        return found[0]
+
+    def held(self) -> dict[str, float]:
+        """Return every gauge of the live workers that counts something held."""
+        found = {}
+        for worker in self.cluster.workers:
+            try:
+                samples = self.samples(worker.engine_id)
+            except OSError:
+                found[f"{worker.engine_id}: no metrics"] = 1.0
+                continue
+            found |= {f"{worker.engine_id}:{name}": samples[name,] for name in HELD if samples.get((name,))}
+        return found
+
+    def measure(self, what: str, seconds: float) -> None:
+        """Note a duration for the table that the run prints at its end."""
+        self.measured.append((self.name, self.cell, what, seconds))
+
+    def assert_settled(self) -> None:
+        """Hold the cluster against what must be true after every fault: whole, healthy, nothing held, and it serves."""
+        self.plan()
+        began = time.monotonic()
+        bound_s = self.lease_s + self.deadline_s
+        self.eventually(lambda: not self.held(), "the release of every block", bound_s + SLACK_S)
+        self.measure("until nothing is held", time.monotonic() - began)
+        self.cluster.wait_until_ready()
+        for address in (self.cluster.base_url, *(worker.ops_address for worker in self.cluster.workers)):
+            assert _status(f"{address}/health") == http.client.OK
+        self.assert_correct(self.start(40, 4), 4)
+        self.eventually(lambda: not self.held(), f"release of {self.held()}", bound_s + SLACK_S)
+
+    def _workers(self, role: str) -> list[LocalWorker]:
+        return [worker for worker in self.cluster.workers if worker.role == role]
+
+
+def _status(url: str) -> int:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=5)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fail if the processes that live inside leave one of them, shared memory, or a listening socket."""
+    before = _left_behind()
+    yield
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
+    assert _left_behind() == before
+
+
+def _left_behind() -> tuple[set[int], set[str], set[int]]:
+    children = psutil.Process().children(recursive=True)
+    listening = {
+        connection.laddr.port
+        for process in (psutil.Process(), *children)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    return {child.pid for child in children}, set(os.listdir("/dev/shm")), listening
+
+
+@pytest.fixture(scope="session")
+def measured(request: pytest.FixtureRequest) -> list[tuple[str, str, str, float]]:
+    """Durations that tests note; printed at the end of the run."""
+    return request.config.stash.setdefault(MEASURED, [])
+
+
+MEASURED = pytest.StashKey[list[tuple[str, str, str, float]]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash.get(MEASURED, [])
+    if not rows:
+        return
+    terminalreporter.section("faults as measured")
+    for name, cell, what, seconds in sorted(rows):
+        terminalreporter.write_line(f"{name:60} {cell:9} {what:40} {seconds:7.2f} s")
+
+
+@pytest.fixture(scope="session")
+def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_token_identical) -> Iterator[FaultCluster]:
+    """A supervised cluster on one transport, shared by all faults that need one like it."""
+    cell, profile = request.param
+    transport, environment = CELLS[cell]
+    folder = tmp_path_factory.mktemp(f"faults-{cell}")
+    config = cluster_config(
+        *_COMMON, *PROFILES[profile], f"connector.transports=[{transport}]", f"connector.extra.faults={folder}"
+    )
+    import_path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    options = ProcessOptions(environment={"PYTHONPATH": import_path, **environment}, keep_control_ports=True)
+    failures_before = request.session.testsfailed
+    with leaving_nothing(), LocalCluster(config, supervise=True, log_dir=folder / "logs", options=options) as cluster:
+        yield FaultCluster(
+            cell=cell,
+            cluster=cluster,
+            folder=folder,
+            corpus=corpus,
+            check_tokens=assert_token_identical,
+            eventually=request.getfixturevalue("eventually"),
+            measured=request.getfixturevalue("measured"),
+            lease_s=config.connector.lease_s,
+            deadline_s=config.connector.transfer_deadline_s,
+        )
+    if request.session.testsfailed > failures_before:
+        for path in sorted((folder / "logs").glob("*.log")):
+            print(f"---- {path.name}\n{path.read_text(errors='replace')[-6000:]}")
+
+
+@pytest.fixture
+def faulty(request, fault_cluster: FaultCluster) -> Iterator[FaultCluster]:
+    """The cluster for one fault; after the test it must be as if nothing had been."""
+    fault_cluster.name = request.node.originalname
+    fault_cluster.plan()
+    yield fault_cluster
+    for name in fault_cluster.cluster.pids:
+        _thaw(fault_cluster.cluster, name)
+    fault_cluster.assert_settled()
+
+
+def _thaw(cluster: LocalCluster, name: str) -> None:
+    process = psutil.Process(cluster.pids[name])
+    if process.status() == psutil.STATUS_STOPPED:
+        process.resume()

@@ -1,0 +1,210 @@
+"""The p2p connector over transports that go wrong on command; the workers of the fault tests load it by ``module:factory``.
+
+``connector.extra.faults`` names a folder. ``<role>.json`` in it is the plan for all workers of a role; it may be replaced at
+any time. ``<engine_id>.trace`` gets one JSON line per event of a read, with the time of the machine's monotonic clock, which
+all processes share. Nothing here runs in the tests' own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.transports import TransportSettings, create_transport
+from connectors.registry import Connector, ConnectorContext
+from core.errors import KVFerryError, PeerUnreachable, TransferError
+from core.testing.fault_transport import FaultPlan, FaultTransport
+from core.transport import PeerId, ReadResult, RowRegion, Transport
+
+_LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
+
+
+def connector(context: ConnectorContext) -> Connector:
+    """Build the connector of a worker."""
+    desk = FaultDesk(Path(context.config.extra["faults"]), context.role, context.engine_id)
+
+    def create(name: str, settings: TransportSettings) -> Transport:
+        return CommandedTransport(create_transport(name, settings), desk)
+
+    return P2PConnector(context, create)
+
+
+class FaultDesk:
+    """A worker's end of the folder: the plan as it stands, and the trace.
+
+    Plans number the reads from 1, counted from the first read that is posted after a plan of a new ``epoch`` was put there.
+    """
+
+    def __init__(self, folder: Path, role: str, engine_id: str) -> None:
+        self._path = folder / f"{role}.json"
+        self._trace = (folder / f"{engine_id}.trace").open("a", buffering=1)
+        self._seen: tuple[int, int] = (0, 0)
+        self._plan: dict[str, Any] = {}
+        self._base = 0
+
+    def look(self, num_posted: int) -> dict[str, Any]:
+        """Return the plan; a new epoch begins behind the reads that are posted already."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return self._plan
+        if (stat.st_ino, stat.st_mtime_ns) != self._seen:
+            self._seen = (stat.st_ino, stat.st_mtime_ns)
+            plan = json.loads(self._path.read_text())
+            if plan["epoch"] != self._plan.get("epoch"):
+                self._base = num_posted
+            self._plan = plan
+            self.note("plan", plan=plan)
+        return self._plan
+
+    def absolute(self, kind: str) -> set[int]:
+        """Return the numbers of the reads that meet a fault, over the life of the transport."""
+        return {self._base + number for number in self._plan.get(kind, ())}
+
+    def number(self, absolute: int) -> int:
+        """Return the number of a read in the plan's own count."""
+        return absolute - self._base
+
+    def note(self, event: str, **fields: object) -> None:
+        """Append an event to the trace."""
+        self._trace.write(json.dumps({"at": time.monotonic(), "pid": os.getpid(), "event": event, **fields}) + "\n")
+
+
+class CommandedTransport(FaultTransport):
+    """A fault transport over ``LateTransport`` over a real one; follows the desk's plan."""
+
+    def __init__(self, inner: Transport, desk: FaultDesk) -> None:
+        self._desk = desk
+        self._late = LateTransport(inner, desk)
+        super().__init__(self._late, FaultPlan())
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Post by the plan as it stands now."""
+        self._follow()
+        handle = super().post_read(peer, region, remote_rows, local_rows)
+        self._desk.note(
+            "posted",
+            read=self._desk.number(self.num_posted),
+            handle=handle,
+            region=region,
+            rows=list(local_rows),
+            peer=peer.address,
+        )
+        return handle
+
+    def poll(self) -> list[ReadResult]:
+        """Poll by the plan as it stands now."""
+        self._follow()
+        results = super().poll()
+        for result in results:
+            self._desk.note("ended", handle=result.handle, error=repr(result.error) if result.error else "")
+        return results
+
+    def cancel(self, handle: int) -> None:
+        """Note it and pass on."""
+        self._desk.note("cancelled", handle=handle)
+        self._late.given_up.add(handle)
+        super().cancel(handle)
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Note it and pass on."""
+        self._desk.note("fenced", peer=peer.address)
+        super().remove_peer(peer)
+
+    def _follow(self) -> None:
+        plan = self._desk.look(self.num_posted)
+        for kind in ("refuse", "fail", "stall", "corrupt"):
+            setattr(self.plan, kind, self._desk.absolute(kind))
+        self.plan.ignore_cancel = bool(plan.get("ignore_cancel"))
+
+
+class LateTransport(Transport):
+    """Keeps the reads that the plan calls ``late`` from the real transport until the plan lets go of them.
+
+    With ``ignore_cancel`` a read that the reader has given up still comes, as with NIXL: its bytes land late. A fence drops it.
+    Handles are the numbers of the reads.
+    """
+
+    name = "late"
+
+    def __init__(self, inner: Transport, desk: FaultDesk) -> None:
+        self.name = inner.name  # type: ignore[misc]  # the name of an instance
+        self.given_up: set[int] = set()  # handles of reads that were cancelled, whether or not that did anything
+        self._inner = inner
+        self._desk = desk
+        self._num_posted = 0
+        self._kept: dict[int, tuple[PeerId, int, Sequence[int], Sequence[int]]] = {}
+        self._handles: dict[int, int] = {}  # the inner transport's handle → ours
+        self._ended: list[ReadResult] = []
+
+    def unavailable_reason(self) -> str | None:
+        return self._inner.unavailable_reason()
+
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        self._inner.register(regions)
+
+    def describe(self) -> bytes:
+        return self._inner.describe()
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        self._inner.add_peer(peer, metadata)
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        handle = self._num_posted = self._num_posted + 1
+        if handle in self._desk.absolute("late"):
+            self._kept[handle] = (peer, region, remote_rows, local_rows)
+            self._desk.note("kept", handle=handle)
+        else:
+            self._handles[self._inner.post_read(peer, region, remote_rows, local_rows)] = handle
+        return handle
+
+    def poll(self) -> list[ReadResult]:
+        for handle in self._kept.keys() - self._desk.absolute("late"):
+            self._let_go(handle)
+        for result in self._inner.poll():
+            handle = self._handles.pop(result.handle)
+            if handle in self.given_up:
+                self._desk.note("landed late", handle=handle, error=repr(result.error) if result.error else "")
+            self._ended.append(ReadResult(handle, result.error))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: int) -> None:
+        if self._kept.pop(handle, None) is not None:
+            self._end(handle, TransferError("the read was cancelled before it began"))
+        for inner_handle in [inner_handle for inner_handle, ours in self._handles.items() if ours == handle]:
+            self._inner.cancel(inner_handle)
+
+    def remove_peer(self, peer: PeerId) -> None:
+        self._inner.remove_peer(peer)
+        for handle in [handle for handle, read in self._kept.items() if read[0] == peer]:
+            del self._kept[handle]
+            self._end(handle, PeerUnreachable("the peer was fenced before the read began"))
+
+    def pollables(self) -> Sequence[Any]:
+        return self._inner.pollables()
+
+    def max_wait_s(self) -> float | None:
+        if self._ended:
+            return 0.0
+        inner = self._inner.max_wait_s()
+        return min(_LOOK_AGAIN_S, _LOOK_AGAIN_S if inner is None else inner) if self._kept else inner
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _let_go(self, handle: int) -> None:
+        read = self._kept.pop(handle)
+        self._desk.note("let go", handle=handle)
+        try:
+            self._handles[self._inner.post_read(*read)] = handle
+        except KVFerryError as error:
+            self._end(handle, error)
+
+    def _end(self, handle: int, error: KVFerryError) -> None:
+        self._ended.append(ReadResult(handle, error))
