@@ -1,9 +1,10 @@
 """What a transport of KV blocks is: reading rows of a peer's registered memory into rows of one's own.
 
-A *region* is memory cut into equal rows; a row is one KV block of all layers (or one seal). A producer registers its regions
-and describes them; a consumer adds the producer as a peer and posts reads of scattered rows. Transports move bytes and know
-nothing of requests, leases or models. All calls come from one thread, the transfer thread, except that ``register`` and
-``describe`` may be called before that thread starts.
+A *region* is memory cut into equal rows; a row is one KV block of all layers, or one seal. Everywhere region 0 is the KV pool
+and region 1 the table of its seals (``regions_of``). A producer registers its regions and describes them; a consumer adds the
+producer as a peer and posts reads of scattered rows. Transports move bytes and know nothing of requests, leases or models. All
+calls come from one thread, the transfer thread, except that ``register`` and ``describe`` may be called before that thread
+starts.
 
 Every implementation passes ``core.testing.transport_suite``.
 """
@@ -19,6 +20,10 @@ import zmq
 
 from core.connector import KVPoolRegion
 from core.errors import KVFerryError
+from core.kv.seals import SEAL_BYTES, SealTable
+
+POOL_REGION = 0
+SEAL_REGION = 1
 
 
 class PeerId(NamedTuple):
@@ -52,6 +57,18 @@ class RowRegion:
     def of_pool(cls, pool: KVPoolRegion) -> RowRegion:
         """Return the region of a KV pool: one row per block."""
         return cls(pool.base_address, pool.num_blocks, pool.block_bytes, pool.buffer, pool.memory_fd, pool.device)
+
+    @classmethod
+    def of_seals(cls, seals: SealTable) -> RowRegion:
+        """Return the region of a seal table: one row per block, then one landing row per block."""
+        memory = seals.memory
+        return cls(memory.base_address, seals.num_rows, SEAL_BYTES, memory.buffer, memory.memory_fd)
+
+
+def regions_of(pool: KVPoolRegion) -> list[RowRegion]:
+    """Return what a worker registers: its pool, and the pool's seals if it has a table of them."""
+    seals = [] if pool.seals is None else [RowRegion.of_seals(pool.seals)]
+    return [RowRegion.of_pool(pool), *seals]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
 from core.config import ConnectorSection
 from core.log import event
-from core.transport import RowRegion
+from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
@@ -110,7 +110,7 @@ class P2PConnector(Connector):
         self._transport_set = await asyncio.to_thread(
             open_transports,
             self._context.config.transports,
-            RowRegion.of_pool(pool),
+            regions_of(pool),
             self._transport_settings(),
             self._is_producer,
             self._create,

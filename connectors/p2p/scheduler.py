@@ -142,6 +142,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         assert self._manager is not None
         num_tokens = request.num_prompt_tokens
         hashes = self._block_end_hashes(request, num_tokens)
+        self._manager.seal_partial_block(request, num_tokens, hashes[-1])
         blocks = self._manager.block_pool.blocks
         groups = tuple(
             GroupBlocks(

@@ -6,7 +6,7 @@ Called once at start by the connector. A transport that cannot run is skipped an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from connectors.p2p.transport.nixl import NixlTransport
@@ -59,9 +59,13 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
 
 
 def open_transports(
-    names: Iterable[str], region: RowRegion, settings: TransportSettings, is_producer: bool, create: TransportFactory
+    names: Iterable[str],
+    regions: Sequence[RowRegion],
+    settings: TransportSettings,
+    is_producer: bool,
+    create: TransportFactory,
 ) -> TransportSet:
-    """Create, register and, for a producer, start to serve every transport that works here.
+    """Create every transport, register the regions with it and, for a producer, start to serve; keep those that work here.
 
     Raises:
         ConfigError: an unknown name.
@@ -74,7 +78,7 @@ def open_transports(
             reason = transport.unavailable_reason()
             if reason is not None:
                 raise ConnectorUnavailable(reason)
-            transport.register([region])
+            transport.register(regions)
             if is_producer:
                 found.offers[name] = transport.describe()
         except ConnectorUnavailable as error:

@@ -86,7 +86,8 @@ def assemble(
         connector = build_connector(context, layout, fingerprint)
         return connector
 
-    built = build_engine(context.config, context.clock, make_connector if build_connector is not None else None)
+    factory = make_connector if build_connector is not None else None
+    built = build_engine(context.config, context.clock, factory, context.incarnation)
     facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
     return Assembled(built, connector, hands(facts))
 

@@ -28,6 +28,7 @@ from core.engine.runner import ModelRunner
 from core.errors import ConfigError
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
+from core.kv.seals import SealTable
 from core.kv.spec import KVCacheConfig
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
@@ -73,8 +74,11 @@ def build_engine(
     config: KVFerryConfig,
     clock: Clock,
     connector_factory: Callable[[KVLayoutInfo, bytes], ConnectorSides] | None = None,
+    incarnation: int = 0,
 ) -> BuiltEngine:
     """Load the model and build everything around it; without a factory the engine serves alone.
+
+    ``incarnation`` names this life of the worker in the seals of its blocks.
 
     The pool is registered with the connector; the connector's own ``start`` is the worker's task, and so is
     ``KVConnectorWorker.set_wakeup``.
@@ -91,7 +95,7 @@ def build_engine(
     max_model_len = _max_model_len(config.model, arch, cache_config)
     backend = _select_attention(arch, cache_config, dtype, device)
     fingerprint = model_fingerprint(arch, files.weights_id)
-    pool = allocate_kv_pool(cache_config, dtype, backend.preferred_layout, device)
+    pool = allocate_kv_pool(cache_config, dtype, backend.preferred_layout, device, incarnation)
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
@@ -100,7 +104,7 @@ def build_engine(
         decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
-        manager = _kv_cache_manager(config, cache_config, max_model_len)
+        manager = _kv_cache_manager(config, cache_config, max_model_len, pool.seals)
         scheduler = Scheduler(config.scheduler, manager, max_model_len, connector.scheduler if connector else None, clock)
         engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size)
         on_failure.pop_all()
@@ -175,7 +179,9 @@ def _select_attention(
     return select_backend(AttentionProblem(device, dtype, specs, len(group.layer_indices), group.spec.block_size))
 
 
-def _kv_cache_manager(config: KVFerryConfig, cache_config: KVCacheConfig, max_model_len: int) -> KVCacheManager:
+def _kv_cache_manager(
+    config: KVFerryConfig, cache_config: KVCacheConfig, max_model_len: int, seals: SealTable
+) -> KVCacheManager:
     return KVCacheManager(
         cache_config,
         max_model_len,
@@ -184,6 +190,7 @@ def _kv_cache_manager(config: KVFerryConfig, cache_config: KVCacheConfig, max_mo
         max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
         enable_caching=config.cache.enable_prefix_caching,
         watermark=config.cache.watermark,
+        seals=seals,
     )
 
 

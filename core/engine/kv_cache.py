@@ -1,9 +1,11 @@
-"""The KV pool of a worker: one block-major run of memory, allocated once, shared by attention and connectors.
+"""The KV pool of a worker and its seals: one block-major run of memory, allocated once, shared by attention and connectors.
 
 Owns the memory. Does not know who holds which block (``core.kv``). On CPU the pool is an anonymous memory file, so that a
 process of the same host can map it; every page is present before the first request, and stays mapped while the worker serves.
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]     HND; NHD swaps heads and tokens
+
+Beside it lies the table of seals (``core.kv.seals``), in host memory whatever the device of the pool.
 
 Block 0 is the null block. Slots past a sequence's end in its last block are zero: ``core.engine.runner`` zeroes a block in
 the step that first writes into it, if that step does not fill it. So at most one block per sequence is cleared every
@@ -13,6 +15,7 @@ failed transfer has left in a freed block is gone before it can be read.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable
@@ -25,11 +28,13 @@ from core.attention.base import KVLayout, PagedKVCache
 from core.config import CacheSection
 from core.connector import KVPoolRegion
 from core.errors import ConfigError
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.model.arch import ModelArch
 from core.wire.kv import KVLayoutInfo
 
-_MEMORY_FILE_NAME = "kvferry-kv"
+_POOL_FILE_NAME = "kvferry-kv"
+_SEALS_FILE_NAME = "kvferry-seals"
 
 
 def kv_cache_config(arch: ModelArch, section: CacheSection, dtype: torch.dtype) -> KVCacheConfig:
@@ -84,7 +89,7 @@ def layout_info(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout) -> 
 
 @dataclass(slots=True)
 class KVPool:
-    """The allocated pool: ``cache`` is what attention sees of it, ``region`` what connectors see."""
+    """The allocated pool: ``cache`` is what attention sees of it, ``region`` what connectors see, its seals included."""
 
     config: KVCacheConfig
     cache: PagedKVCache
@@ -101,15 +106,26 @@ class KVPool:
         for block_id in block_ids:
             self.cache.pool[block_id].zero_()
 
+    @property
+    def seals(self) -> SealTable:
+        """The table in which peers read what the blocks hold."""
+        assert self.region.seals is not None
+        return self.region.seals
+
     def close(self) -> None:
-        """Close the memory file, once no peer can ask for it. The mapping lives as long as a tensor or view. Idempotent."""
+        """Close the memory files, once no peer can ask for them. The mappings live as long as a tensor or view. Idempotent."""
         was_closed, self._is_closed = self._is_closed, True
-        if not was_closed and self.region.memory_fd is not None:
-            os.close(self.region.memory_fd)
+        if was_closed:
+            return
+        for memory_fd in (self.region.memory_fd, self.seals.memory.memory_fd):
+            if memory_fd is not None:
+                os.close(memory_fd)
 
 
-def allocate_kv_pool(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout, device: torch.device) -> KVPool:
-    """Allocate the pool, zeroed, with every page present.
+def allocate_kv_pool(
+    config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout, device: torch.device, incarnation: int = 0
+) -> KVPool:
+    """Allocate the pool, zeroed, with every page present, and the table of its seals, which state ``incarnation``.
 
     Raises:
         ConfigError: the memory is not there.
@@ -117,51 +133,57 @@ def allocate_kv_pool(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout
     info = layout_info(config, dtype, layout)
     inner = (info.num_kv_heads, info.block_size) if layout is KVLayout.HND else (info.block_size, info.num_kv_heads)
     shape = (config.num_blocks, info.num_layers, 2, *inner, info.head_dim)
-    if device.type != "cpu":
-        return _allocate_on_device(config, torch.empty(0, dtype=dtype, device=device), shape, layout, info)
-    memory_fd, memory = _anonymous_memory(config.num_blocks * info.block_bytes)
-    pool = torch.frombuffer(memory, dtype=dtype).view(shape)
+    pool, buffer, memory_fd = _pool_in_host_memory(shape, dtype) if device.type == "cpu" else _pool_on(device, shape, dtype)
     region = KVPoolRegion(
         base_address=pool.data_ptr(),
         num_blocks=config.num_blocks,
         block_bytes=info.block_bytes,
         layout=info,
-        buffer=memoryview(memory),
+        device=str(pool.device),
+        buffer=buffer,
         memory_fd=memory_fd,
+        seals=_allocate_seals(info, config.num_blocks, incarnation),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 
 
-def _allocate_on_device(
-    config: KVCacheConfig, like: torch.Tensor, shape: tuple[int, ...], layout: KVLayout, info: KVLayoutInfo
-) -> KVPool:
-    try:
-        pool = like.new_zeros(shape)
-    except torch.OutOfMemoryError as error:
-        raise _no_memory(config.num_blocks * info.block_bytes, error) from None
-    region = KVPoolRegion(
-        base_address=pool.data_ptr(),
-        num_blocks=config.num_blocks,
-        block_bytes=info.block_bytes,
-        layout=info,
-        device=str(like.device),
-    )
-    return KVPool(config, PagedKVCache(pool, layout), region)
-
-
-def _anonymous_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
-    """Return the descriptor and the mapping of a new memory file, all pages allocated, zero and mapped."""
+def _pool_in_host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, memoryview, int]:
+    """Return the pool, the view and the descriptor of its memory file; all pages are allocated, zero and mapped."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     # The kernel would rather kill a process than refuse a page, so a pool that cannot fit is refused before the first one.
     available = _available_bytes()
     if num_bytes > available:
         raise _no_memory(num_bytes, f"{available} bytes of memory are available")
-    memory_fd = os.memfd_create(_MEMORY_FILE_NAME, os.MFD_CLOEXEC)
+    memory_fd = _memory_file(_POOL_FILE_NAME, num_bytes)
     try:
-        os.posix_fallocate(memory_fd, 0, num_bytes)
-        return memory_fd, mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         os.close(memory_fd)
         raise _no_memory(num_bytes, error) from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memoryview(memory), memory_fd
+
+
+def _pool_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, None, None]:
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device), None, None
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(math.prod(shape) * dtype.itemsize, error) from None
+
+
+def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int) -> SealTable:
+    memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks))
+    return SealTable(map_seal_memory(num_blocks, memory_fd), incarnation, layout_fingerprint(layout))
+
+
+def _memory_file(name: str, num_bytes: int) -> int:
+    """Return the descriptor of a new anonymous memory file, all pages allocated and zero."""
+    memory_fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(memory_fd, 0, num_bytes)
+    except OSError as error:
+        os.close(memory_fd)
+        raise _no_memory(num_bytes, error) from None
+    return memory_fd
 
 
 def _available_bytes() -> int:

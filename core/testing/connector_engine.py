@@ -1,7 +1,7 @@
 """The least engine that can drive a KV connector: real blocks, real memory, no model.
 
 Owns a KV cache manager, a pool of host memory and both sides of a connector, and calls them in the order of the scheduler and
-the runner. "Computing" a block fills it with bytes derived from its content hash and a salt, so that any wrong block shows.
+the runner. "Computing" a block fills it with bytes derived from its content hash, so that any wrong block shows.
 Used by the connector suite and by tests of connectors.
 """
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo
@@ -45,12 +46,13 @@ def small_layout(block_size: int = 32, num_layers: int = 2) -> KVLayoutInfo:
 
 
 class MemoryPool:
-    """A KV pool in an anonymous memory file. ``rows`` is [num_blocks, block_bytes] uint8."""
+    """A KV pool in an anonymous memory file, and its seals in another. ``rows`` is [num_blocks, block_bytes] uint8."""
 
-    def __init__(self, num_blocks: int, layout: KVLayoutInfo) -> None:
+    def __init__(self, num_blocks: int, layout: KVLayoutInfo, incarnation: int = 0) -> None:
         num_bytes = num_blocks * layout.block_bytes
-        self.fd = os.memfd_create("kvferry-test-pool", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, num_bytes)
+        self.fd = _memory_file("kvferry-test-pool", num_bytes)
+        self._seals_fd = _memory_file("kvferry-test-seals", seal_memory_bytes(num_blocks))
+        self.seals = SealTable(map_seal_memory(num_blocks, self._seals_fd), incarnation, layout_fingerprint(layout))
         self._memory = mmap.mmap(self.fd, num_bytes)
         flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.rows = flat.reshape(num_blocks, layout.block_bytes)
@@ -62,11 +64,19 @@ class MemoryPool:
             layout=layout,
             buffer=memoryview(self._memory),
             memory_fd=self.fd,
+            seals=self.seals,
         )
 
     def close(self) -> None:
-        """Close the file; the memory goes with the last reference."""
+        """Close the files; the memory goes with the last reference."""
         os.close(self.fd)
+        os.close(self._seals_fd)
+
+
+def _memory_file(name: str, num_bytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd
 
 
 @dataclass(slots=True)
@@ -91,12 +101,11 @@ class ConnectorEngine:
         model_fingerprint: bytes,
         layout: KVLayoutInfo,
         num_blocks: int = 64,
-        salt: bytes = b"",
+        incarnation: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
         self.layout = layout
-        self.salt = salt
         self.parked: dict[str, Request] = {}
         self.loads: dict[str, LoadOutcome] = {}
         self._requests: dict[str, Request] = {}
@@ -105,13 +114,14 @@ class ConnectorEngine:
         spec = FullAttentionSpec(block_size=self.layout.block_size, num_kv_heads=1, head_dim=HEAD_DIM, dtype_bytes=DTYPE_BYTES)
         config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(range(self.layout.num_layers)), spec),))
         self.hasher = BlockHasher(model_fingerprint)
+        self.pool = MemoryPool(num_blocks, layout, incarnation)
         self.manager = KVCacheManager(
             config,
             max_model_len=num_blocks * layout.block_size,
             scheduler_block_size=self.layout.block_size,
             hash_block_size=self.hasher.hash_block_size,
+            seals=self.pool.seals,
         )
-        self.pool = MemoryPool(num_blocks, layout)
         self.scheduler.bind_kv_cache_manager(self.manager)
         self.worker.register_kv_caches(self.pool.region)
         loop = asyncio.get_running_loop()
@@ -142,6 +152,7 @@ class ConnectorEngine:
         for position, block_id in enumerate(self.manager.get_block_ids(request_id)[0]):
             self.pool.rows[block_id] = self.content(request, position)
         request.num_computed_tokens = request.num_tokens
+        self.manager.seal_blocks(request, request.num_computed_tokens)
         request.append_output_token(7)
         request.status = status
         block_ids = self.manager.get_block_ids_for_computed_tokens(request_id, request.num_computed_tokens)
@@ -156,7 +167,7 @@ class ConnectorEngine:
         """Return what the KV of the block at ``position`` of the request's prompt looks like."""
         end = min((position + 1) * self.layout.block_size, request.num_prompt_tokens)
         name = self.hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys)
-        seed = hashlib.blake2b(name + self.salt, digest_size=8).digest()
+        seed = hashlib.blake2b(name, digest_size=8).digest()
         return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, self.layout.block_bytes, np.uint8)
 
     # ---- consumer ----------------------------------------------------------------------------------------------------
@@ -286,6 +297,7 @@ class ConnectorEngine:
         else:
             request.status = RequestStatus.RUNNING
             self.manager.cache_blocks(request, request.num_computed_tokens)
+            self.manager.seal_blocks(request, request.num_computed_tokens)
 
     def _free(self, request: Request) -> None:
         self.manager.free(request)

@@ -4,7 +4,8 @@
         def make_connector(self, role, patience_s):
             return my_connector(...)
 
-The constants ``FINGERPRINT`` and ``LAYOUT`` are the model fingerprint and the KV layout of both sides.
+The constants ``FINGERPRINT`` and ``LAYOUT`` are the model fingerprint and the KV layout of both sides; ``INCARNATIONS`` says in
+which life each of them is.
 
 Each test drives two connectors of one process, a prefill and a decode worker's, through engines without a model: real blocks,
 real memory, the calls of the scheduler and the runner in their order. Imports pytest; only tests import this module.
@@ -36,6 +37,7 @@ LAYOUT = small_layout(block_size=32)
 BLOCK_SIZE = LAYOUT.block_size
 NUM_BLOCKS = 64
 ROLES: tuple[Role, Role] = ("prefill", "decode")
+INCARNATIONS: dict[Role, int] = {"prefill": 11, "decode": 12}
 UNTOUCHED = 0xA5
 PATIENCE_S = 30.0  # of loads that shall succeed
 IMPATIENCE_S = 2.0  # of loads that shall fail because nobody answers
@@ -69,7 +71,9 @@ class Side:
 
     def __init__(self, role: Role, connector: HostedConnector) -> None:
         self.connector = connector
-        self.engine = ConnectorEngine(connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS)
+        self.engine = ConnectorEngine(
+            connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, INCARNATIONS[role]
+        )
         self.engine.pool.rows[:] = UNTOUCHED
         pool = self.engine.manager.block_pool
         blocks = pool.get_new_blocks(pool.num_free_blocks)

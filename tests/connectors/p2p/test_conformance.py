@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
 import pytest
@@ -14,20 +13,19 @@ from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, LAYOUT, ConnectorConformance
+from core.testing.connector_suite import FINGERPRINT, INCARNATIONS, LAYOUT, ConnectorConformance
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 
 class P2PConformance(ConnectorConformance):
     transport: ClassVar[str]
-    incarnations = itertools.count(1)
 
     def make_connector(self, role, patience_s):
         settings = {"transports": (self.transport,), "transfer_deadline_s": patience_s, "handshake_timeout_s": patience_s}
         context = ConnectorContext(
             role=role,
             engine_id=f"{role}-0",
-            incarnation=next(self.incarnations),
+            incarnation=INCARNATIONS[role],
             model_fingerprint=FINGERPRINT,
             layout=LAYOUT,
             config=ConnectorSection(**settings),  # not load_config: it knows no "inproc"
