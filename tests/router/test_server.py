@@ -24,6 +24,15 @@ async def test_ports_are_told_after_the_start(start_router):
     assert router.worker_address == f"tcp://127.0.0.1:{router.worker_port}"
 
 
+async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router):
+    under_test = await start_router(host="::1", worker_address="tcp://[::1]:0")
+    await under_test.pair()
+    async with under_test.client() as client:
+        response = await client.post("/v1/completions", json=BODY)
+    assert under_test.url.startswith("http://[::1]:")
+    assert response.json()["choices"][0]["text"] == "hello world"
+
+
 async def test_a_taken_http_port_is_a_configuration_error(start_router):
     under_test = await start_router()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{under_test.router.port}"):

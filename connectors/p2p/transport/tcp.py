@@ -23,7 +23,7 @@ from connectors.p2p.transport.base import RowShape, check_read, check_rows, chec
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import PeerId, ReadResult, RowRegion, Transport
-from core.wire.sockets import advertised_host, join_tcp, split_tcp
+from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 << 20
@@ -157,6 +157,7 @@ class TcpTransport(Transport):
             return
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.ipv6 = True  # beside IPv4
         socket.sndhwm = 0  # the window bounds it
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
@@ -244,6 +245,7 @@ class TcpTransport(Transport):
     def _bind(self) -> zmq.Socket[bytes]:
         server = self._context.socket(zmq.ROUTER)
         server.linger = 0
+        server.ipv6 = binds_ipv6(self._bind_address)
         server.maxmsgsize = MAX_REQUEST_BYTES
         server.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
         server.sndbuf = SOCKET_BUFFER_BYTES

@@ -22,7 +22,7 @@ from core.wire.codec import (
     encode_control_message,
 )
 from core.wire.kv import ControlError, ControlMessage, LeaseRelease, LeaseRenew, LeaseState
-from core.wire.sockets import AsyncContext, AsyncSocket
+from core.wire.sockets import AsyncContext, AsyncSocket, join_tcp, split_tcp
 
 WAIT_S = 20.0
 ANY = "tcp://127.0.0.1:0"
@@ -289,6 +289,13 @@ async def test_first_message_opens_the_connection_and_answers_come_with_their_ad
     address = server.start(ANY)
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, ANSWER)
+    reader.clients.send(address, QUESTION)
+    assert await reader.next() == (address, ANSWER)
+
+
+@pytest.mark.parametrize(("bound", "host"), [("tcp://[::1]:0", "::1"), ("tcp://[::]:0", "::1"), ("tcp://[::]:0", "127.0.0.1")])
+async def test_question_is_answered_over_ipv6(needs_ipv6, server, reader, bound, host):
+    address = join_tcp(host, split_tcp(server.start(bound))[1])
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, ANSWER)
 

@@ -43,6 +43,18 @@ async def test_a_router_on_every_address_is_reached_by_ipv4(zmq_context):
         assert (await server.recv_multipart())[1] == b"hello"
 
 
+@pytest.mark.parametrize(("bound", "host"), [("tcp://[::1]:0", "::1"), ("tcp://[::]:0", "::1"), ("tcp://[::]:0", "127.0.0.1")])
+async def test_a_router_on_ipv6_is_reached(needs_ipv6, zmq_context, bound, host):
+    options = SocketOptions(max_message_bytes=1000)
+    server = router_socket(zmq_context, options)
+    _, port = split_tcp(bind(server, bound))
+    client = dealer_socket(zmq_context, options)
+    client.connect(join_tcp(host, port))
+    async with asyncio.timeout(DEADLINE_S):
+        await client.send(b"hello")
+        assert (await server.recv_multipart())[1] == b"hello"
+
+
 async def test_an_oversized_message_never_arrives(zmq_context):
     server = router_socket(zmq_context, SocketOptions(max_message_bytes=100))
     address = bind(server, "tcp://127.0.0.1:0")
@@ -87,7 +99,7 @@ def test_malformed_addresses_are_named(address):
 
 
 @pytest.mark.parametrize(
-    ("bound", "advertise", "told"), [("10.0.0.1", "", "10.0.0.1"), ("0.0.0.0", "pod-3", "pod-3"), ("eth0", "::1", "::1")]
+    ("bound", "advertise", "told"), [("10.0.0.1", "", "10.0.0.1"), ("0.0.0.0", "pod-3", "pod-3"), ("eth0", "[::1]", "::1")]
 )
 def test_peers_are_told_the_advertised_host_or_the_bound_one(bound, advertise, told):
     assert advertised_host(bound, advertise) == told

@@ -33,10 +33,10 @@ class TestTcpTransport(TransportSuite):
 class LocalOwner:
     """A transport that serves rows from this process, when it is told to."""
 
-    def __init__(self, address="tcp://127.0.0.1:0", salt=1):
+    def __init__(self, address="tcp://127.0.0.1:0", salt=1, advertise_host=""):
         self.memory = HostRows(NUM_OWNER_ROWS, ROW_BYTES)
         self.memory.fill(salt)
-        self.transport = TcpTransport(RandomIds(), address)
+        self.transport = TcpTransport(RandomIds(), address, advertise_host)
         self.transport.register([self.memory.region])
         self.metadata = self.transport.describe()
         self.described = msgspec.msgpack.decode(self.metadata, type=TcpMetadata)
@@ -370,3 +370,17 @@ def test_wildcard_is_bound_only_under_another_name():
     named = TcpTransport(RandomIds(), "tcp://0.0.0.0:0", "pod-3")
     assert b"tcp://pod-3:" in named.describe()
     named.close()
+
+
+# ---- IPv6 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bound", "told"), [("tcp://[::1]:0", ""), ("tcp://[::]:0", "[::1]"), ("tcp://[::]:0", "127.0.0.1")])
+def test_reads_over_ipv6_and_beside_it_over_ipv4(needs_ipv6, reader, bound, told):
+    owner = LocalOwner(bound, advertise_host=told)
+    try:
+        host = told or "[::1]"
+        assert owner.described.address.startswith(f"tcp://{host}:")
+        assert_serves(owner, reader)
+    finally:
+        owner.close()
