@@ -67,6 +67,12 @@ def expected_tokens(token_ids: Sequence[int], num_tokens: int, vocab_size: int =
     return output
 
 
+def expected_kv(token_ids: Sequence[int]) -> bytes:
+    """Return the entries of these tokens as an intact KV cache holds them, ``SLOT_BYTES`` each."""
+    prefix = _Prefix(b"")
+    return b"".join(prefix.append(token_id) for token_id in token_ids)
+
+
 def hash_model_kv_config(num_blocks: int, block_size: int) -> KVCacheConfig:
     """Return the cache configuration that matches the pool of a ``HashModel``; block 0 is the null block."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_dim=1, dtype_bytes=SLOT_BYTES // 2)
@@ -131,6 +137,16 @@ class HashModel:
             head_dim=1,
             block_bytes=self.block_size * SLOT_BYTES,
         )
+
+    @property
+    def failure(self) -> Exception | None:
+        """None: this runner keeps no failure for later."""
+        return None
+
+    def shutdown(self) -> None:
+        """Stop the connector's worker side."""
+        if self._connector_worker is not None:
+            self._connector_worker.shutdown()
 
     @property
     def request_ids(self) -> list[str]:

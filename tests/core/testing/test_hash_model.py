@@ -6,7 +6,7 @@ import pytest
 
 from core.connector import KVConnectorMetadata, KVConnectorWorker
 from core.request import CachedRequestData, KVConnectorOutput, NewRequestData, SchedulerOutput
-from core.testing.hash_model import SLOT_BYTES, HashModel, expected_tokens
+from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv, expected_tokens
 from core.wire.sampling import SamplingParams
 
 PROMPT = list(range(100, 110))
@@ -112,6 +112,11 @@ def test_connectors_see_the_pool_as_contiguous_blocks(filled):
     assert bytes(region.buffer[start : start + region.block_bytes]) == filled.read_block(2)
     region.buffer[start] ^= 255
     assert decode(filled, "a", 10, 1) != expected_tokens(PROMPT, 2)[1:]
+
+
+def test_cache_of_a_sequence_is_known_without_blocks(filled):
+    held = b"".join(filled.read_block(block_id) for block_id in (1, 2, 3))
+    assert held[: len(PROMPT) * SLOT_BYTES] == expected_kv(PROMPT)
 
 
 def test_new_blocks_are_appended_to_the_table(model):
