@@ -79,6 +79,19 @@ def hash_model_kv_config(num_blocks: int, block_size: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks, (KVCacheGroup((0,), spec),))
 
 
+def hash_model_layout(block_size: int) -> KVLayoutInfo:
+    """Return what a block of a ``HashModel`` looks like."""
+    return KVLayoutInfo(
+        dtype="float32",
+        order="NHD",
+        block_size=block_size,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        block_bytes=block_size * SLOT_BYTES,
+    )
+
+
 @dataclass(slots=True)
 class _Row:
     """A request in the running batch."""
@@ -107,7 +120,7 @@ class HashModel:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.rows: npt.NDArray[np.uint8] = np.full((num_blocks, block_size * SLOT_BYTES), _NEVER_WRITTEN, dtype=np.uint8)
-        self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(self._layout))
+        self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(hash_model_layout(block_size)))
         self._batch: dict[str, _Row] = {}
         self._connector_worker = connector_worker
         if connector_worker is not None:
@@ -121,21 +134,9 @@ class HashModel:
             base_address=self.rows.ctypes.data,
             num_blocks=num_blocks,
             block_bytes=block_bytes,
-            layout=self._layout,
+            layout=hash_model_layout(self.block_size),
             buffer=self.rows.data.cast("B"),
             seals=self.seals,
-        )
-
-    @property
-    def _layout(self) -> KVLayoutInfo:
-        return KVLayoutInfo(
-            dtype="float32",
-            order="NHD",
-            block_size=self.block_size,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            block_bytes=self.block_size * SLOT_BYTES,
         )
 
     @property
