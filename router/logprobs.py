@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from core.model.detokenizer import token_bytes
+from core.model.detokenizer import IncrementalDetokenizer, token_bytes
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import TokenLogprobs
 
@@ -67,6 +67,24 @@ class TokenTexts:
         """Return the bytes that the token stands for."""
         return self._render(token_id)[1]
 
+    def offsets_of(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Return where in a prompt's text each of its tokens starts; one inside a character has the place of that character.
+
+        A special token counts where the text spells it out, and not where it was added to the text or left out of it. Nor
+        does the space count that a tokenizer drops at the start.
+        """
+        stream = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+        offsets, offset = [], 0
+        for token_id in token_ids:
+            offsets.append(min(offset, len(text)))
+            if token_id in self._tokenizer.special_token_ids and not text.startswith(self.text_of(token_id), offset):
+                continue
+            piece = stream.push((token_id,))
+            if text.find(piece, offset, offset + len(piece) + 1) > offset:
+                offset = offsets[-1] = offset + 1
+            offset += len(piece)
+        return offsets
+
     def _render(self, token_id: int) -> tuple[str, bytes]:
         known = self._known.get(token_id)
         if known is not None:
@@ -90,16 +108,12 @@ class TokenTexts:
 
 
 def completion_logprobs(
-    texts: TokenTexts, entries: Iterable[TokenLogprobs | None], token_ids: Sequence[int], first_offset: int
+    texts: TokenTexts, entries: Iterable[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """Return the parallel lists for tokens whose text starts at ``first_offset``; the first token of a prompt has no entry."""
-    result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    offset = first_offset
+    """Return the parallel lists for tokens and where they start in the text; the first token of a prompt has no entry."""
+    result = CompletionLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, entry in zip(token_ids, entries, strict=True):
-        token = texts.text_of(token_id)
-        result.text_offset.append(offset)
-        result.tokens.append(token)
-        offset += len(token)
+        result.tokens.append(texts.text_of(token_id))
         if entry is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)

@@ -19,12 +19,16 @@ from router.prompts import Prompt
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice has gained. ``index`` counts over all prompts of the request. ``logprobs`` only if asked for."""
+    """What a choice has gained. ``index`` counts over all prompts of the request. ``logprobs`` only if asked for.
+
+    ``offsets`` says for each token where its text starts, in characters of the choice's own text.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -33,6 +37,7 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.offsets += later.offsets
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
 
@@ -54,16 +59,20 @@ class ChoiceText:
         self._stops = StopStringMatcher(options.stop, include_stop_str_in_output=options.include_stop_str)
         self._options = options
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        self._num_characters = 0  # of the tokens so far; a character that is not whole yet does not count
         self.num_tokens = 0
         self.is_finished = False
 
     def push(self, update: ChoiceUpdate, index: int) -> Delta:
         """Return what the update adds. A stop string ends the choice, and what came behind it is dropped."""
         delta = Delta(index)
+        if self._options.is_echo_only:  # the one token that a worker cannot help sampling is nobody's
+            return self._finish(delta, "length", None)
         hidden_stop = update.finish_reason == "stop" and not self._options.include_stop_str
         for number, token_id in enumerate(update.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token_id)
+            delta.offsets.append(self._num_characters)
             if update.logprobs is not None:
                 delta.logprobs.append(update.logprobs[number])
             is_stop_token = hidden_stop and number == len(update.token_ids) - 1
@@ -80,6 +89,7 @@ class ChoiceText:
 
     def _add(self, text: str, delta: Delta) -> str | None:
         """Add text to the delta as far as it may be sent; return the stop string that it completes."""
+        self._num_characters += len(text)
         if self.num_tokens <= self._options.min_tokens:
             delta.text += text
             return None

@@ -48,6 +48,7 @@ class OutputOptions:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     echo: bool = False
+    is_echo_only: bool = False  # the prompt and nothing else
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
@@ -101,7 +102,7 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
     _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     logprobs = _chat_logprobs(request) if isinstance(request, ChatCompletionRequest) else request.logprobs
     _check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
-    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    echo = _has_echo(request)
     return OutputOptions(
         is_stream=is_stream,
         stop=_stop_strings(request.stop),
@@ -109,6 +110,7 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
         min_tokens=request.min_tokens or 0,
         skip_special_tokens=request.skip_special_tokens is not False,
         echo=echo,
+        is_echo_only=echo and request.max_tokens == 0,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         return_token_ids=bool(request.return_token_ids),
@@ -139,7 +141,7 @@ def sampling_params(
     if prompt_logprobs is None and options.echo:
         prompt_logprobs = options.logprobs
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # a worker ends a request by a token; with none asked for, ``router.output`` drops it
         min_tokens=request.min_tokens or 0,
         temperature=_default(request.temperature, 1.0),
         top_p=_default(request.top_p, 1.0),
@@ -176,7 +178,7 @@ def check_ranges(request: CommonRequest) -> None:
         InvalidRequest: names the first field out of range.
     """
     _check_range("n", request.n, 1, MAX_CHOICES)
-    _check_range("max_tokens", request.max_tokens, 1, None)
+    _check_range("max_tokens", request.max_tokens, 0 if _has_echo(request) else 1, None)
     _check_range("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, None)
     _check_range("min_tokens", request.min_tokens, 0, None)
     _check_range("temperature", request.temperature, 0, 2)
@@ -190,6 +192,10 @@ def check_ranges(request: CommonRequest) -> None:
     _check_range("priority", request.priority, -(2**31), 2**31 - 1)
     if request.cache_salt is not None and not request.cache_salt:
         raise InvalidRequest("cache_salt is empty: leave it out, or give it a value", param="cache_salt")
+
+
+def _has_echo(request: CommonRequest) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
 def _check_range(field: str, value: float | None, low: float, high: float | None, *, is_low_open: bool = False) -> None:

@@ -165,6 +165,7 @@ class _Gathered:
         for delta in self.deltas:
             whole.token_ids += delta.token_ids
             whole.logprobs += delta.logprobs
+            whole.offsets += delta.offsets
         whole.finish_reason, whole.stop_reason = self.deltas[-1].finish_reason, self.deltas[-1].stop_reason
         return whole
 
@@ -224,10 +225,6 @@ class Shaper:
 class CompletionShaper(Shaper):
     """Bodies of the completions endpoint."""
 
-    def __init__(self, envelope: Envelope, options: OutputOptions, output: RequestOutput, texts: TokenTexts) -> None:
-        super().__init__(envelope, options, output, texts)
-        self._offsets: dict[int, int] = {}  # characters of the tokens shown so far, per choice
-
     def whole(self) -> Completion:
         """Return the answer."""
         return self._body([self._choice(delta, is_whole=True) for delta in self._merged()], self.usage())
@@ -263,15 +260,16 @@ class CompletionShaper(Shaper):
     def _logprobs(self, delta: Delta, state: PromptState, *, has_echo: bool) -> CompletionLogprobs | None:
         if self._options.logprobs is None:
             return None
-        token_ids, entries = list(delta.token_ids), list(delta.logprobs)
+        start = len(state.prompt.text) if self._options.echo else 0
+        offsets = [start + offset for offset in delta.offsets]
         prompt_entries = state.report.prompt_logprobs if state.report else None
-        if has_echo and prompt_entries is not None:
-            result = completion_logprobs(self._texts, [*prompt_entries, *entries], [*state.prompt.token_ids, *token_ids], 0)
-        else:
-            result = completion_logprobs(self._texts, entries, token_ids, self._offsets.get(delta.index, 0))
-        if result.tokens:
-            self._offsets[delta.index] = result.text_offset[-1] + len(result.tokens[-1])
-        return result
+        if not has_echo or prompt_entries is None:
+            return completion_logprobs(self._texts, delta.logprobs, delta.token_ids, offsets)
+        prompt = state.prompt
+        offsets = [*self._texts.offsets_of(prompt.text, prompt.token_ids), *offsets]
+        return completion_logprobs(
+            self._texts, [*prompt_entries, *delta.logprobs], [*prompt.token_ids, *delta.token_ids], offsets
+        )
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
         head = self._envelope

@@ -96,33 +96,6 @@ async def test_token_ids_in_and_out(served):
     assert served.workers[0].messages(Generate)[0].prompt_token_ids == (1, 2, 3)
 
 
-async def test_logprobs_of_a_completion(served):
-    body = (await post(served, "/v1/completions", prompt="p", max_tokens=2, logprobs=2)).json()
-    logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["h", "e"]
-    assert logprobs["text_offset"] == [0, 1]
-    assert logprobs["token_logprobs"] == [-0.25, -0.25]
-    assert logprobs["top_logprobs"][0]["h"] == -0.25
-    assert len(logprobs["top_logprobs"][0]) == 2
-
-
-async def test_echo_with_logprobs_scores_the_prompt(served):
-    body = (await post(served, "/v1/completions", prompt="abc", max_tokens=1, echo=True, logprobs=1)).json()
-    choice = body["choices"][0]
-    assert choice["text"] == "abch"
-    assert choice["logprobs"]["tokens"] == ["a", "b", "c", "h"]
-    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -0.25]
-    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
-    assert choice["logprobs"]["top_logprobs"][0] is None
-
-
-async def test_prompt_logprobs_have_vllm_s_shape(served):
-    body = (await post(served, "/v1/completions", prompt="ab", max_tokens=1, prompt_logprobs=1)).json()
-    first, second = body["choices"][0]["prompt_logprobs"]
-    assert first is None
-    assert next(iter(second.values())) == {"logprob": -1.0, "rank": 1, "decoded_token": "b"}
-
-
 async def test_a_stop_string_ends_the_text_and_the_workers_work(served):
     body = (await post(served, "/v1/completions", prompt="p", max_tokens=50, stop=["o w", "zzz"])).json()
     choice = body["choices"][0]

@@ -64,6 +64,20 @@ def test_characters_are_held_back_until_they_are_whole(choice, spell):
     assert text.push(news(third), 0).text == "€"
 
 
+def test_tokens_start_where_their_character_does(choice, spell):
+    text = choice()
+    first = text.push(news(*spell("a€")), 0)
+    assert first.offsets == [0, 1, 1, 1]
+    assert text.push(news(*spell("bc"), EOS, reason="stop", stop=EOS), 0).offsets == [2, 3, 4]
+
+
+def test_prompt_alone_has_no_output(choice, spell):
+    text = choice(echo=True, is_echo_only=True)
+    delta = text.push(news(*spell("x"), reason="length", logprobs=(TokenLogprobs(spell("x"), (-1.0,), 1),)), 0)
+    assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", [], [], "length")
+    assert text.num_tokens == 0
+
+
 def test_a_broken_character_is_shown_at_the_end(choice, spell):
     text = choice()
     assert text.push(news(spell("€")[0], reason="length"), 0).text == "\ufffd"

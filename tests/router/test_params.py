@@ -352,6 +352,18 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt():
     assert sampling(completion(logprobs=2)).prompt_logprobs is None
 
 
+def test_no_tokens_are_allowed_with_echo_only():
+    wanted = completion(echo=True, max_tokens=0)
+    check_ranges(wanted)
+    assert output_options(wanted).is_echo_only
+    assert sampling(wanted).max_tokens == 1
+    for refused in (completion(max_tokens=0), chat(max_tokens=0), completion(echo=True, max_tokens=-1)):
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            check_ranges(refused)
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        sampling(completion(echo=True, max_tokens=0, min_tokens=1))
+
+
 def test_output_options_are_read():
     options = output_options(
         completion(

@@ -98,6 +98,12 @@ async def test_streamed_completion_logprobs_have_running_offsets(served, sse_eve
     assert [offset for part in logprobs for offset in part["text_offset"]] == list(range(6))
 
 
+async def test_no_tokens_with_echo_stream_the_prompt(served, sse_events):
+    events = await stream(served, "/v1/completions", sse_events, prompt="abc", max_tokens=0, logprobs=1, echo=True)
+    (choice,) = [event["choices"][0] for event in events]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]["text_offset"]) == ("abc", "length", [0, 1, 2])
+
+
 async def test_streamed_token_ids(served, sse_events):
     events = await stream(served, "/v1/completions", sse_events, prompt=[1, 2], max_tokens=3, return_token_ids=True)
     assert events[0]["choices"][0]["prompt_token_ids"] == [1, 2]
