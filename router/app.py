@@ -120,7 +120,7 @@ def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
     async def detokenize(data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
         """Return the text of tokens."""
-        return endpoints.detokenize(data)
+        return await endpoints.detokenize(data)
 
     return [tokenize, detokenize]
 

@@ -6,6 +6,7 @@ Owns the order of the steps and the identity of a request. Knows nothing of rout
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ from router.params import (
     check_ranges,
     check_supported,
     check_token_ids,
+    load_failure_policy,
     output_options,
     sampling_params,
 )
-from router.prompts import Prompt, PromptReader
+from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader
 from router.responses import ChatShaper, CompletionShaper, Envelope
 from router.service import RouterService
 from router.streaming import Answer, EventStream
@@ -145,6 +147,7 @@ class Endpoints:
             n=request.n or 1,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            kv_load_failure_policy=load_failure_policy(request),
         )
 
     def _fingerprint(self) -> str | None:
@@ -193,11 +196,16 @@ class Endpoints:
         strings = [self._tokenizer.token(token_id) or "" for token_id in tokens] if request.return_token_strs else None
         return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
 
-    def detokenize(self, request: DetokenizeRequest) -> Detokenized:
+    async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
         """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary."""
         self.check_model(request.model)
-        check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
-        return Detokenized(prompt=self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+        if len(request.tokens) <= INLINE_CHARACTERS:
+            return self._decoded(request.tokens)
+        return await asyncio.to_thread(self._decoded, request.tokens)
+
+    def _decoded(self, token_ids: list[int]) -> Detokenized:
+        check_token_ids("tokens", token_ids, self._tokenizer.vocab_size)
+        return Detokenized(prompt=self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def models(self) -> list[dict[str, Any]]:
         """Return the model card in a list."""

@@ -51,7 +51,7 @@ class PromptReader:
 
         Raises:
             InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown token ids, or there are too many choices.
-            ContextTooLong: a text is so long that no tokenization of it fits.
+            ContextTooLong: a prompt has too many tokens, or a text is so long that no tokenization of it fits.
         """
         add_special = request.add_special_tokens is not False
         items = _split_prompt(request.prompt)
@@ -65,17 +65,19 @@ class PromptReader:
                 self._check_length(item, request, limits)
                 token_ids = await self.encode(item, add_special_tokens=add_special, is_inline=is_inline)
             else:
-                check_token_ids("prompt", item, limits.vocab_size)
                 token_ids = item
             if not token_ids:
                 raise InvalidRequest(f"prompt {index} is empty", param="prompt")
-            prompts.append(self._prompt(item, _truncate(token_ids, request.truncate_prompt_tokens, limits), len(token_ids)))
+            kept = _truncate(token_ids, request.truncate_prompt_tokens, limits)
+            _check_num_tokens(kept, limits)  # before millions of them are looked at
+            prompts.append(self._prompt(item, kept, len(token_ids), limits))
         return prompts
 
-    def _prompt(self, source: str | list[int], token_ids: tuple[int, ...], num_before: int) -> Prompt:
+    def _prompt(self, source: str | list[int], token_ids: tuple[int, ...], num_before: int, limits: ModelLimits) -> Prompt:
         """Keep the client's text where it still is the text of the tokens."""
         if isinstance(source, str) and len(token_ids) == num_before:
             return Prompt(token_ids, source)
+        check_token_ids("prompt", token_ids, limits.vocab_size)
         return Prompt(token_ids, self._tokenizer.decode(token_ids))
 
     async def read_chat(self, request: ChatCompletionRequest, limits: ModelLimits) -> Prompt:
@@ -146,6 +148,15 @@ def _check_num_choices(num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_CHOICES:
         raise InvalidRequest(
             f"{num_prompts} prompts with n = {n} are {num_prompts * n} choices, at most {MAX_CHOICES} are allowed", param="n"
+        )
+
+
+def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    if len(token_ids) >= limits.max_model_len:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has "
+            f"{len(token_ids)}, which leaves no room for an answer.",
+            param="prompt",
         )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -364,6 +365,21 @@ async def test_models_are_listed(served):
         assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
         assert (await client.get("/v1/models/tiny")).json() == card
         error_of(await client.get("/v1/models/acme/other"), 404)
+
+
+async def test_many_tokens_are_detokenized_off_the_event_loop(served, monkeypatch):
+    threads = []
+    original = type(served.tokenizer).decode
+
+    def spy(self, token_ids, **options):
+        threads.append(threading.current_thread())
+        return original(self, token_ids, **options)
+
+    monkeypatch.setattr(type(served.tokenizer), "decode", spy)
+    (letter,) = served.tokenizer.encode("a")
+    assert (await post(served, "/detokenize", tokens=[letter] * 10_000)).json() == {"prompt": "a" * 10_000}
+    assert threads != [threading.main_thread()]
+    assert len(threads) == 1
 
 
 async def test_tokenize_and_detokenize_are_inverse(served):

@@ -99,6 +99,25 @@ async def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(reader, t
         await reader.read_completion(CompletionRequest(prompt=text), ModelLimits(max_model_len=100, vocab_size=257))
 
 
+@pytest.mark.parametrize("fields", [{}, {"truncate_prompt_tokens": 100}])
+async def test_token_ids_that_cannot_fit_are_refused_before_they_are_looked_at(reader, tiny_tokenizer, monkeypatch, fields):
+    def never(*args, **kwargs):
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(type(tiny_tokenizer), "decode", never)
+    limits = ModelLimits(max_model_len=100, vocab_size=257)
+    prompt = [1] * 100 + [-1]  # the last one is wrong as well: nobody looked
+    with pytest.raises(ContextTooLong, match="maximum context length is 100 tokens") as refused:
+        await reader.read_completion(CompletionRequest(prompt=prompt, **fields), limits)
+    assert refused.value.param == "prompt"
+
+
+async def test_long_token_prompts_are_cut_to_what_was_asked_for(reader):
+    request = CompletionRequest(prompt=[1] * 100_000 + [2, 3], truncate_prompt_tokens=2)
+    (prompt,) = await reader.read_completion(request, ModelLimits(max_model_len=100, vocab_size=257))
+    assert prompt.token_ids == (2, 3)
+
+
 async def test_long_texts_are_tokenized_off_the_event_loop(reader, tiny_tokenizer, monkeypatch):
     threads = []
     original = type(tiny_tokenizer).encode
