@@ -98,6 +98,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pin_cpus: bool = True
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
+    stuck_step_s: Seconds = 120.0  # an engine step that takes longer makes /health fail, so that the worker is restarted
 
 
 class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from core.clock import Clock, SystemClock
 from core.engine.core import EngineCore, EngineGauges
 from core.engine.inbox import Abort, Add, EngineMessage, Wake, take_in
 from core.errors import EngineDead
@@ -42,12 +43,15 @@ class EngineThread:
         on_outputs: Callable[[list[EngineCoreOutput]], None],
         on_death: Callable[[BaseException], None],
         prepare: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._engine = engine
+        self._clock = clock or SystemClock()
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._prepare = prepare
         self._inbox: queue.SimpleQueue[EngineMessage | _Stop] = queue.SimpleQueue()  # admission bounds what can be in it
+        self._step_started_at: float | None = None
         self._death: BaseException | None = None
         self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
         self._is_closed = False
@@ -85,6 +89,11 @@ class EngineThread:
     def is_alive(self) -> bool:
         """True between ``start`` and the end of the loop."""
         return self._thread.is_alive() and self._death is None
+
+    def step_age_s(self) -> float:
+        """Return how long the step in progress has taken so far; 0 between steps. Any thread."""
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else self._clock.now() - started_at
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the step in progress and shut the engine down on its own thread; False if that takes too long.
@@ -129,9 +138,16 @@ class EngineThread:
         """Take in what has come, sleeping if there is nothing to do, then do one step."""
         outputs = self._drain_inbox()
         if not self._is_stopping and self._engine.has_work():
-            outputs += self._engine.step()
+            outputs += self._step()
         if outputs:
             self._on_outputs(outputs)
+
+    def _step(self) -> list[EngineCoreOutput]:
+        self._step_started_at = self._clock.now()
+        try:
+            return self._engine.step()
+        finally:
+            self._step_started_at = None
 
     def _drain_inbox(self) -> list[EngineCoreOutput]:
         refusals: list[EngineCoreOutput] = []

@@ -116,6 +116,7 @@ class Worker:
             on_outputs=lambda outputs: self._from_engine(loop, self._on_outputs, outputs),
             on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
             prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
+            clock=self._clock,
         )
         self._connector = assembled.connector
         if self._connector is not None:
@@ -284,8 +285,11 @@ class Worker:
     # ---- operations port -------------------------------------------------------------------------------------------------
 
     def _health(self) -> OpsResponse:
-        if self._engine is not None and not self._engine.is_alive():
-            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "engine dead"})
+        """Say whether only a restart helps. Nothing that a router or another worker does may change the answer."""
+        reason = self._why_not_alive()
+        if reason is not None:
+            logger.error(event("unhealthy", reason=reason))
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": reason})
         return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
 
     def _ready(self) -> OpsResponse:
@@ -293,11 +297,22 @@ class Worker:
         status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
         return OpsResponse.of_json(status, {"status": reason or "ready"})
 
+    def _why_not_alive(self) -> str | None:
+        if self._engine is None:
+            return None  # still loading
+        if not self._engine.is_alive():
+            return "engine dead"
+        step_age_s = self._engine.step_age_s()
+        if step_age_s > self._context.config.worker.stuck_step_s:
+            return f"engine stuck: a step has taken {step_age_s:.0f} s, see worker.stuck_step_s"
+        return None
+
     def _why_not_ready(self) -> str | None:
         if self._state is None or self._engine is None:
             return "loading"
-        if not self._engine.is_alive():
-            return "engine dead"
+        reason = self._why_not_alive()
+        if reason is not None:
+            return reason
         if self._state.is_draining:
             return "draining"
         return None if self._state.num_registered_routers else "not registered"

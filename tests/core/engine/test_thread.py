@@ -6,6 +6,7 @@ import pytest
 from core.engine.thread import EngineThread
 from core.errors import EngineDead
 from core.request import NewRequest
+from core.testing.clock import FakeClock
 from core.wire.sampling import SamplingParams
 
 DEADLINE_S = 20.0
@@ -158,6 +159,31 @@ def test_idle_engine_takes_no_steps_and_each_wakeup_gives_one(start, copy_connec
     for number in range(3):
         thread.wake()
         poll(lambda number=number: thread.gauges().num_steps == 2 + number)
+
+
+def test_age_of_a_step_is_known_while_it_hangs(build_tiny):
+    clock, engine, mailbox = FakeClock(), build_tiny().engine, Mailbox()
+    engine.shutdown = lambda: None
+    entered, release = threading.Event(), threading.Event()
+    step = engine.step
+
+    def hang():
+        entered.set()
+        assert release.wait(DEADLINE_S)
+        return step()
+
+    engine.step = hang
+    thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death, clock=clock)
+    thread.start()
+    assert thread.step_age_s() == 0.0
+    thread.submit_add([request("r", max_tokens=1)])
+    assert entered.wait(DEADLINE_S)
+    clock.advance(3.0)
+    assert thread.step_age_s() == 3.0
+    release.set()
+    mailbox.wait(lambda: "r" in mailbox.ends)
+    poll(lambda: thread.step_age_s() == 0.0)
+    assert thread.stop(DEADLINE_S)
 
 
 def test_death_is_told_once_and_refuses_what_comes_after(start, copy_connector):

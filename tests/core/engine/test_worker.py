@@ -49,8 +49,9 @@ WAIT_S = 20.0
 class ScriptedEngine:
     """Counts up, one token per step and request; a prompt that starts with 666 ends the engine, one with 7 never ends."""
 
-    def __init__(self, journal):
+    def __init__(self, journal, gate=None):
         self.journal = journal
+        self.gate = gate  # what every step waits for
         self.requests = {}
         self.gauges = EngineGauges()
 
@@ -62,6 +63,8 @@ class ScriptedEngine:
         return [request_id for request_id in request_ids if self.requests.pop(request_id, None)]
 
     def step(self):
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_S)
         outputs = []
         for request_id, (new, count) in list(self.requests.items()):
             if new.prompt_token_ids[0] == 666:
@@ -165,10 +168,9 @@ def journal():
 
 @pytest.fixture
 def make_worker(router, journal):
-    def make(assemble=None):
-        config = load_config(
-            assignments=[f"worker.router_addresses=['{router.address}']", "worker.drain_timeout_s=5", "worker.pin_cpus=false"]
-        )
+    def make(assemble=None, settings=(), gate=None):
+        address = f"worker.router_addresses=['{router.address}']"
+        config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
         context = WorkerContext(
             config=config,
             role="decode",
@@ -179,7 +181,7 @@ def make_worker(router, journal):
             metrics=CollectorRegistry(),
         )
         built = SimpleNamespace(
-            engine=ScriptedEngine(journal),
+            engine=ScriptedEngine(journal, gate),
             model_fingerprint=b"f",
             layout=LAYOUT,
             max_model_len=64,
@@ -241,6 +243,35 @@ async def test_ready_only_while_registered_and_not_draining(running, router):
     os.kill(os.getpid(), signal.SIGTERM)  # the second request to leave is in a hurry
     assert (await router.expect(RequestFailed)).error.code == "no_worker"
     assert await running.task == 0
+
+
+async def test_health_fails_while_a_step_takes_too_long_and_recovers_with_it(make_worker, router):
+    gate, addresses = threading.Event(), asyncio.get_running_loop().create_future()
+    worker = make_worker(settings=["worker.stuck_step_s=0.05"], gate=gate)
+    task = asyncio.create_task(worker.run(addresses.set_result))
+    url = (await addresses)["ops_address"]
+    await router.expect(Heartbeat)
+
+    async def until(status):
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                found = await get(f"{url}/health")
+                if found.status_code == status:
+                    return found.json()["status"]
+
+    assert await until(200) == "ok"
+    await router.send(generate("r"))
+    assert (await until(503)).startswith("engine stuck")
+    assert (await get(f"{url}/ready")).status_code == 503
+    gate.set()
+    assert await until(200) == "ok"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
+async def test_health_does_not_depend_on_routers(running):
+    assert (await get(f"{running.ops_address}/ready")).status_code == 503  # nobody answers its registration
+    assert (await get(f"{running.ops_address}/health")).status_code == 200
 
 
 async def test_metrics_tell_what_was_served(running, router):
