@@ -6,7 +6,7 @@ an idle worker does nothing; counters are moved by ``core.engine.worker``. The r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -22,6 +22,7 @@ WORKER_GAUGES: Mapping[str, str] = {
     "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
     "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
     "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
+    "kv_quarantined_blocks": "Blocks that nobody has, since a transfer that was given up may still write them.",
     "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
     "draining": "1 while the worker takes no new requests.",
     "registered_routers": "Routers that have this worker in their membership.",
@@ -45,6 +46,39 @@ def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read:
 def read_counter(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
     """Register a counter that is kept elsewhere, whose value is ``read()`` at the moment of a scrape."""
     registry.register(_ReadCounter(name, documentation, read))
+
+
+def read_labelled_counter(
+    registry: CollectorRegistry,
+    name: str,
+    documentation: str,
+    labels: tuple[str, ...],
+    read: Callable[[], Iterable[tuple[Sequence[str], float]]],
+) -> None:
+    """Register a counter that is kept elsewhere, whose label values and values are ``read()`` at the moment of a scrape."""
+    registry.register(_ReadLabelledCounter(name, documentation, labels, read))
+
+
+class _ReadLabelledCounter(Collector):
+    """A counter with labels and a function for its values."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: tuple[str, ...],
+        read: Callable[[], Iterable[tuple[Sequence[str], float]]],
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(PREFIX + self._name, self._documentation, labels=self._labels)
+        for values, count in self._read():
+            family.add_metric(values, count)
+        yield family
 
 
 class _ReadCounter(Collector):

@@ -113,6 +113,7 @@ class Request:
         "deadline",
         "extra_keys",
         "first_scheduled_time",
+        "has_failed_load",
         "kv_handoff",
         "kv_load_failure_policy",
         "max_tokens",
@@ -158,6 +159,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_preemptions = 0
+        self.has_failed_load = False  # then nothing is loaded for it any more
         self.prefill_stats: PrefillStats | None = None
         self.first_scheduled_time: float | None = None  # of its first tokens here, on the engine's clock
         # Log-probabilities of prompt tokens need every position computed here.

@@ -105,7 +105,14 @@ def build_engine(
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
         manager = _kv_cache_manager(config, cache_config, max_model_len, pool.seals)
-        scheduler = Scheduler(config.scheduler, manager, max_model_len, connector.scheduler if connector else None, clock)
+        scheduler = Scheduler(
+            config.scheduler,
+            manager,
+            max_model_len,
+            connector.scheduler if connector else None,
+            clock,
+            config.connector.kv_load_failure_policy,
+        )
         engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size)
         on_failure.pop_all()
     _log_ready(files, pool, max_model_len)

@@ -6,19 +6,20 @@ a worker, tests and benchmarks call it directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
+from core.wire.messages import LoadFailurePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGauges:
-    """How busy the engine is. Counts of requests and blocks are of one moment; the last five only grow."""
+    """How busy the engine is. Counts of requests and blocks are of one moment; from ``num_steps`` on they only grow."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -26,11 +27,13 @@ class EngineGauges:
     kv_cache_usage: float = 0.0  # 0..1
     num_loading_blocks: int = 0
     num_parked_blocks: int = 0
+    num_quarantined_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_ignored_reports: int = 0
+    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
 
 
 class Runner(Protocol):
@@ -167,12 +170,20 @@ class EngineCore:
             kv_cache_usage=stats.kv_cache_usage,
             num_loading_blocks=stats.num_loading_blocks,
             num_parked_blocks=stats.num_parked_blocks,
+            num_quarantined_blocks=stats.num_quarantined_blocks,
             num_ignored_reports=before.num_ignored_reports + stats.num_ignored_reports,
             num_steps=before.num_steps + 1,
             num_preemptions=before.num_preemptions + stats.num_preemptions,
             num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
             num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
+            num_load_fallbacks=_sum(before.num_load_fallbacks, stats.num_load_fallbacks),
         )
+
+
+def _sum(
+    before: Mapping[tuple[str, LoadFailurePolicy], int], since: Mapping[tuple[str, LoadFailurePolicy], int]
+) -> Mapping[tuple[str, LoadFailurePolicy], int]:
+    return {**before, **{key: before.get(key, 0) + count for key, count in since.items()}} if since else before
 
 
 def _check_can_sample(new: NewRequest) -> None:

@@ -41,7 +41,7 @@ from core.engine.worker_state import WorkerState
 from core.errors import EngineDead, ProtocolError
 from core.ids import RandomIds, new_incarnation
 from core.log import event
-from core.metrics import WorkerMetrics
+from core.metrics import WorkerMetrics, read_labelled_counter
 from core.request import EngineCoreOutput
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.messages import PrefillDone, Register, RequestFailed, Role
@@ -152,6 +152,7 @@ class Worker:
             drain_timeout_s=config.worker.drain_timeout_s,
         )
         metrics = WorkerMetrics(self._context.metrics, self._readings())
+        self._count_fallbacks()
         return WorkerState(registration, assembled.hands, limits, self._load, metrics)
 
     async def _shut_down(self) -> None:
@@ -352,7 +353,8 @@ class Worker:
         is_used = gauges.num_running + gauges.num_waiting + gauges.num_loading + gauges.num_parked_blocks
         if is_used or self._num_leased_blocks() or self._state.num_requests:
             return 0
-        return round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
+        num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
+        return num_used - gauges.num_quarantined_blocks
 
     def _readings(self) -> dict[str, Callable[[], float]]:
         engine = self._engine
@@ -363,6 +365,7 @@ class Worker:
             "num_requests_loading": lambda: engine.gauges().num_loading,
             "kv_cache_usage_perc": lambda: engine.gauges().kv_cache_usage,
             "kv_parked_blocks": lambda: engine.gauges().num_parked_blocks,
+            "kv_quarantined_blocks": lambda: engine.gauges().num_quarantined_blocks,
             "kv_leaked_blocks": self._num_leaked_blocks,
             "draining": lambda: self._state is not None and self._state.is_draining,
             "registered_routers": lambda: self._state.num_registered_routers if self._state is not None else 0,
@@ -372,6 +375,17 @@ class Worker:
             "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
             "ignored_transfer_reports": lambda: engine.gauges().num_ignored_reports,
         }
+
+    def _count_fallbacks(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        read_labelled_counter(
+            self._context.metrics,
+            "kv_load_fallbacks",
+            "Requests whose KV could not be loaded, by reason and by what became of them: recompute or fail.",
+            ("reason", "policy"),
+            lambda: list(engine.gauges().num_load_fallbacks.items()),
+        )
 
     def _log_threads(self, num_threads: int) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -8,7 +8,7 @@ hits are found: none, or in one group. Several groups with prefix caching need a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
@@ -127,6 +127,26 @@ class KVCacheCoordinator(ABC):
         for blocks in beyond:
             self.block_pool.invalidate_blocks(blocks)
         return beyond
+
+    def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
+        """Take what others reference behind ``num_tokens`` out of the tables; return those blocks, as they may be evicted."""
+        return [block for manager in self.managers for block in manager.drop_shared_tail(request_id, num_tokens, kept)]
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Return how many leading tokens of the request are hashed in every group, down to where a hit may end."""
+        return self.floor_to_boundary(min(m.num_cached_block[request_id] * m.block_size for m in self.managers))
+
+    def find_boundary(self, request_id: str, num_tokens: int) -> int:
+        """Return where a hit may end, at most ``num_tokens``, so that every group holds what the next token needs."""
+        while True:
+            boundary = self.floor_to_boundary(min(manager.get_boundary(request_id, num_tokens) for manager in self.managers))
+            if boundary == num_tokens:
+                return boundary
+            num_tokens = boundary
+
+    def floor_to_boundary(self, num_tokens: int) -> int:
+        """Round down to where a prefix hit may end."""
+        return num_tokens - num_tokens % self.scheduler_block_size
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """End the request in every group; return its blocks in the order in which they may be evicted."""

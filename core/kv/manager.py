@@ -6,7 +6,7 @@ priority. Called by the scheduler, and read by the scheduler sides of connectors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -231,6 +231,26 @@ class KVCacheManager:
         accepts them. They are hashed again by ``cache_blocks`` as usual.
         """
         return KVCacheBlocks(self.coordinator.truncate(request.request_id, num_tokens))
+
+    def drop_shared_tail(self, request: KVCacheRequest, num_tokens: int, kept: Container[int] = ()) -> None:
+        """Give up the request's blocks behind ``num_tokens``, from the first one on that others reference too.
+
+        For a request that will write there again: a transfer may still write such a block, or somebody relies on it. ``kept``
+        are shared blocks that may be rewritten in place. The next allocation replaces what is given up by fresh blocks.
+        """
+        self.block_pool.free_blocks(self.coordinator.drop_shared_tail(request.request_id, num_tokens, kept))
+
+    def find_boundary(self, request_id: str, num_tokens: int) -> int:
+        """Return where the request can go on from, at most ``num_tokens``: every group holds what the next token needs."""
+        return self.coordinator.find_boundary(request_id, num_tokens)
+
+    def floor_to_boundary(self, num_tokens: int) -> int:
+        """Round down to where a prefix hit may end."""
+        return self.coordinator.floor_to_boundary(num_tokens)
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Return how many leading tokens of the request are hits by now; of one that loads, its local hits."""
+        return self.coordinator.num_cached_tokens(request_id)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Tell whether a request of ``num_tokens`` tokens could run if it were alone."""

@@ -11,7 +11,7 @@ says so by ``max_admission_blocks``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
@@ -127,6 +127,28 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[request_id] = min(self.num_cached_block[request_id], num_kept)
         self.num_sealed_block[request_id] = min(self.num_sealed_block[request_id], num_kept)
         return self.req_to_blocks[request_id][num_kept:]
+
+    def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
+        """Take the blocks behind ``num_tokens`` out of the table, from the first one on that others reference too.
+
+        A block in ``kept`` stays all the same. Returns them last first, the order in which they may be evicted.
+        """
+        blocks = self.req_to_blocks[request_id]
+        behind = range(ceil_div(num_tokens, self.block_size), len(blocks))
+        cut = next((i for i in behind if blocks[i].ref_cnt > 1 and blocks[i].block_id not in kept), len(blocks))
+        dropped = blocks[cut:]
+        del blocks[cut:]
+        self.num_cached_block[request_id] = min(self.num_cached_block[request_id], cut)
+        self.num_sealed_block[request_id] = min(self.num_sealed_block[request_id], cut)
+        dropped.reverse()
+        return dropped
+
+    def get_boundary(self, request_id: str, num_tokens: int) -> int:
+        """Return the most tokens, ``num_tokens`` at most, behind which the request can go on with the blocks it holds here.
+
+        For a type whose tokens attend to all before them that is any number of tokens it holds.
+        """
+        return num_tokens
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """End the request here; return its blocks last first, the order in which they may be evicted."""

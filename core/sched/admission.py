@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
-from core.sched.remote_kv import promote_loaded_request
+from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import chunk_of
 from core.sched.state import SchedulerState, Step
 
@@ -27,6 +27,7 @@ class _Outcome(Enum):
     RUNS = auto()
     LOADS = auto()  # holds blocks now; the connector fills them while others run
     SKIPPED = auto()  # not its turn: KV not here yet, or the connector wants to be asked again
+    EMPTY_HANDED = auto()  # its load has failed and left nothing: it waits without blocks now
     NO_BLOCKS = auto()
 
 
@@ -52,12 +53,16 @@ def schedule_waiting(state: SchedulerState, step: Step) -> None:
 def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> bool:
     """Start every holder that can go on; say whether none of them lacks blocks, so that others may be admitted."""
     holder_lacks_blocks = False
+    empty_handed: deque[Request] = deque()
     while state.kv_holding_waiting and _has_room(state, step):
         request = state.kv_holding_waiting.pop_request()
         outcome = _resume_holder(state, step, request)
-        if outcome is not _Outcome.RUNS:
+        if outcome is _Outcome.EMPTY_HANDED:
+            empty_handed.appendleft(request)
+        elif outcome is not _Outcome.RUNS:
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
+    state.waiting.prepend_requests(empty_handed)  # before those that came after them, in their own order
     return not holder_lacks_blocks
 
 
@@ -81,9 +86,15 @@ def _has_room(state: SchedulerState, step: Step) -> bool:
 
 
 def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outcome:
-    """Let a request run whose load has ended. It has its blocks and is not looked up again."""
+    """Let a request run whose load has ended. It has its blocks and is not looked up again, unless nothing is left of them."""
+    request_id = request.request_id
+    if state.claims and state.claims.holds_back(request_id):
+        return _Outcome.SKIPPED
     if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not promote_loaded_request(state, request):
         return _Outcome.SKIPPED
+    if request_id in state.failed_recving_kv_req_ids and not settle_failed_load(state, request):
+        step.output.preempted_req_ids.add(request_id)  # blocks have become free: others may go on in the next step
+        return _Outcome.EMPTY_HANDED
     return _allocate_and_start(state, step, request, _Prefix())
 
 
@@ -102,9 +113,11 @@ def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
     if state.connector is None:
         return prefix
     num_external_tokens, load_kv_async = state.connector.get_num_new_matched_tokens(request, num_local_tokens)
+    if request.skip_reading_prefix_cache or request.has_failed_load:
+        return prefix  # what failed once is not tried again: every failure must bring the request nearer to its end
     if num_external_tokens is None:
         return None
-    if request.skip_reading_prefix_cache or num_external_tokens == 0:
+    if num_external_tokens == 0:
         return prefix
     assert 0 < num_external_tokens <= request.num_tokens - num_local_tokens, (
         f"{request!r}: the connector offers {num_external_tokens} tokens beyond {num_local_tokens}"
@@ -142,6 +155,9 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         state.connector.update_state_after_alloc(request, all_blocks, prefix.num_external_tokens)
     if prefix.blocks is not None:
         _record_admission(state, request, prefix)
+        if request.request_id in state.empty_handed:
+            state.empty_handed.remove(request.request_id)
+            state.subtract_recomputed(request, prefix.num_local_tokens)
     request.num_computed_tokens = num_computed_tokens
     if num_computed_tokens + num_new_tokens < request.num_tokens or prefix.load_kv_async:
         state.inflight_prefills[request.request_id] = request

@@ -5,7 +5,7 @@ Called by ``Scheduler.update_from_output`` for each request that the step comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from core.request import (
     FINISH_REASONS,
@@ -26,12 +26,12 @@ def process_sampled_tokens(
     state: SchedulerState,
     scheduler_output: SchedulerOutput,
     model_output: ModelRunnerOutput,
-    failed: Mapping[str, ErrorInfo],
+    dropped: Container[str],
 ) -> list[EngineCoreOutput]:
     """Append the step's tokens and end the requests that stop; return one output per request with news.
 
-    ``failed`` requests and those that left or were preempted since the step was scheduled get nothing: their tokens rest on
-    KV that is not theirs any more.
+    ``dropped`` requests, which end or are rolled back, and those that left or were preempted since the step was scheduled get
+    nothing: their tokens rest on KV that is not theirs any more, or was never good.
     """
     outputs: list[EngineCoreOutput] = []
     stopped: list[Request] = []
@@ -43,7 +43,7 @@ def process_sampled_tokens(
             continue
         request.num_in_flight_tokens -= num_scheduled
         token_ids = sampled.get(request_id)
-        if not token_ids or request.status is not running or request_id in failed:
+        if not token_ids or request.status is not running or request_id in dropped:
             continue
         output = EngineCoreOutput(request_id, append_output_tokens(request, token_ids, max_model_len))
         if request.prefill_stats is not None:
@@ -105,14 +105,16 @@ def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> lis
     ]
 
 
-def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Mapping[str, ErrorInfo]) -> None:
+def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
     """Make the blocks of synchronous loads hits and seal them, now that the step has run and the loads are known to be good.
 
-    Comes before the step's tokens are applied: a request that they end gives up its blocks.
+    Of one that was rolled back this is what it keeps. Comes before the step's tokens are applied: a request that they end gives
+    up its blocks.
     """
     loads, state.synchronous_loads = state.synchronous_loads, []
     for request in loads:
-        if request.status is RequestStatus.RUNNING and request.request_id not in failed:
+        is_good = request.request_id not in failed and not state.claims.holds_back(request.request_id)
+        if request.status is RequestStatus.RUNNING and is_good:
             num_later = request.num_in_flight_tokens - scheduler_output.num_scheduled_tokens[request.request_id]
             num_computed_tokens = request.num_computed_tokens - num_later
             state.kv_cache_manager.cache_blocks(request, num_computed_tokens)

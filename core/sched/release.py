@@ -56,6 +56,8 @@ def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
             state.awaiting_sending.add(request_id)
     state.inflight_prefills.pop(request_id, None)
     state.transfer_usage.pop(request_id, None)
+    for left in (state.failed_recving_kv_req_ids, state.rolled_back, state.empty_handed):
+        left.discard(request_id)
     state.finished_req_ids.add(request_id)
     if request_id not in state.awaiting_sending and request_id not in state.awaiting_recving:
         free_blocks(state, request)

@@ -13,20 +13,42 @@ from core.sched.state import SchedulerState
 
 
 def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
-    """Make a loading request an ordinary waiting one if its KV has arrived; say whether it has.
+    """Make a loading request an ordinary waiting one if its load has ended; say whether it has.
 
     All loaded blocks are hashed and sealed first, by the full count; only then the last token of a completely loaded sequence
     is marked as not computed, since there must be one to sample from. So a prompt of full blocks has all of them cached, needs
     no block and computes one token; the last block loses its seal when that token is scheduled, and is sealed again after it.
+    What a failed load has left is seen to by ``settle_failed_load``.
     """
     if request.request_id not in state.finished_recving_kv_req_ids:
         return False
     state.finished_recving_kv_req_ids.remove(request.request_id)
-    state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-    state.kv_cache_manager.seal_blocks(request, request.num_computed_tokens)
-    if request.num_computed_tokens == request.num_tokens:
-        request.num_computed_tokens -= 1
     request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+    if request.request_id not in state.failed_recving_kv_req_ids:
+        state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        state.kv_cache_manager.seal_blocks(request, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+    return True
+
+
+def settle_failed_load(state: SchedulerState, request: Request) -> bool:
+    """Prepare a request whose load has failed, and ended, to compute what it lacks; False if it holds no block now.
+
+    It keeps what is valid, hashed and sealed; what somebody else may write is replaced by fresh blocks, the rest will be
+    written in place. If nothing is valid it gives its blocks back: it may find other hits when it is admitted again.
+    """
+    state.failed_recving_kv_req_ids.remove(request.request_id)
+    manager, num_kept = state.kv_cache_manager, request.num_computed_tokens
+    if num_kept == 0:
+        manager.free(request)
+        state.inflight_prefills.pop(request.request_id, None)
+        state.empty_handed.add(request.request_id)
+        return False
+    manager.drop_shared_tail(request, num_kept, state.claims.of(request))
+    manager.truncate(request, num_kept)
+    manager.cache_blocks(request, num_kept)
+    manager.seal_blocks(request, num_kept)
     return True
 
 

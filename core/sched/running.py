@@ -26,10 +26,15 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
     last = size - 1
     cached = step.output.scheduled_cached_reqs
     add_id, add_blocks, add_computed = cached.req_ids.append, cached.new_block_ids.append, cached.num_computed_tokens.append
-    num_scheduled, scheduled = step.output.num_scheduled_tokens, step.scheduled
+    num_scheduled, scheduled, rolled_back = step.output.num_scheduled_tokens, step.scheduled, state.rolled_back
     index = 0
     while index < len(running) and step.token_budget > 0:
         request = running[index]
+        if rolled_back and request.request_id in rolled_back:
+            if not _schedule_rolled_back(state, step, request):
+                break
+            index = _position(running, request, index) + 1
+            continue
         num_computed = request.num_computed_tokens
         num_new_tokens = request.num_tokens - num_computed
         new_block_ids: tuple[list[int], ...] | None = None
@@ -51,6 +56,22 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         scheduled.append(request)
         step.token_budget -= num_new_tokens
         index += 1
+
+
+def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -> bool:
+    """Give a request whose KV was invalid its next tokens, unless another recomputes it; False if blocks have run out.
+
+    The runner has appended a token to it that does not count, so it gets the request as it is now.
+    """
+    request_id = request.request_id
+    if state.claims and state.claims.holds_back(request_id):
+        return True
+    num_new_tokens = chunk_of(state, step, request.num_tokens - request.num_computed_tokens)
+    if _allocate_or_preempt(state, step, request, num_new_tokens) is None:
+        return False
+    state.rolled_back.discard(request_id)
+    step.add_new(request, num_new_tokens, state.kv_cache_manager.get_block_ids(request_id))
+    return True
 
 
 def chunk_of(state: SchedulerState, step: Step, num_tokens: int) -> int:
@@ -112,6 +133,7 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     manager.free(request)
     state.running.remove(request)
     state.inflight_prefills.pop(request.request_id, None)
+    state.rolled_back.discard(request.request_id)
     request.status = RequestStatus.PREEMPTED
     request.num_computed_tokens = 0
     request.num_preemptions += 1

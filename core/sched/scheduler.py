@@ -11,7 +11,7 @@ requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from core.clock import Clock
 from core.config import SchedulerSection
@@ -21,8 +21,9 @@ from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheManager
 from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.admission import schedule_waiting
-from core.sched.load_failures import handle_load_failures
+from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
+from core.sched.quarantine import quarantine_blocks, release_quarantined
 from core.sched.queue import RequestQueue
 from core.sched.release import finish_requests
 from core.sched.remote_kv import update_from_kv_xfer_finished
@@ -30,13 +31,14 @@ from core.sched.running import schedule_running
 from core.sched.sealing import seal_computed_blocks
 from core.sched.state import SchedulerState, Step
 from core.sched.stats import SchedulerStats, make_stats
-from core.wire.messages import ErrorInfo
+from core.wire.messages import ErrorInfo, LoadFailurePolicy
 
 
 class Scheduler:
     """Owns every request of one engine from ``add_request`` until its blocks are free. One thread only.
 
     ``max_model_len`` in tokens, prompt and output; lowered to what the KV pool holds for one request.
+    ``kv_load_failure_policy`` is for requests that bring none of their own.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class Scheduler:
         max_model_len: int,
         connector: KVConnectorScheduler | None,
         clock: Clock,
+        kv_load_failure_policy: LoadFailurePolicy = "recompute",
     ) -> None:
-        self._state = SchedulerState(config, kv_cache_manager, max_model_len, connector, clock)
+        self._state = SchedulerState(config, kv_cache_manager, max_model_len, connector, clock, kv_load_failure_policy)
         self.kv_cache_manager = kv_cache_manager
         self.connector = connector
         self.max_model_len = self._state.max_model_len
@@ -62,6 +65,8 @@ class Scheduler:
         The result may schedule nothing and must be run even so: it carries the ends of requests and the connector's message.
         """
         state = self._state
+        if state.claims:
+            reassign_orphans(state)
         step = Step(token_budget=state.config.max_num_batched_tokens)
         schedule_running(state, step)
         if not step.lacks_blocks:
@@ -97,17 +102,24 @@ class Scheduler:
             if state.connector is not None:
                 state.connector.update_connector_output(kv_output)
             state.keep_transfer_usage(kv_output.transfer_usage)
+            quarantine_blocks(state, kv_output.quarantined_block_ids)
             failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
         if model_output.failed:
             failed = unhash_failed(state, model_output.failed) | failed
         if state.synchronous_loads:
             cache_synchronous_loads(state, scheduler_output, failed)
-        seal_computed_blocks(state, scheduler_output, failed)
-        outputs = process_sampled_tokens(state, scheduler_output, model_output, failed)
+        dropped: Container[str] = failed
+        if state.rolled_back:
+            dropped = failed.keys() | state.rolled_back
+        if state.claims:
+            release_recomputed(state, scheduler_output, dropped)
+        seal_computed_blocks(state, scheduler_output, dropped)
+        outputs = process_sampled_tokens(state, scheduler_output, model_output, dropped)
         if failed:
             outputs += fail_requests(state, failed)
         if kv_output is not None:
             update_from_kv_xfer_finished(state, kv_output)
+            release_quarantined(state, kv_output.unquarantined_block_ids)
         return outputs
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
@@ -169,9 +181,9 @@ class Scheduler:
         return bool(state.running or state.waiting or state.kv_holding_waiting)
 
     def has_finished_requests(self) -> bool:
-        """True if ends are not flushed to the runner yet, or blocks of ended requests wait for a transfer."""
+        """True if ends are not flushed to the runner yet, or blocks of no living request wait for a transfer."""
         state = self._state
-        return bool(state.finished_req_ids or state.awaiting_sending or state.awaiting_recving)
+        return bool(state.finished_req_ids or state.awaiting_sending or state.awaiting_recving or state.quarantined)
 
     def has_requests(self) -> bool:
         """True if the engine must go on stepping, if only to learn the end of a transfer."""

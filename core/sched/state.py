@@ -10,13 +10,17 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 | `running`            | RUNNING                          | yes                                    |
 | `requests` only      | finished                         | yes: ``awaiting_recving`` or           |
 |                      |                                  | ``awaiting_sending`` delays their free |
+| nowhere              |                                  | ``quarantined``: held for no request   |
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from core.clock import Clock
 from core.config import SchedulerSection
@@ -24,8 +28,11 @@ from core.connector import KVConnectorScheduler
 from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
+from core.sched.claims import BlockClaims
 from core.sched.queue import RequestQueue, create_request_queue
-from core.wire.messages import TransferUsage
+from core.wire.messages import LoadFailurePolicy, TransferUsage
+
+_NOTHING_LOADED = TransferUsage()
 
 
 class SchedulerState:
@@ -34,6 +41,9 @@ class SchedulerState:
     ``max_model_len`` is the smaller of the model's context and what the KV pool holds for one request: a request that
     outgrows the pool alone could never go on. ``inflight_prefills`` are the requests that hold blocks and need more before
     their first token, loads included.
+
+    After a failed load: ``failed_recving_kv_req_ids`` hold blocks, wait, and have lost tokens that were to be loaded;
+    ``rolled_back`` run, but the runner's copy of them is out of date; some of both are held back by ``claims``.
     """
 
     def __init__(
@@ -43,8 +53,10 @@ class SchedulerState:
         max_model_len: int,
         connector: KVConnectorScheduler | None,
         clock: Clock,
+        kv_load_failure_policy: LoadFailurePolicy = "recompute",
     ) -> None:
         self.config = config
+        self.kv_load_failure_policy = kv_load_failure_policy
         self.kv_cache_manager = kv_cache_manager
         self.max_model_len = _most_tokens_that_fit(kv_cache_manager, max_model_len)
         self.connector = connector
@@ -60,18 +72,44 @@ class SchedulerState:
         self.finished_recving_kv_req_ids: set[str] = set()  # loaded, not promoted yet
         self.awaiting_recving: set[str] = set()  # finished while loading: blocks may still be written
         self.awaiting_sending: set[str] = set()  # finished, but the connector still reads the blocks
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.rolled_back: set[str] = set()
+        self.claims = BlockClaims()
+        self.quarantined: set[int] = set()  # blocks that a transfer may still write; each has a reference of its own
         self.transfer_usage: dict[str, TransferUsage] = {}  # goes out with the next output of the request
+        self.empty_handed: set[str] = set()  # have lost all they were to load, and wait to be admitted again
         self.synchronous_loads: list[Request] = []  # start in the step that is in flight; hits once it has run
         self.connector_prefix_cache_stats = PrefixCacheStats()
         self.num_preemptions = 0
         self.num_ignored_reports = 0
+        self.num_load_fallbacks: Counter[tuple[str, LoadFailurePolicy]] = Counter()  # by reason and policy
 
     def keep_transfer_usage(self, usage: Mapping[str, TransferUsage]) -> None:
         """Remember what loads cost until the requests have something to say."""
         for request_id, cost in usage.items():
             request = self.requests.get(request_id)
             if request is not None and not request.status.is_finished:
-                self.transfer_usage[request_id] = cost
+                known = self.transfer_usage.get(request_id, cost)
+                self.transfer_usage[request_id] = msgspec.structs.replace(
+                    cost, recomputed_tokens=known.recomputed_tokens, fallback_reason=known.fallback_reason
+                )
+
+    def add_recomputed(self, request: Request, num_tokens: int, reason: str) -> None:
+        """Note that tokens which should have been loaded are computed here. The first reason is the one that is told."""
+        usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
+        if not usage.fallback_reason:
+            self.num_load_fallbacks[reason, "recompute"] += 1
+        self.transfer_usage[request.request_id] = msgspec.structs.replace(
+            usage,
+            recomputed_tokens=min(usage.recomputed_tokens + num_tokens, request.num_prompt_tokens),
+            fallback_reason=usage.fallback_reason or reason,
+        )
+
+    def subtract_recomputed(self, request: Request, num_tokens: int) -> None:
+        """Note that so many of the tokens that were lost have been found in the prefix cache meanwhile."""
+        usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
+        left = max(0, usage.recomputed_tokens - num_tokens)
+        self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, recomputed_tokens=left)
 
 
 def _most_tokens_that_fit(kv_cache_manager: KVCacheManager, max_model_len: int) -> int:
@@ -91,7 +129,7 @@ class Step:
     scheduled: list[Request] = field(default_factory=list)
 
     def add_new(self, request: Request, num_new_tokens: int, block_ids: tuple[list[int], ...]) -> None:
-        """Schedule a request that the runner does not hold."""
+        """Schedule a request that the runner does not hold, or not as it is now."""
         self.output.scheduled_new_reqs.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -115,6 +153,10 @@ class Step:
             return False
         self.token_budget += num_tokens
         self.scheduled.remove(request)
+        for index, new in enumerate(self.output.scheduled_new_reqs):
+            if new.request_id == request.request_id:  # it was rolled back before
+                del self.output.scheduled_new_reqs[index]
+                return True
         cached: CachedRequestData = self.output.scheduled_cached_reqs
         index = cached.req_ids.index(request.request_id)
         del cached.req_ids[index], cached.new_block_ids[index], cached.num_computed_tokens[index]

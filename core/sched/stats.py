@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from core.kv.stats import PrefixCacheStats
 from core.request import RequestStatus
 from core.sched.state import SchedulerState
+from core.wire.messages import LoadFailurePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,10 @@ class SchedulerStats:
 
     The first counts are requests and add up to those that are unfinished. Block counts are of this moment: *loading* belong
     to unfinished requests and are written by a transfer, *parked* to requests that have ended and whose free is delayed by a
-    transfer in either direction; no block is both. The prefix cache counters, ``num_preemptions`` and ``num_ignored_reports``
-    (a connector's reports about transfers and blocks that nobody waits for) count since the reading before.
+    transfer in either direction, *quarantined* to nobody: a transfer that was given up may still write them. No block is two of
+    these. The prefix cache counters, ``num_preemptions``, ``num_ignored_reports`` (a connector's reports about transfers and
+    blocks that nobody waits for) and ``num_load_fallbacks`` (requests whose KV could not be loaded, by reason and policy) count
+    since the reading before.
     """
 
     num_running: int
@@ -26,8 +30,10 @@ class SchedulerStats:
     kv_cache_usage: float  # 0..1
     num_loading_blocks: int
     num_parked_blocks: int
+    num_quarantined_blocks: int
     num_preemptions: int
     num_ignored_reports: int
+    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int]
     prefix_cache: PrefixCacheStats
     connector_prefix_cache: PrefixCacheStats
 
@@ -37,6 +43,7 @@ def make_stats(state: SchedulerState) -> SchedulerStats:
     loading = [r.request_id for r in state.kv_holding_waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
     num_preemptions, state.num_preemptions = state.num_preemptions, 0
     num_ignored_reports, state.num_ignored_reports = state.num_ignored_reports, 0
+    num_load_fallbacks, state.num_load_fallbacks = state.num_load_fallbacks, Counter()
     connector_stats, state.connector_prefix_cache_stats = state.connector_prefix_cache_stats, PrefixCacheStats()
     return SchedulerStats(
         num_running=len(state.running),
@@ -45,13 +52,16 @@ def make_stats(state: SchedulerState) -> SchedulerStats:
         kv_cache_usage=state.kv_cache_manager.usage,
         num_loading_blocks=_count_blocks(state, loading),
         num_parked_blocks=_count_blocks(state, state.awaiting_sending | state.awaiting_recving),
+        num_quarantined_blocks=len(state.quarantined),
         num_preemptions=num_preemptions,
         num_ignored_reports=num_ignored_reports,
+        num_load_fallbacks=num_load_fallbacks,
         prefix_cache=state.kv_cache_manager.make_prefix_cache_stats(),
         connector_prefix_cache=connector_stats,
     )
 
 
 def _count_blocks(state: SchedulerState, request_ids: Iterable[str]) -> int:
-    get_blocks = state.kv_cache_manager.get_blocks
-    return sum(len(group) for request_id in request_ids for group in get_blocks(request_id).blocks)
+    get_block_ids, quarantined = state.kv_cache_manager.get_block_ids, state.quarantined
+    tables = [ids for request_id in request_ids for ids in get_block_ids(request_id)]
+    return sum(len(ids) for ids in tables) - sum(block_id in quarantined for ids in tables for block_id in ids)

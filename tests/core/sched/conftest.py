@@ -197,6 +197,7 @@ class WorldConfig:
     watermark: float = 0.0
     with_connector: bool = False
     vocab_size: int = 50_000
+    kv_load_failure_policy: str = "recompute"
 
 
 class World:
@@ -225,7 +226,8 @@ class World:
             policy=config.policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock)
+        policy = config.kv_load_failure_policy
+        self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy)
         self.last = SchedulerOutput()
         self.outputs: list[EngineCoreOutput] = []
         self.tokens: dict[str, list[int]] = {}
@@ -362,6 +364,11 @@ def loading_world() -> World:
 @pytest.fixture
 def remote() -> Callable[..., Remote]:
     return Remote
+
+
+@pytest.fixture(name="kv_of")
+def kv_of_fixture() -> Callable[[list[int]], bytes]:
+    return kv_of
 
 
 @pytest.fixture

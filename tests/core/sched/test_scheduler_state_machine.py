@@ -5,14 +5,19 @@ sequence. Pools are tiny, so that preemption, waiting loads and cache eviction a
 """
 
 import os
+from array import array
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from core.kv.integrity import find_violations
+from core.kv.seals import BROKEN, decode_seal
 from core.request import RequestStatus
+from core.testing.hash_model import SLOT_BYTES
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "60"))
 IN_QUEUES = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
@@ -22,6 +27,7 @@ HOLDING = {*IN_QUEUES, RequestStatus.WAITING_FOR_REMOTE_KVS}
 class SchedulerMachine(RuleBasedStateMachine):
     make_world: staticmethod
     make_remote: staticmethod
+    kv_of: staticmethod
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failing: set[str] = set()  # the load failed and has not ended
         self.sending: set[str] = set()
         self.is_stuck_excused = False
+        self.was_aborted_in_a_step = False
 
     @initialize(
         num_blocks=st.integers(4, 12),
@@ -43,7 +50,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
     )
     def build(self, **config):
-        self.world = self.make_world(block_size=4, max_model_len=40, with_connector=True, **config)
+        self.world = self.make_world(
+            block_size=4, max_model_len=40, with_connector=True, kv_load_failure_policy="fail", **config
+        )
+        self.kv_by_hash = {}
+        for family, num_given in product((0, 1), (1, 2, 3)):  # shorter prompts than the family's start go on differently
+            start = self.world.prompt(num_given, seed=family)
+            self.learn_kv([*start, *self.world.expected(start, 40)])
 
     # ---- what may happen
 
@@ -86,6 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         start = self.world.prompt(3, seed=family)
         return [*start, *self.world.expected(start, 24)][:length]
 
+    def learn_kv(self, text: list[int]) -> None:
+        """Know the KV of the last block of every prefix of a text, by the prefix's hash."""
+        kv, hasher = self.kv_of(text), self.world.hasher
+        hashes = hasher.hash_request_blocks(tokens := array("i", text))
+        for end in range(1, len(text) + 1):
+            start = (end - 1) // 4 * 4
+            self.kv_by_hash[hasher.prefix_hash(hashes, tokens, end)] = kv[start * SLOT_BYTES : end * SLOT_BYTES]
+
     @rule()
     def step(self):
         self.check_step()
@@ -105,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.schedule()
         if alive := self.alive():
             self.abort_now(data.draw(st.sampled_from(alive)))
+            self.was_aborted_in_a_step = True
         self.world.finish_step()
         self.note_ends()
 
@@ -184,6 +206,33 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.num_computed_tokens % 4 == 0
                 and self.world.num_blocks_of(request.request_id) == request.num_computed_tokens // 4 + 1
             ), request
+
+    @invariant()
+    def blocks_hold_what_their_seals_say(self):
+        pool, model = self.world.manager.block_pool, self.world.model
+        for block in pool.blocks:
+            if pool.seals.sealed_generation(block.block_id) == BROKEN:
+                continue
+            seal = decode_seal(pool.seals.row(block.block_id))
+            kv = self.kv_by_hash[seal.block_hash]
+            assert len(kv) == seal.num_tokens * SLOT_BYTES
+            assert model.read_block(block.block_id).startswith(kv), block
+
+    @invariant()
+    def what_can_be_hit_has_a_seal(self):
+        """Unless its request left while the step that fills it was under way, or is going to compute its last token again."""
+        pool = self.world.manager.block_pool
+        for block in pool.blocks:
+            if block.block_hash is not None and not self.was_aborted_in_a_step:
+                assert pool.seals.sealed_generation(block.block_id) == block.generation, block
+
+    @invariant()
+    def the_cache_is_consistent(self):
+        assert find_violations(self.world.manager, self.held_blocks()) == []
+
+    def held_blocks(self) -> Counter[int]:
+        """Count the references that no block table accounts for."""
+        return Counter()
 
     @invariant()
     def waiting_requests_are_in_order(self):
@@ -273,11 +322,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert world.tokens[name] == world.expected(self.prompts[name], num_tokens)
 
 
-def run_machine(make_world, remote, num_examples: int) -> None:
+def run_machine(make_world, remote, kv_of, num_examples: int) -> None:
     class Machine(SchedulerMachine):
         pass
 
     Machine.make_world, Machine.make_remote = staticmethod(make_world), staticmethod(remote)
+    Machine.kv_of = staticmethod(kv_of)
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -289,10 +339,10 @@ def run_machine(make_world, remote, num_examples: int) -> None:
     )
 
 
-def test_random_histories_give_the_oracles_tokens_and_leak_nothing(make_world, remote):
-    run_machine(make_world, remote, NUM_EXAMPLES)
+def test_random_histories_give_the_oracles_tokens_and_leak_nothing(make_world, remote, kv_of):
+    run_machine(make_world, remote, kv_of, NUM_EXAMPLES)
 
 
 @pytest.mark.slow
-def test_many_random_histories(make_world, remote):
-    run_machine(make_world, remote, 2000)
+def test_many_random_histories(make_world, remote, kv_of):
+    run_machine(make_world, remote, kv_of, 2000)

@@ -1,0 +1,36 @@
+"""Blocks that a transfer may still write although nobody waits for it any more.
+
+Each has a reference of its own from the report that its transfer will not end in time until the report that nothing can arrive
+any more. Meanwhile nobody gets it: whoever held it gets a fresh one. Called by ``Scheduler.update_from_output``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.sched.state import SchedulerState
+
+
+def quarantine_blocks(state: SchedulerState, block_ids: Iterable[int]) -> None:
+    """Keep these blocks, before anything else of the report is applied that might free them.
+
+    Ids of no block, and of blocks that are kept already, are counted and ignored.
+    """
+    pool = state.kv_cache_manager.block_pool
+    for block_id in block_ids:
+        if not 0 < block_id < pool.num_blocks or block_id in state.quarantined:
+            state.num_ignored_reports += 1
+            continue
+        state.quarantined.add(block_id)
+        pool.touch((pool.blocks[block_id],))
+
+
+def release_quarantined(state: SchedulerState, block_ids: Iterable[int]) -> None:
+    """Let go of these blocks: nothing can arrive any more. Others are counted and ignored."""
+    pool = state.kv_cache_manager.block_pool
+    for block_id in block_ids:
+        if block_id not in state.quarantined:
+            state.num_ignored_reports += 1
+            continue
+        state.quarantined.remove(block_id)
+        pool.free_blocks((pool.blocks[block_id],))
