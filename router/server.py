@@ -23,6 +23,7 @@ from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
 from core.model.tokenizer import Tokenizer
+from core.wire.sockets import warn_if_exposed
 from router.app import create_app
 from router.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.endpoints import Endpoints
@@ -95,6 +96,7 @@ class Router:
         except ConfigError:
             self._socket.close()
             raise
+        warn_if_exposed("router.worker_address", self.worker_address)
         limits = ClientLimits(
             max_connections=self._config.max_connections,
             receive_timeout_s=self._config.receive_timeout_s,

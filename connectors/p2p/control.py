@@ -22,7 +22,7 @@ from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError
 from core.log import event
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
 from core.wire.kv import ControlError, ControlMessage
-from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, dealer_socket, router_socket
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, dealer_socket, router_socket, warn_if_exposed
 
 MAX_QUEUED_MESSAGES = 4096  # per peer; a peer that takes none is found by its deadline, not by our memory
 
@@ -64,6 +64,7 @@ class ControlServer:
             ConfigError: the address cannot be bound.
         """
         actual = bind(self._socket, address)
+        warn_if_exposed("worker.control_address", actual)
         self._task = asyncio.create_task(self._serve(), name="kv-control-server")
         self._task.add_done_callback(self._on_task_end)
         return actual

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ import zmq
 import zmq.asyncio
 
 from core.errors import ConfigError, PeerUnreachable
+from core.log import event
 
 AsyncSocket = zmq.asyncio.Socket
 AsyncContext = zmq.asyncio.Context
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,29 @@ def bind(bound: AsyncSocket, address: str) -> str:
         raise ConfigError(f"cannot bind {address}: {zmq.strerror(error.errno or 0)}", param="address") from None
     endpoint: bytes = bound.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
     return endpoint.rstrip(b"\0").decode()
+
+
+def warn_if_exposed(setting: str, address: str) -> None:
+    """Log a warning if a socket without authentication is bound where other machines can reach it; ``setting`` put it there."""
+    host, _ = split_tcp(address)
+    if is_loopback(host):
+        return
+    _log.warning(
+        event(
+            "exposed_socket",
+            setting=setting,
+            address=address,
+            reason="it has no authentication and no encryption: keep it on a private network (docs/architecture.md, Trust)",
+        )
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a host is this machine for itself only; of names, only localhost is known to be."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def binds_ipv6(address: str) -> bool:

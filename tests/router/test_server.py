@@ -33,6 +33,12 @@ async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router
     assert response.json()["choices"][0]["text"] == "hello world"
 
 
+@pytest.mark.parametrize(("address", "num_warnings"), [("tcp://127.0.0.1:0", 0), ("tcp://0.0.0.0:0", 1)])
+async def test_workers_port_that_other_machines_reach_is_warned_about(start_router, caplog, address, num_warnings):
+    await start_router(worker_address=address)
+    assert sum("setting=router.worker_address" in record.message for record in caplog.records) == num_warnings
+
+
 async def test_a_taken_http_port_is_a_configuration_error(start_router):
     under_test = await start_router()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{under_test.router.port}"):

@@ -23,7 +23,7 @@ from connectors.p2p.transport.base import RowShape, check_read, check_rows, chec
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import PeerId, ReadResult, RowRegion, Transport
-from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp
+from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 << 20
@@ -254,12 +254,14 @@ class TcpTransport(Transport):
         except zmq.ZMQError as error:
             server.close()
             raise ConnectorUnavailable(f"tcp transport: cannot bind {self._bind_address}: {error}") from None
-        host, port = split_tcp(server.getsockopt_string(zmq.LAST_ENDPOINT))
+        endpoint = server.getsockopt_string(zmq.LAST_ENDPOINT)
+        host, port = split_tcp(endpoint)
         try:
             self._address = join_tcp(advertised_host(host, self._advertise_host), port)
         except ConfigError:
             server.close()
             raise
+        warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
         self._token = self._ids.bits(63)
         return server
 

@@ -300,6 +300,12 @@ async def test_question_is_answered_over_ipv6(needs_ipv6, server, reader, bound,
     assert await reader.next() == (address, ANSWER)
 
 
+@pytest.mark.parametrize(("address", "num_warnings"), [(ANY, 0), ("tcp://0.0.0.0:0", 1)])
+async def test_port_that_other_machines_reach_is_warned_about(server, caplog, address, num_warnings):
+    server.start(address)
+    assert sum("setting=worker.control_address" in record.message for record in caplog.records) == num_warnings
+
+
 async def test_messages_to_one_address_keep_their_order(bare_owner, reader):
     owner, address = bare_owner
     sent = [LeaseRenew(transfer_ids=(f"t{index}",)) for index in range(100)]

@@ -8,7 +8,17 @@ import zmq
 import zmq.asyncio
 
 from core.errors import ConfigError, PeerUnreachable
-from core.wire.sockets import SocketOptions, advertised_host, bind, dealer_socket, join_tcp, resolve, router_socket, split_tcp
+from core.wire.sockets import (
+    SocketOptions,
+    advertised_host,
+    bind,
+    dealer_socket,
+    join_tcp,
+    resolve,
+    router_socket,
+    split_tcp,
+    warn_if_exposed,
+)
 
 DEADLINE_S = 10
 
@@ -110,6 +120,26 @@ def test_peers_are_never_told_a_wildcard(bound, advertise):
     with pytest.raises(ConfigError, match=r"worker\.advertise_host: .* set it to") as caught:
         advertised_host(bound, advertise)
     assert caught.value.param == "worker.advertise_host"
+
+
+@pytest.mark.parametrize(
+    ("address", "is_warned"),
+    [
+        ("tcp://127.0.0.1:1", False),
+        ("tcp://127.1.2.3:1", False),
+        ("tcp://[::1]:1", False),
+        ("tcp://localhost:1", False),
+        ("tcp://0.0.0.0:1", True),
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("tcp://10.0.0.1:1", True),
+        ("tcp://router.example:1", True),
+    ],
+)
+def test_sockets_that_other_machines_reach_are_warned_about(caplog, address, is_warned):
+    warn_if_exposed("router.worker_address", address)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_warned
+    assert all("setting=router.worker_address" in record.message and address in record.message for record in caplog.records)
 
 
 async def test_a_name_resolves_to_all_its_addresses(monkeypatch):

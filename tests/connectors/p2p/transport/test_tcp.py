@@ -362,13 +362,14 @@ def test_reader_refuses_a_data_address_that_makes_no_sense(reader, address):
         reader.transport.add_peer(PEER, msgspec.msgpack.encode(TcpMetadata(address=address, token=1, shapes=shapes)))
 
 
-def test_wildcard_is_bound_only_under_another_name():
+def test_wildcard_is_bound_only_under_another_name_and_warned_about(caplog):
     nameless = TcpTransport(RandomIds(), "tcp://0.0.0.0:0")
     with pytest.raises(ConfigError, match=r"worker\.advertise_host"):
         nameless.describe()
     nameless.close()
     named = TcpTransport(RandomIds(), "tcp://0.0.0.0:0", "pod-3")
     assert b"tcp://pod-3:" in named.describe()
+    assert "exposed_socket" in caplog.text
     named.close()
 
 
