@@ -213,6 +213,11 @@ class Scheduler:
         """Requests that hold blocks while they load, or have loaded and wait to run."""
         return self._state.kv_holding_waiting
 
+    @property
+    def quarantined(self) -> Set[int]:
+        """Blocks that belong to nobody, because a transfer that was given up may still write them."""
+        return self._state.quarantined
+
     def make_stats(self) -> SchedulerStats:
         """Take a reading for gauges and counters."""
         return make_stats(self._state)
