@@ -11,7 +11,7 @@ requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (wh
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 
 from core.clock import Clock
 from core.config import SchedulerSection
