@@ -30,6 +30,7 @@ def serve(
     served_model_name: options.ServedName = None,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = None,
+    generation_config: options.GenerationConfig = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
     aggregated: Annotated[
@@ -50,6 +51,7 @@ def serve(
         "model.served_name": served_model_name,
         "model.max_model_len": max_model_len,
         "model.dtype": dtype,
+        "model.generation_config": generation_config,
         "local.num_prefill": prefill,
         "local.num_decode": decode,
         "local.aggregated": aggregated,
@@ -65,6 +67,7 @@ def serve(
 def router(
     model: options.Model = None,
     served_model_name: options.ServedName = None,
+    generation_config: options.GenerationConfig = None,
     host: options.Host = None,
     port: options.HttpPort = None,
     worker_address: options.WorkerAddress = None,
@@ -80,6 +83,7 @@ def router(
     flags = {
         "model.name": model,
         "model.served_name": served_model_name,
+        "model.generation_config": generation_config,
         "router.host": host,
         "router.port": port,
         "router.worker_address": worker_address,

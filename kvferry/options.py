@@ -27,6 +27,10 @@ Model = Annotated[str | None, typer.Option("--model", help="Alias, folder, GGUF 
 ServedName = Annotated[str | None, typer.Option("--served-model-name", help="The model's name for clients.")]
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option("--generation-config", help="Sampling defaults: auto = the model's generation_config.json; none = neutral."),
+]
 Host = Annotated[str | None, typer.Option("--host", help="Address of the HTTP API.")]
 HttpPort = Annotated[int | None, typer.Option("--port", help="Port of the HTTP API; 0 = any free one.")]
 WorkerAddress = Annotated[str | None, typer.Option("--worker-address", help="Where workers connect, tcp://host:port.")]

@@ -17,7 +17,6 @@ from litestar.types import ASGIApp, Receive
 
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
-from core.model.tokenizer import Tokenizer
 from router.logprobs import TokenTexts
 from router.metrics import RouterMetrics
 from router.news import Submission
@@ -34,6 +33,7 @@ from router.params import (
 )
 from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader
 from router.responses import ChatShaper, CompletionShaper, Envelope
+from router.served import ServedModel
 from router.service import RouterService
 from router.streaming import Answer, EventStream
 
@@ -67,20 +67,20 @@ class Endpoints:
     def __init__(
         self,
         *,
-        model: str,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         service: RouterService,
         metrics: RouterMetrics,
         ids: IdSource,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.model = model
+        self.model = model.name
         self.service = service
         self.metrics = metrics
         self.is_closing = False
-        self._tokenizer = tokenizer
-        self._reader = PromptReader(tokenizer)
-        self._texts = TokenTexts(tokenizer)
+        self._defaults = model.defaults
+        self._tokenizer = model.tokenizer
+        self._reader = PromptReader(model.tokenizer)
+        self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
         self._wall_clock = wall_clock
         self.created = int(wall_clock())
@@ -173,7 +173,11 @@ class Endpoints:
         reason = self.not_ready_reason
         if reason is not None:
             raise NoWorker(reason)
-        return ModelLimits(max_model_len=self.service.machine.max_model_len, vocab_size=self._tokenizer.vocab_size)
+        return ModelLimits(
+            max_model_len=self.service.machine.max_model_len,
+            vocab_size=self._tokenizer.vocab_size,
+            defaults=self._defaults,
+        )
 
     @property
     def not_ready_reason(self) -> str | None:

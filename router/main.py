@@ -12,7 +12,7 @@ from pathlib import Path
 
 from core.config import KVFerryConfig
 from core.model.hub import resolve_model
-from core.model.tokenizer import Tokenizer
+from router.served import served_model
 from router.server import Router
 
 SHUTDOWN_GRACE_S = 10.0
@@ -24,10 +24,10 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
     ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``.
 
     Raises:
-        ConfigError: the model cannot be found or an address cannot be bound.
+        ConfigError: the model cannot be found or used, or an address cannot be bound.
     """
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
-    router = Router(config.router, config.model.served_name or config.model.name, Tokenizer(files))
+    router = Router(config.router, served_model(config.model, files))
     asyncio.run(_serve(router, announce))
     return 0
 

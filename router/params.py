@@ -16,6 +16,7 @@ import msgspec
 from core.errors import ContextTooLong, InvalidRequest
 from core.wire.sampling import SamplingParams
 from router.openai import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
+from router.served import NEUTRAL_SAMPLING, SamplingDefaults
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
 MAX_LOGPROBS = 20
@@ -32,10 +33,11 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What of the served model limits a request."""
+    """What of the served model bounds a request, and what stands in for fields that it leaves out."""
 
     max_model_len: int
     vocab_size: int
+    defaults: SamplingDefaults = NEUTRAL_SAMPLING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +139,19 @@ def sampling_params(
     if (request.min_tokens or 0) > max_tokens:
         raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
     options = output_options(request)
+    defaults = limits.defaults
     prompt_logprobs = options.prompt_logprobs
     if prompt_logprobs is None and options.echo:
         prompt_logprobs = options.logprobs
     return SamplingParams(
         max_tokens=max(1, max_tokens),  # a worker ends a request by a token; with none asked for, ``router.output`` drops it
         min_tokens=request.min_tokens or 0,
-        temperature=_default(request.temperature, 1.0),
-        top_p=_default(request.top_p, 1.0),
-        top_k=min(max(0, request.top_k or 0), limits.vocab_size),
-        min_p=_default(request.min_p, 0.0),
+        temperature=_default(request.temperature, defaults.temperature),
+        top_p=_default(request.top_p, defaults.top_p),
+        top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), limits.vocab_size),
+        min_p=_default(request.min_p, defaults.min_p),
         seed=seed if request.seed is None else request.seed % 2**63,
-        repetition_penalty=_default(request.repetition_penalty, 1.0),
+        repetition_penalty=_default(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_default(request.presence_penalty, 0.0),
         frequency_penalty=_default(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 
+import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry
 
@@ -22,12 +23,12 @@ from core.config import RouterSection
 from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
-from core.model.tokenizer import Tokenizer
 from core.wire.sockets import warn_if_exposed
 from router.app import create_app
 from router.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.endpoints import Endpoints
 from router.metrics import RouterMetrics
+from router.served import ServedModel
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,13 @@ logger = logging.getLogger(__name__)
 class Router:
     """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
 
-    ``model`` is the name that clients use and workers register with.
+    Clients ask for ``model.name``, and workers register with it.
     """
 
     def __init__(
         self,
         config: RouterSection,
-        model: str,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         *,
         clock: Clock | None = None,
         ids: IdSource | None = None,
@@ -52,8 +52,9 @@ class Router:
         clock, ids = clock or SystemClock(), ids or RandomIds()
         metrics = RouterMetrics(registry or CollectorRegistry())
         self._config = config
-        self.service = RouterService(config, model, new_hex_id(ids, "router-"), clock, metrics)
-        self.endpoints = Endpoints(model=model, tokenizer=tokenizer, service=self.service, metrics=metrics, ids=ids)
+        self._model = model
+        self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics)
+        self.endpoints = Endpoints(model=model, service=self.service, metrics=metrics, ids=ids)
         self.app = create_app(
             self.endpoints, version=kvferry_version(), api_key=config.api_key, max_body_bytes=config.max_body_bytes
         )
@@ -106,7 +107,10 @@ class Router:
         self._server = _Server(HttpConfig(self.app, limits, self.endpoints.metrics.count_cut))
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._server.is_up.wait()
-        logger.info(event("router_started", http=self.http_address, workers=self.worker_address, model=self.endpoints.model))
+        sampling = msgspec.structs.asdict(self._model.defaults)
+        logger.info(
+            event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
+        )
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give those in flight ``grace_s`` to end, abort the rest, and close. Idempotent."""

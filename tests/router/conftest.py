@@ -38,6 +38,7 @@ from core.wire.messages import (
     WorkerMessage,
 )
 from core.wire.sockets import SocketOptions, dealer_socket
+from router.served import NEUTRAL_SAMPLING, SamplingDefaults, ServedModel
 from router.server import Router
 
 MODEL = "tiny"
@@ -76,8 +77,13 @@ def tiny_files(folder: Path) -> ModelFiles:
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer(tmp_path_factory) -> Tokenizer:
-    return Tokenizer(tiny_files(tmp_path_factory.mktemp("tiny")))
+def tiny_model_files(tmp_path_factory) -> ModelFiles:
+    return tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model_files) -> Tokenizer:
+    return Tokenizer(tiny_model_files)
 
 
 @dataclass
@@ -345,7 +351,9 @@ class RouterUnderTest:
 async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
     started: list[RouterUnderTest] = []
 
-    async def start(*, has_http: bool = True, **settings: Any) -> RouterUnderTest:
+    async def start(
+        *, has_http: bool = True, sampling: SamplingDefaults = NEUTRAL_SAMPLING, **settings: Any
+    ) -> RouterUnderTest:
         defaults = {
             "port": 0,
             "worker_address": "tcp://127.0.0.1:0",
@@ -353,7 +361,8 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
             "heartbeat_timeout_s": 5.0,
             "request_timeout_s": 20.0,
         }
-        router = Router(RouterSection(**{**defaults, **settings}), MODEL, tiny_tokenizer)
+        model = ServedModel(name=MODEL, tokenizer=tiny_tokenizer, defaults=sampling)
+        router = Router(RouterSection(**{**defaults, **settings}), model)
         await (router.start() if has_http else router.service.start())
         started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context(), has_http))
         return started[-1]

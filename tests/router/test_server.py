@@ -10,6 +10,7 @@ import pytest
 from core.config import RouterSection
 from core.errors import ConfigError
 from router.main import _serve
+from router.served import ServedModel
 from router.server import Router
 
 BODY = {"prompt": "p", "max_tokens": 50}
@@ -91,7 +92,8 @@ async def test_stopping_twice_is_harmless_and_nobody_listens_any_more(start_rout
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number):
-    router = Router(RouterSection(port=0, worker_address="tcp://127.0.0.1:0"), "tiny", tiny_tokenizer)
+    section = RouterSection(port=0, worker_address="tcp://127.0.0.1:0")
+    router = Router(section, ServedModel(name="tiny", tokenizer=tiny_tokenizer))
     told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(_serve(router, told.set_result))
     addresses = await told

@@ -1,0 +1,69 @@
+"""The model that a router serves: its name for clients, its tokenizer, and its authors' choice of sampling parameters.
+
+Owns the reading of ``generation_config.json``. Knows nothing of requests. ``router.main`` makes a ``ServedModel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from core.config import ModelSection
+from core.errors import ConfigError
+from core.model.hub import ModelFiles
+from core.model.tokenizer import Tokenizer
+from core.wire.limits import Fraction
+from core.wire.sampling import Factor, NonNegative, SamplingParams
+
+_NEUTRAL = SamplingParams()
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What is used where a request says nothing. Named as in ``generation_config.json``, and read from it."""
+
+    temperature: NonNegative = _NEUTRAL.temperature
+    top_p: Fraction = _NEUTRAL.top_p
+    top_k: int = _NEUTRAL.top_k  # 0 and below: all tokens
+    min_p: Fraction = _NEUTRAL.min_p
+    repetition_penalty: Factor = _NEUTRAL.repetition_penalty
+
+
+NEUTRAL_SAMPLING = SamplingDefaults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model of a router."""
+
+    name: str
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults = NEUTRAL_SAMPLING
+
+
+def served_model(section: ModelSection, files: ModelFiles) -> ServedModel:
+    """Return what the settings and the model's files make of it.
+
+    Raises:
+        ConfigError: a file is unusable.
+    """
+    defaults = sampling_defaults(files.generation_config) if section.generation_config == "auto" else NEUTRAL_SAMPLING
+    return ServedModel(name=section.served_name or section.name, tokenizer=Tokenizer(files), defaults=defaults)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the sampling parameters of a ``generation_config.json``; null and other keys are ignored, as by vLLM.
+
+    Raises:
+        ConfigError: a value is none that a request could have; names it and the way around it.
+    """
+    named = {key: generation_config.get(key) for key in SamplingDefaults.__struct_fields__}
+    try:
+        return msgspec.convert({key: value for key, value in named.items() if value is not None}, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the model's generation_config.json: {error}; model.generation_config = none ignores the file",
+            param="model.generation_config",
+        ) from None
