@@ -49,6 +49,11 @@ def default_api_key() -> str:
     return os.environ.get("KVFERRY_API_KEY", "")
 
 
+def set_default_environment(variable: str, value: str) -> None:
+    """Set a variable that a library reads when it is loaded; what the user has set stays."""
+    os.environ.setdefault(variable, value)
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the configuration sections."""
 

@@ -12,6 +12,7 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
 - Over TCP, UCX may end the process of an owner that was stopped (SIGSTOP) while a reader with open reads went away: once
   it goes on it aborts with "unexpected error: Endpoint timeout". Killing readers of a running owner never did that in tests.
+- The library's Python logger writes INFO lines to stdout unless ``NIXL_LOG_LEVEL`` says otherwise.
 - The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
 
 Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1.
@@ -32,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.p2p.transport.base import RowShape, check_read, check_shapes, decode_metadata, region_at
+from core.config import set_default_environment
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
 from core.transport import PeerId, ReadResult, RowRegion, Transport
@@ -97,6 +99,7 @@ class NixlTransport(Transport):
         self._errors: tuple[type[Exception], ...] = ()
         self._refusals: tuple[type[Exception], ...] = ()  # what the library raises for metadata it does not accept
         self._regions: tuple[RowRegion, ...] = ()
+        self._spare: Agent = None  # made by ``register``, used by whoever needs an agent first
         self._owner: Agent = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
@@ -111,16 +114,18 @@ class NixlTransport(Transport):
         return None
 
     def register(self, regions: Sequence[RowRegion]) -> None:
-        """Load the library and check that it takes the regions' memory, on an agent made for it."""
+        """Load the library and check that it takes the regions' memory, on an agent that the owner or the first peer gets."""
         self._load_library()
         self._regions = tuple(regions)
         try:
-            self._owner = self._new_agent("owner")
+            self._spare = self._new_agent()
         except self._errors as error:
             raise ConnectorUnavailable(f"nixl transport: {type(error).__name__}: {error}") from None
 
     def describe(self) -> bytes:
-        """Return the owner agent's metadata; its progress thread serves from ``register`` on."""
+        """Return the owner agent's metadata; its progress thread serves from now on."""
+        if self._owner is None:
+            self._owner = self._take_agent()
         regions = tuple(
             RemoteRegion(
                 base_address=region.base_address,
@@ -133,7 +138,7 @@ class NixlTransport(Transport):
         return msgspec.msgpack.encode(NixlMetadata(agent=self._owner.get_agent_metadata(), regions=regions))
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
-        """Make an agent for this peer. Takes about half a second."""
+        """Make an agent for this peer. Takes about half a second, unless nobody has needed the first one yet."""
         owner = decode_metadata(metadata, NixlMetadata, self.name)
         check_shapes(self._regions, [region.shape for region in owner.regions])
         if peer in self._peers:
@@ -202,11 +207,12 @@ class NixlTransport(Transport):
         """Destroy all agents."""
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._owner = None
+        self._owner = self._spare = None
         self._regions = ()
         gc.collect()
 
     def _load_library(self) -> None:
+        set_default_environment("NIXL_LOG_LEVEL", "WARN")
         try:
             self._api = importlib.import_module(f"{MODULE}._api")
             bindings = importlib.import_module(f"{MODULE}._bindings")
@@ -216,11 +222,16 @@ class NixlTransport(Transport):
         self._errors = tuple(getattr(bindings, name) for name in names)
         self._refusals = (bindings.nixlMismatchError, bindings.nixlInvalidParamError, bindings.nixlNotAllowedError)
 
-    def _new_agent(self, purpose: str) -> Agent:
+    def _take_agent(self) -> Agent:
+        """Return an agent that nobody uses yet."""
+        agent, self._spare = self._spare, None
+        return agent if agent is not None else self._new_agent()
+
+    def _new_agent(self) -> Agent:
         """Return an agent with all our regions registered. Its progress thread serves asynchronous transfers."""
         config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
         with sleeping_progress(self._api.nixlBind):
-            agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-{purpose}-"), config)
+            agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-"), config)
         agent.create_backend(BACKEND, self._backend_params)
         for region in self._regions:
             entry = (region.base_address, region.num_bytes, device_id(region), "")
@@ -228,7 +239,7 @@ class NixlTransport(Transport):
         return agent
 
     def _connect(self, owner: NixlMetadata) -> _Peer:
-        agent = self._new_agent("reader")
+        agent = self._take_agent()
         remote_name = agent.add_remote_agent(owner.agent)
         if isinstance(remote_name, bytes):
             remote_name = remote_name.decode()
