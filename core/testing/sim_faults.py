@@ -1,0 +1,131 @@
+"""What goes wrong in a simulation, drawn from a seed.
+
+``draw_faults`` turns a set of kinds into a ``FaultSchedule``: bad weather for the network and for reads, which strikes by
+chance while the simulation runs, and events at fixed times that befall processes or pairs of them. Knows processes by name
+only; who carries the events out decides what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+
+from core.testing.sim_network import NetworkWeather
+from core.testing.sim_transport import ReadWeather
+
+
+class Fault(StrEnum):
+    """Kinds of faults, by what they befall."""
+
+    # links
+    DELAY = "delay"  # frames that take long
+    REPEAT = "repeat"  # messages that arrive twice, where a peer may send them twice
+    CUT = "cut"  # connections that break, with what is under way
+    PARTITION = "partition"  # nothing passes between two processes for a while
+    # reads
+    STALL = "stall"  # reads that stop half-way; where cancelling does nothing, their bytes come late
+    READ_ERROR = "read_error"  # reads that end in an error, or cannot be posted
+    CORRUPT = "corrupt"  # bytes that arrive wrong
+    # processes
+    CRASH = "crash"  # a worker dies, and starts again as a new process at the same address
+    ROUTER_CRASH = "router_crash"
+    FREEZE = "freeze"  # a process stops, and goes on later
+    DRIFT = "drift"  # clocks that run fast or slow
+    SLOW = "slow"  # steps that take long
+    DRAIN = "drain"  # a worker is told to leave, and replaced
+    # load
+    PRESSURE = "pressure"  # pools that hold little more than one request
+    SHORT_LEASE = "short_lease"  # leases and deadlines in the range of what else takes time
+    ABORT = "abort"  # clients that leave
+    DEADLINE = "deadline"  # requests with little time
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FaultEvent:
+    """Something that happens to one or two processes at a time, for a while; in seconds."""
+
+    at: float
+    kind: Fault
+    targets: tuple[str, ...]
+    seconds: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When it is over."""
+        return self.at + self.seconds
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.3f} s" if self.seconds else ""
+        return f"{self.at:.3f} {self.kind} {' '.join(self.targets)}{lasting}"
+
+
+@dataclass(slots=True)
+class FaultSchedule:
+    """Everything that goes wrong in one run. After ``quiet_at`` nothing more is thrown at it, and the weather is good."""
+
+    kinds: frozenset[Fault]
+    network: NetworkWeather = field(default_factory=NetworkWeather)
+    reads: ReadWeather = field(default_factory=ReadWeather)
+    events: list[FaultEvent] = field(default_factory=list)
+    quiet_at: float = 0.0
+
+    def calm_down(self) -> None:
+        """Let nothing happen by chance any more."""
+        for weather in (self.network, self.reads):
+            for name in ("spike_rate", "repeat_rate", "stall_rate", "error_rate", "corrupt_rate", "refuse_rate"):
+                if hasattr(weather, name):
+                    setattr(weather, name, 0.0)
+
+
+def draw_kinds(random: Random, allowed: Collection[Fault] = tuple(Fault)) -> frozenset[Fault]:
+    """Choose which kinds a run has: none, a few, many or all. Few tell most when something is wrong."""
+    kinds = [kind for kind in Fault if kind in allowed]
+    share = random.random()
+    if share < 0.05:
+        return frozenset()
+    if share < 0.9 or len(kinds) < 4:
+        count = random.randint(1, min(len(kinds), 3 if share < 0.55 else 8)) if kinds else 0
+        return frozenset(random.sample(kinds, count))
+    return frozenset(kinds)
+
+
+def draw_faults(random: Random, kinds: frozenset[Fault], workers: Sequence[str], router: str, seconds: float) -> FaultSchedule:
+    """Draw the faults of a run whose requests arrive within ``seconds``."""
+    found = FaultSchedule(kinds)
+    _draw_weather(random, found)
+    everyone = [*workers, router]
+    pairs = [(one, other) for index, one in enumerate(everyone) for other in everyone[index + 1 :]]
+
+    def draw(kind: Fault, most: int, targets: Sequence[tuple[str, ...]], shortest_s: float, longest_s: float) -> None:
+        for _ in range(random.randint(1, most) if kind in kinds else 0):
+            duration_s = random.uniform(shortest_s, longest_s)
+            found.events.append(FaultEvent(random.uniform(0.2, seconds), kind, random.choice(targets), duration_s))
+
+    each_worker = [(worker,) for worker in workers]
+    draw(Fault.CUT, 8, pairs, 0.0, 0.0)
+    draw(Fault.PARTITION, 3, pairs, 0.3, 8.0)
+    draw(Fault.CRASH, 4, each_worker, 0.1, 3.0)
+    draw(Fault.ROUTER_CRASH, 1, [(router,)], 0.1, 4.0)
+    draw(Fault.FREEZE, 3, [*each_worker, (router,)], 0.1, 8.0)
+    draw(Fault.DRAIN, 2, each_worker, 0.1, 2.0)
+    found.events.sort()
+    found.quiet_at = max([seconds, *(event.end for event in found.events)])
+    return found
+
+
+def _draw_weather(random: Random, found: FaultSchedule) -> None:
+    network, reads, kinds = found.network, found.reads, found.kinds
+    network.delay_s = random.choice((0.0005, 0.005, 0.05))
+    reads.row_s = random.choice((0.0005, 0.005, 0.05))
+    if Fault.DELAY in kinds:
+        network.spike_rate, network.spike_s = random.uniform(0.02, 0.3), random.uniform(0.2, 1.0)
+    if Fault.REPEAT in kinds:
+        network.repeat_rate = random.uniform(0.05, 0.5)
+    if Fault.STALL in kinds:
+        reads.stall_rate, reads.stall_s = random.uniform(0.1, 0.6), random.uniform(0.5, 12.0)
+    if Fault.READ_ERROR in kinds:
+        reads.error_rate, reads.refuse_rate = random.uniform(0.05, 0.4), random.choice((0.0, 0.1))
+    if Fault.CORRUPT in kinds:
+        reads.corrupt_rate = random.uniform(0.1, 0.6)

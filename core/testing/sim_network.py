@@ -1,0 +1,322 @@
+"""A network of simulated processes that fails as TCP under ZeroMQ fails.
+
+What such a link can do, and so what this one does: deliver frames in order, late, or not at all, in which case the connection
+is lost with everything that was under way on it; connections are lost by the death of a process, by a cut, and by silence for
+longer than ZeroMQ's heartbeat (a frozen process, a partition). Frames of one link are never reordered, frames of different
+links are, by their delays. ZeroMQ never repeats a frame, but peers may repeat a message, so frames that ``may_repeat`` says
+are safe to repeat sometimes arrive twice in a row.
+
+``Server`` is a bound ROUTER, ``Link`` a connected DEALER: one that finds its server again by itself and is told of nothing
+(the request plane), or one that is told of its loss and is closed then (the KV control plane). Knows no messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from core.testing.sim_loop import EventLoop, Process
+
+HEARTBEAT_TIMEOUT_S = 5.0  # of ZeroMQ, see core.wire.sockets
+RECONNECT_S = (0.05, 2.0)
+HANDSHAKE_TIMEOUT_S = 30.0  # ZMTP's own: a listening process that does not answer
+_NOTICE_S = 0.02  # until an end learns that its connection is gone, up to
+
+
+@dataclass(slots=True)
+class NetworkWeather:
+    """How bad the network is. May be changed while it runs; times in seconds."""
+
+    delay_s: float = 0.002  # of a frame, up to
+    spike_rate: float = 0.0  # share of frames that take up to ``spike_s``
+    spike_s: float = 0.0
+    repeat_rate: float = 0.0  # share of repeatable frames that arrive twice
+
+
+class Network:
+    """Who listens where, who is connected to whom, and which pairs of processes are partitioned."""
+
+    def __init__(self, loop: EventLoop, random: Random, weather: NetworkWeather, may_repeat: Callable[[bytes], bool]) -> None:
+        self.loop = loop
+        self.random = random
+        self.weather = weather
+        self.may_repeat = may_repeat
+        self.num_lost_connections = 0
+        self._servers: dict[str, Server] = {}
+        self._partitions: dict[frozenset[str], float] = {}  # pair of names → end
+        self._connections: dict[int, Connection] = {}  # live ones, in the order of their making
+        self._num_connections = 0
+
+    def listen(self, process: Process, address: str, on_frame: Callable[[bytes, bytes], None]) -> Server:
+        """Bind an address; ``on_frame`` gets the connection's identity and the frame."""
+        server = Server(self, process, on_frame)
+        self._servers[address] = server
+        return server
+
+    def server_at(self, address: str) -> Server | None:
+        """Return who listens there, None if that process is dead."""
+        server = self._servers.get(address)
+        return server if server is not None and server.process.is_alive else None
+
+    def new_connection(self, link: Link, server: Server) -> Connection:
+        """Connect, under an identity that nobody had before."""
+        self._num_connections += 1
+        connection = Connection(self, link, server, b"\x00" + self._num_connections.to_bytes(4, "big"))
+        self._connections[self._num_connections] = connection
+        return connection
+
+    def cut(self, one: str, other: str) -> int:
+        """Break every connection between two processes; return how many there were."""
+        found = [connection for connection in self._live() if connection.ends == {one, other}]
+        for connection in found:
+            connection.lose()
+        return len(found)
+
+    def partition(self, one: str, other: str, seconds: float) -> None:
+        """Let nothing pass between two processes for a while; connections die of it if it lasts."""
+        pair = frozenset((one, other))
+        self._partitions[pair] = max(self._partitions.get(pair, 0.0), self.loop.now + seconds)
+        if seconds >= HEARTBEAT_TIMEOUT_S:
+            self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_partitioned(pair))
+
+    def open_in(self, one: str, other: str) -> float:
+        """Return in how many seconds something can pass between two processes; 0 = now."""
+        return max(0.0, self._partitions.get(frozenset((one, other)), 0.0) - self.loop.now)
+
+    def note_freeze(self, process: Process, seconds: float) -> None:
+        """Let the peers of a process that will not answer for so long lose it."""
+        if seconds >= HEARTBEAT_TIMEOUT_S:
+            self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_frozen(process))
+
+    def delay_s(self) -> float:
+        """Return how long a frame takes."""
+        weather = self.weather
+        if weather.spike_rate and self.random.random() < weather.spike_rate:
+            return self.random.uniform(weather.delay_s, weather.spike_s)
+        return self.random.uniform(0.0, weather.delay_s)
+
+    def _lose_partitioned(self, pair: frozenset[str]) -> None:
+        if self._partitions.get(pair, 0.0) > self.loop.now:
+            for connection in self._live():
+                if connection.ends == pair:
+                    connection.lose()
+
+    def _lose_frozen(self, process: Process) -> None:
+        if process.is_frozen and process.is_alive:
+            for connection in self._live():
+                if process.name in connection.ends:
+                    connection.lose()
+
+    def _live(self) -> list[Connection]:
+        self._connections = {number: found for number, found in self._connections.items() if not found.is_lost}
+        return list(self._connections.values())
+
+
+class Connection:
+    """One TCP connection between a link and a server."""
+
+    def __init__(self, network: Network, link: Link, server: Server, identity: bytes) -> None:
+        self.identity = identity
+        self.ends = frozenset((link.process.name, server.process.name))
+        self.is_lost = False
+        self._network = network
+        self._link = link
+        self._server = server
+        self._to_server = _Direction(self, server.process, lambda frame: server.take(self, frame))
+        self._to_link = _Direction(self, link.process, lambda frame: link.take(self, frame))
+        link.process.on_death(self.lose)
+        server.process.on_death(self.lose)
+
+    @property
+    def closed_for_s(self) -> float:
+        """In how many seconds something can pass; 0 = now."""
+        return self._network.open_in(self._link.process.name, self._server.process.name)
+
+    def to_server(self, frame: bytes) -> None:
+        """Send a frame of the link."""
+        self._to_server.send(frame, self._network)
+
+    def to_link(self, frame: bytes) -> None:
+        """Send a frame of the server."""
+        self._to_link.send(frame, self._network)
+
+    def lose(self) -> None:
+        """Break: what is under way is lost, and both ends learn of it, each in its time."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        network = self._network
+        network.num_lost_connections += 1
+        for process, tell in (
+            (self._server.process, lambda: self._server.forget(self)),
+            (self._link.process, lambda: self._link.notice_loss(self)),
+        ):
+            process.call_later(network.random.uniform(0.0, _NOTICE_S), tell)
+
+    def lose_when_quiet(self) -> None:
+        """Break behind what is under way to the server."""
+        delay_s = self._to_server.last_arrival - self._network.loop.now
+        self._network.loop.call_later(delay_s, self.lose)
+
+
+class _Direction:
+    """The frames under way in one direction of a connection, in order."""
+
+    def __init__(self, connection: Connection, receiver: Process, take: Callable[[bytes], None]) -> None:
+        self.last_arrival = 0.0
+        self._connection = connection
+        self._receiver = receiver
+        self._take = take
+        self._frames: deque[tuple[float, bytes]] = deque()  # when each arrives at the earliest
+
+    def send(self, frame: bytes, network: Network) -> None:
+        """Put a frame on its way, behind those before it."""
+        loop, weather = network.loop, network.weather
+        num_copies = 1
+        if weather.repeat_rate and network.may_repeat(frame):
+            num_copies += network.random.random() < weather.repeat_rate
+        for _ in range(num_copies):
+            self.last_arrival = max(self.last_arrival, loop.now + network.delay_s())
+            self._frames.append((self.last_arrival, frame))
+            loop.call_later(self.last_arrival - loop.now, lambda: self._deliver(loop))
+
+    def _deliver(self, loop: EventLoop) -> None:
+        """Hand what has arrived to the kernel of its receiver; hold it while the two are partitioned."""
+        if self._connection.is_lost:
+            self._frames.clear()
+            return
+        closed_s = self._connection.closed_for_s
+        if closed_s:
+            loop.call_later(closed_s, lambda: self._deliver(loop))
+            return
+        while self._frames and self._frames[0][0] <= loop.now:
+            _, frame = self._frames.popleft()
+            self._receiver.call_later(0.0, lambda frame=frame: self._take(frame))  # type: ignore[misc]
+
+
+class Server:
+    """A bound ROUTER: frames come with the identity of their connection, and go to one."""
+
+    def __init__(self, network: Network, process: Process, on_frame: Callable[[bytes, bytes], None]) -> None:
+        self.process = process
+        self._network = network
+        self._on_frame = on_frame
+        self._connections: dict[bytes, Connection] = {}
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Queue a frame; False if the connection is known to be gone (EHOSTUNREACH)."""
+        connection = self._connections.get(identity)
+        if connection is None:
+            return False
+        if not connection.is_lost:
+            connection.to_link(frame)
+        return True
+
+    def accept(self, connection: Connection) -> None:
+        """Take a new connection."""
+        self._connections[connection.identity] = connection
+
+    def forget(self, connection: Connection) -> None:
+        """Notice that a connection is gone."""
+        self._connections.pop(connection.identity, None)
+
+    def take(self, connection: Connection, frame: bytes) -> None:
+        """Read a frame. It counts even if its connection has been lost since the frame reached this machine."""
+        self._on_frame(connection.identity, frame)
+
+
+class Link:
+    """A connected DEALER.
+
+    With ``on_lost`` it queues while it connects, tells of its loss once, and is of no use afterwards; the caller opens another.
+    Without, it connects again and again, and drops what is sent meanwhile.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        address: str,
+        on_frame: Callable[[bytes], None],
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self.process = process
+        self.num_dropped = 0
+        self._network = network
+        self._address = address
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._connection: Connection | None = None
+        self._queue: deque[bytes] = deque()
+        self._is_closed = False
+        process.call_later(network.delay_s(), self._connect)
+        if on_lost is not None:
+            process.call_later(HANDSHAKE_TIMEOUT_S, self._give_up)
+
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame; False if it is dropped."""
+        if self._connection is not None:
+            if not self._connection.is_lost:
+                self._connection.to_server(frame)
+            return True
+        if self._on_lost is not None and not self._is_closed:
+            self._queue.append(frame)
+            return True
+        self.num_dropped += 1
+        return False
+
+    def close(self) -> None:
+        """Close without a word. What was sent just before may or may not have left. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.clear()
+            connection, self._connection = self._connection, None
+            if connection is not None and self._network.random.random() < 0.5:
+                connection.lose()  # linger is 0: frames that have not left are lost
+            elif connection is not None:
+                connection.lose_when_quiet()
+
+    def take(self, connection: Connection, frame: bytes) -> None:
+        """Read a frame."""
+        if connection is self._connection and not self._is_closed:
+            self._on_frame(frame)
+
+    def notice_loss(self, connection: Connection) -> None:
+        """Learn that the connection is gone."""
+        if connection is not self._connection or self._is_closed:
+            return
+        self._connection = None
+        if self._on_lost is None:
+            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)
+        else:
+            self._tell_loss()
+
+    def _connect(self) -> None:
+        if self._is_closed or self._connection is not None:
+            return
+        server = self._network.server_at(self._address)
+        if server is not None and (server.process.is_frozen or self._network.open_in(*self._pair(server))):
+            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)  # no answer, and no refusal
+        elif server is None and self._on_lost is not None:
+            self._tell_loss()  # connection refused
+        elif server is None:
+            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)
+        else:
+            self._connection = self._network.new_connection(self, server)
+            server.accept(self._connection)
+            while self._queue:
+                self._connection.to_server(self._queue.popleft())
+
+    def _give_up(self) -> None:
+        if self._connection is None and not self._is_closed:
+            self._tell_loss()
+
+    def _tell_loss(self) -> None:
+        self._is_closed = True
+        assert self._on_lost is not None
+        self._on_lost()
+
+    def _pair(self, server: Server) -> tuple[str, str]:
+        return self.process.name, server.process.name

@@ -1,0 +1,295 @@
+"""A transport under virtual time: rows are copied one by one while the world goes on, and reads fail as real ones do.
+
+A row is looked at on the owner's side at one moment and lands at the reader's at a later one; in between, and between two rows
+of a read, either side may do anything. So a reader can see a block before, while and after it is overwritten, and bytes can
+land where nobody expects them any more. What the real transports do differently is in ``TransportTraits``; what goes wrong
+by chance is in ``ReadWeather``. A reader's ``LandingWatch`` sees every row that is written: whether it may be is its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
+from core.testing.sim_loop import EventLoop, Process
+from core.testing.sim_network import Network
+from core.transport import PeerId, ReadResult, RowRegion, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportTraits:
+    """How a kind of transport behaves. The name is the real one's: peers choose and verify by it."""
+
+    name: str
+    is_one_sided: bool  # the owner's memory can be read while its process is frozen
+    has_late_bytes: bool  # cancelling a read does not stop it
+    outlives_owner: bool  # memory that is mapped can be read after its owner's death
+
+
+TRAITS = {
+    "tcp": TransportTraits(name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False),
+    "nixl": TransportTraits(name="nixl", is_one_sided=True, has_late_bytes=True, outlives_owner=False),
+    "shm": TransportTraits(name="shm", is_one_sided=True, has_late_bytes=False, outlives_owner=True),
+}
+
+
+@dataclass(slots=True)
+class ReadWeather:
+    """What happens to reads by chance. Rates are shares of all reads; times in seconds. May be changed while it runs."""
+
+    row_s: float = 0.002  # from one row to the next, and from the owner to the reader, up to
+    stall_rate: float = 0.0  # reads that stop at some row for up to ``stall_s``
+    stall_s: float = 0.0
+    error_rate: float = 0.0  # reads that end in an error, with some of their bytes written
+    corrupt_rate: float = 0.0  # reads of which one byte arrives wrong
+    corrupts_data: bool = False  # any byte; else only bytes of regions behind the first, the seals
+    refuse_rate: float = 0.0  # reads that cannot be posted
+    num_stalled: int = 0
+    num_failed: int = 0
+    num_corrupted: int = 0
+
+
+class LandingWatch(Protocol):
+    """Sees what a transport writes into its own process's memory."""
+
+    def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
+        """A read may write these rows from now on."""
+
+    def on_landing(self, handle: int, region: int, local_row: int) -> None:
+        """A row has just been written."""
+
+    def on_end(self, handle: int) -> None:
+        """The read is terminal: it writes nothing more."""
+
+
+@dataclass(slots=True)
+class _Owner:
+    process: Process
+    regions: tuple[RowRegion, ...]
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    handle: int
+    peer: PeerId
+    owner: _Owner
+    region: int
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+    num_rows_left: int
+    fails: bool = False
+    corrupt_row: int = -1  # index of the row
+    stall: tuple[int, float] = (-1, 0.0)  # index of the row, seconds
+
+
+@dataclass(slots=True)
+class SimFabric:
+    """All registered memory, by the number of its owner; what is common to all transports of a simulation."""
+
+    loop: EventLoop
+    network: Network
+    random: Random
+    weather: ReadWeather
+    owners: dict[int, _Owner] = field(default_factory=dict)
+
+    def add_owner(self, process: Process, regions: Sequence[RowRegion]) -> int:
+        """Let others read these regions; returns the number under which they are known."""
+        number = len(self.owners) + 1
+        self.owners[number] = _Owner(process, tuple(regions))
+        return number
+
+
+class SimTransport(Transport):
+    """Reads rows of other processes of the simulation. ``wake`` is called when ``poll`` has something to report."""
+
+    name = "sim"
+
+    def __init__(
+        self,
+        fabric: SimFabric,
+        process: Process,
+        traits: TransportTraits,
+        wake: Callable[[], None],
+        watch: LandingWatch | None = None,
+    ) -> None:
+        self.name = traits.name  # type: ignore[misc]  # the name of an instance
+        self._fabric = fabric
+        self._process = process
+        self._traits = traits
+        self._wake = wake
+        self._watch = watch
+        self._regions: tuple[RowRegion, ...] = ()
+        self._number: int | None = None
+        self._peers: dict[PeerId, _Owner] = {}
+        self._reads: dict[int, _Read] = {}
+        self._ended: list[ReadResult] = []
+        self._last_handle = 0
+
+    @property
+    def num_open_reads(self) -> int:
+        """Reads that are not terminal."""
+        return len(self._reads)
+
+    def unavailable_reason(self) -> str | None:
+        """Nothing is needed."""
+        return None
+
+    def register(self, regions: Sequence[RowRegion]) -> None:
+        """Take host memory."""
+        if any(region.buffer is None for region in regions):
+            raise ConnectorUnavailable("simulated transport: only host memory can be copied")
+        self._regions = tuple(regions)
+
+    def describe(self) -> bytes:
+        """Join the fabric as an owner."""
+        if self._number is None:
+            self._number = self._fabric.add_owner(self._process, self._regions)
+        return msgspec.msgpack.encode(_Metadata(self._number))
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        """Look the owner up."""
+        try:
+            number = msgspec.msgpack.decode(metadata, type=_Metadata).number
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"malformed metadata: {error}") from None
+        owner = self._fabric.owners.get(number)
+        if owner is None or not owner.process.is_alive:
+            raise PeerUnreachable(f"{peer.address} is gone")
+        ours, theirs = ([region.row_bytes for region in regions] for regions in (self._regions, owner.regions))
+        if ours != theirs:
+            raise LayoutMismatch(f"rows of {ours} bytes here, of {theirs} bytes at the peer")
+        self._peers[peer] = owner
+
+    def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
+        """Start to copy, row by row."""
+        owner = self._peers.get(peer)
+        if owner is None or not owner.process.is_alive or self._happens(self._fabric.weather.refuse_rate):
+            raise PeerUnreachable(f"{peer.address} is gone")
+        self._check_rows(owner, region, remote_rows, local_rows)
+        self._last_handle += 1
+        read = _Read(self._last_handle, peer, owner, region, tuple(remote_rows), tuple(local_rows), len(local_rows))
+        self._decide_fate(read)
+        self._reads[read.handle] = read
+        if self._watch is not None:
+            self._watch.on_post(read.handle, region, read.local_rows)
+        if not self._traits.outlives_owner:
+            owner.process.on_death(lambda: self._on_owner_death(read))
+        self._plan_row(read, 0)
+        return read.handle
+
+    def poll(self) -> list[ReadResult]:
+        """Report what has ended."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: int) -> None:
+        """End the read, unless its bytes cannot be stopped."""
+        read = self._reads.get(handle)
+        if read is not None and not self._traits.has_late_bytes:
+            self._end(read, TransferError("the read was cancelled"))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """End the peer's reads; nothing of them is written any more."""
+        self._peers.pop(peer, None)
+        for read in [read for read in self._reads.values() if read.peer == peer]:
+            self._end(read, PeerUnreachable(f"{peer.address} was removed"))
+
+    def close(self) -> None:
+        """Fence all peers."""
+        for peer in list(self._peers):
+            self.remove_peer(peer)
+
+    # ---- one read ----------------------------------------------------------------------------------------------------
+
+    def _decide_fate(self, read: _Read) -> None:
+        weather, random = self._fabric.weather, self._fabric.random
+        index = random.randrange(len(read.local_rows))
+        if self._happens(weather.stall_rate):
+            weather.num_stalled += 1
+            read.stall = (index, random.uniform(0.0, weather.stall_s))
+        if self._happens(weather.error_rate):
+            weather.num_failed += 1
+            read.fails = True
+        if (read.region or weather.corrupts_data) and self._happens(weather.corrupt_rate):
+            weather.num_corrupted += 1
+            read.corrupt_row = index
+
+    def _plan_row(self, read: _Read, index: int) -> None:
+        """Look at the owner's row in a while. A process that takes part in the copy must be running for it."""
+        delay_s = self._hop_s() + (read.stall[1] if index == read.stall[0] else 0.0)
+        if self._traits.is_one_sided:
+            self._fabric.loop.call_later(delay_s, lambda: self._send_row(read, index))
+        else:
+            read.owner.process.call_later(delay_s, lambda: self._send_row(read, index))
+
+    def _send_row(self, read: _Read, index: int) -> None:
+        if read.handle not in self._reads or not self._is_readable(read.owner):
+            return
+        closed_s = self._fabric.network.open_in(self._process.name, read.owner.process.name)
+        if closed_s and not self._traits.outlives_owner:  # memory of the same machine needs no network
+            self._fabric.loop.call_later(closed_s, lambda: self._send_row(read, index))
+            return
+        source = read.owner.regions[read.region]
+        assert source.buffer is not None
+        start = read.remote_rows[index] * source.row_bytes
+        content = bytearray(source.buffer[start : start + source.row_bytes])
+        if index == read.corrupt_row:
+            content[self._fabric.random.randrange(len(content))] ^= 1 << self._fabric.random.randrange(8)
+        land = self._fabric.loop.call_later if self._traits.is_one_sided else self._process.call_later
+        land(self._hop_s(), lambda: self._land(read, index, bytes(content)))
+        if index + 1 < len(read.local_rows):
+            self._plan_row(read, index + 1)
+
+    def _land(self, read: _Read, index: int, content: bytes) -> None:
+        if read.handle not in self._reads or not self._process.is_alive:
+            return
+        target, row = self._regions[read.region], read.local_rows[index]
+        assert target.buffer is not None
+        target.buffer[row * target.row_bytes : (row + 1) * target.row_bytes] = content
+        if self._watch is not None:
+            self._watch.on_landing(read.handle, read.region, row)
+        read.num_rows_left -= 1
+        if not read.num_rows_left:
+            error = TransferError("the read failed on the way") if read.fails else None
+            self._process.call_later(self._hop_s(), lambda: self._end(read, error))
+
+    def _on_owner_death(self, read: _Read) -> None:
+        """What is under way may still land; then the read is found broken."""
+        delay_s = 2 * self._fabric.weather.row_s + self._fabric.random.uniform(0.0, 0.5)
+        self._process.call_later(delay_s, lambda: self._end(read, PeerUnreachable(f"{read.peer.address} died")))
+
+    def _end(self, read: _Read, error: KVFerryError | None) -> None:
+        if self._reads.pop(read.handle, None) is not None:
+            if self._watch is not None:
+                self._watch.on_end(read.handle)
+            self._ended.append(ReadResult(read.handle, error))
+            self._wake()
+
+    # ---- details -----------------------------------------------------------------------------------------------------
+
+    def _is_readable(self, owner: _Owner) -> bool:
+        return owner.process.is_alive or self._traits.outlives_owner
+
+    def _happens(self, rate: float) -> bool:
+        return rate > 0 and self._fabric.random.random() < rate
+
+    def _hop_s(self) -> float:
+        return self._fabric.random.uniform(0.0, self._fabric.weather.row_s)
+
+    def _check_rows(self, owner: _Owner, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
+        if not 0 <= region < len(self._regions):
+            raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
+        if not remote_rows or len(remote_rows) != len(local_rows) or len(set(local_rows)) != len(local_rows):
+            raise ProtocolError("a read needs as many remote as local rows, and each local row once")
+        for rows, found in ((remote_rows, owner.regions[region]), (local_rows, self._regions[region])):
+            if min(rows) < 0 or max(rows) >= found.num_rows:
+                raise ProtocolError(f"rows {list(rows)} are not all within the {found.num_rows} rows of the region")

@@ -1,0 +1,220 @@
+"""The simulated transport obeys the contract of all transports, and shows what real ones do under virtual time."""
+
+from random import Random
+from typing import ClassVar
+
+import pytest
+
+from core.errors import PeerUnreachable, TransferError
+from core.testing.sim_loop import EventLoop, Process
+from core.testing.sim_network import Network, NetworkWeather
+from core.testing.sim_transport import TRAITS, ReadWeather, SimFabric, SimTransport
+from core.testing.transport_owner import HostRows
+from core.testing.transport_suite import NUM_ROWS, ROW_BYTES, TransportSuite
+from core.transport import PeerId
+
+PEER = PeerId("owner", 1)
+ROW = 8
+
+
+def make_fabric() -> SimFabric:
+    loop = EventLoop()
+    network = Network(loop, Random(1), NetworkWeather(), lambda frame: False)
+    return SimFabric(loop, network, Random(2), ReadWeather(row_s=0.01))
+
+
+class PolledTransport(SimTransport):
+    """Lets time pass in each poll, until nothing is planned."""
+
+    def poll(self):
+        while self._fabric.loop.run_next():
+            pass
+        return super().poll()
+
+
+class SimOwner:
+    def __init__(self, fabric: SimFabric, traits, memory: HostRows) -> None:
+        self.process = Process(fabric.loop, "owner")
+        self._memory = memory
+        transport = SimTransport(fabric, self.process, traits, lambda: None)
+        transport.register([memory.region])
+        self.metadata = transport.describe()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def freeze(self) -> None:
+        self.process.freeze()
+
+    def thaw(self) -> None:
+        self.process.thaw()
+
+    def close(self) -> None:
+        self.process.kill()
+        self._memory.close()
+
+
+class SimTransportSuite(TransportSuite):
+    traits: ClassVar[str]
+    fabric: ClassVar[SimFabric] = make_fabric()
+
+    @classmethod
+    def make_transport(cls):
+        return PolledTransport(cls.fabric, Process(cls.fabric.loop, "reader"), TRAITS[cls.traits], lambda: None)
+
+    @classmethod
+    def start_owner(cls, salt, num_rows=NUM_ROWS, row_bytes=ROW_BYTES):
+        memory = HostRows(num_rows, row_bytes)
+        memory.fill(salt)
+        return SimOwner(cls.fabric, TRAITS[cls.traits], memory)
+
+
+class TestAsTcp(SimTransportSuite):
+    traits = "tcp"
+
+
+class TestAsNixl(SimTransportSuite):
+    traits = "nixl"
+
+
+class TestAsShm(SimTransportSuite):
+    traits = "shm"
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.landed: list[int] = []
+        self.open: set[int] = set()
+
+    def on_post(self, handle, region, local_rows) -> None:
+        self.open.add(handle)
+
+    def on_landing(self, handle, region, local_row) -> None:
+        assert handle in self.open
+        self.landed.append(local_row)
+
+    def on_end(self, handle) -> None:
+        self.open.remove(handle)
+
+
+class Pair:
+    """A reader of one owner, each with a few rows; ``run`` lets an amount of time pass."""
+
+    def __init__(self, kind: str) -> None:
+        self.fabric = make_fabric()
+        self.loop = self.fabric.loop
+        self.memory = {name: HostRows(6, ROW) for name in ("owner", "reader")}
+        self.memory["owner"].rows[:] = 1
+        self.processes = {name: Process(self.loop, name) for name in ("owner", "reader")}
+        self.watch = Watch()
+        self.reader = SimTransport(self.fabric, self.processes["reader"], TRAITS[kind], lambda: None, self.watch)
+        owner = SimTransport(self.fabric, self.processes["owner"], TRAITS[kind], lambda: None)
+        owner.register([self.memory["owner"].region])
+        self.reader.register([self.memory["reader"].region])
+        self.reader.add_peer(PEER, owner.describe())
+
+    def read(self, *rows: int) -> int:
+        return self.reader.post_read(PEER, 0, rows, rows)
+
+    def run(self, seconds: float = 100.0) -> None:
+        end = self.loop.now + seconds
+        self.loop.call_later(seconds, lambda: None)
+        while self.loop.now < end and self.loop.run_next():
+            pass
+
+
+@pytest.fixture(params=["tcp", "nixl", "shm"])
+def kind(request) -> str:
+    return request.param
+
+
+def test_owner_that_overwrites_meanwhile_tears_the_read(kind):
+    pair = Pair(kind)
+    pair.read(*range(6))
+    while len(pair.watch.landed) < 3:
+        pair.loop.run_next()
+    pair.memory["owner"].rows[:] = 2
+    pair.run()
+    content = set(pair.memory["reader"].rows[:, 0].tolist())
+    assert content == {1, 2}
+
+
+def test_frozen_owner_is_read_only_by_one_sided_transports(kind):
+    pair = Pair(kind)
+    pair.processes["owner"].freeze()
+    handle = pair.read(1)
+    pair.run(10)
+    assert [result.handle for result in pair.reader.poll()] == ([handle] if TRAITS[kind].is_one_sided else [])
+    pair.processes["owner"].thaw()
+    pair.run(10)
+    assert pair.memory["reader"].rows[1, 0] == 1
+
+
+def test_cancelled_read_writes_on_only_where_bytes_come_late(kind):
+    pair = Pair(kind)
+    handle = pair.read(0, 1, 2)
+    pair.reader.cancel(handle)
+    ended_at_once = bool(pair.reader.poll())
+    pair.run()
+    assert ended_at_once is not TRAITS[kind].has_late_bytes
+    assert bool(pair.watch.landed) is TRAITS[kind].has_late_bytes
+    assert not pair.watch.open
+
+
+def test_stalled_read_goes_on_later():
+    pair = Pair("nixl")
+    pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 50.0
+    pair.read(0, 1, 2)
+    pair.run(0.1)
+    assert pair.reader.num_open_reads == 1
+    pair.run(100)
+    assert sorted(pair.watch.landed) == [0, 1, 2]
+    assert pair.fabric.weather.num_stalled == 1
+
+
+def test_partition_holds_the_bytes_back():
+    pair = Pair("tcp")
+    pair.fabric.network.partition("owner", "reader", 3.0)
+    pair.read(4)
+    pair.run(2.9)
+    assert not pair.watch.landed
+    pair.run(1.0)
+    assert pair.watch.landed == [4]
+
+
+def test_failing_read_ends_in_an_error_with_its_bytes_written():
+    pair = Pair("nixl")
+    pair.fabric.weather.error_rate = 1.0
+    pair.read(0, 1)
+    pair.run()
+    (result,) = pair.reader.poll()
+    assert isinstance(result.error, TransferError)
+    assert sorted(pair.watch.landed) == [0, 1]
+
+
+@pytest.mark.parametrize("corrupts_data", [True, False])
+def test_corruption_changes_one_byte_of_what_it_may(corrupts_data):
+    pair = Pair("tcp")
+    weather = pair.fabric.weather
+    weather.corrupt_rate, weather.corrupts_data = 1.0, corrupts_data
+    pair.read(0, 1, 2)
+    pair.run()
+    (result,) = pair.reader.poll()
+    assert result.error is None
+    assert int((pair.memory["reader"].rows[:3] != 1).sum()) == int(corrupts_data)
+
+
+def test_refused_read_is_not_posted():
+    pair = Pair("tcp")
+    pair.fabric.weather.refuse_rate = 1.0
+    with pytest.raises(PeerUnreachable):
+        pair.read(0)
+    assert not pair.watch.open
+
+
+def test_dead_reader_is_not_written():
+    pair = Pair("nixl")
+    pair.read(0, 1)
+    pair.processes["reader"].kill()
+    pair.run()
+    assert not pair.watch.landed
