@@ -36,8 +36,10 @@ class BlockClaims:
     def __bool__(self) -> bool:
         return bool(self._awaited)
 
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self._claims
+    @property
+    def claimants(self) -> dict[int, str]:
+        """Return the id of the request that recomputes it, by block."""
+        return {block_id: claim.claimant.request_id for block_id, claim in self._claims.items()}
 
     def holds_back(self, request_id: str) -> bool:
         """True if the request must not be scheduled now."""

@@ -31,6 +31,11 @@ class Holder:
     tables: tuple[list[int], ...]
     block_sizes: tuple[int, ...]
 
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
+
     def entries(self, start: int, end: int) -> Iterable[tuple[int, int]]:
         """Yield position, in tokens, and id of every block that holds one of the tokens [start, end)."""
         for ids, block_size in zip(self.tables, self.block_sizes, strict=True):
@@ -105,17 +110,17 @@ def _unwritten(holder: Holder) -> Iterable[int]:
 class BlocksInUse:
     """Blocks that somebody else is about to write.
 
-    ``claimed`` ones become whole again, so they can be waited for; ``quarantined`` ones do not. ``taken`` are those that have
-    been claimed in this call, with the number of tokens at their ends.
+    ``claimants`` says who recomputes a block since an earlier report; ``taken`` are those claimed in this call, with the number of
+    tokens at their ends. Both become whole again, so they can be waited for; ``quarantined`` ones do not.
     """
 
-    claimed: Container[int]
+    claimants: Mapping[int, str]
     quarantined: Container[int]
     taken: dict[int, int] = field(default_factory=dict)
 
-    def is_claimed(self, block_id: int) -> bool:
-        """True if somebody recomputes the block."""
-        return block_id in self.taken or block_id in self.claimed
+    def is_anothers(self, block_id: int, request_id: str) -> bool:
+        """True if somebody else recomputes the block."""
+        return block_id in self.taken or self.claimants.get(block_id, request_id) != request_id
 
 
 def update_requests_with_invalid_blocks(
@@ -133,9 +138,7 @@ def update_requests_with_invalid_blocks(
             continue
         num_kept = _num_kept(manager, holder, first, in_use)
         claimed = _claim(holder, num_kept, in_use)
-        awaited = {
-            block_id for token, block_id in holder.entries(0, num_kept) if token < num_kept and in_use.is_claimed(block_id)
-        }
+        awaited = {block_id for _, block_id in holder.entries(0, num_kept) if in_use.is_anothers(block_id, holder.request_id)}
         in_use.taken |= claimed
         affected.append(
             AffectedRequest(
@@ -153,8 +156,8 @@ def update_requests_with_invalid_blocks(
 def _num_kept(manager: KVCacheManager, holder: Holder, first: int, in_use: BlocksInUse) -> int:
     """Return how many tokens stay: those before the first invalid block that is nobody's, else all that are valid."""
     behind = holder.entries(first, holder.num_valid)
-    own = min((token for token, block_id in behind if not in_use.is_claimed(block_id)), default=None)
-    return holder.num_valid if own is None else manager.find_boundary(holder.request.request_id, own)
+    own = min((token for token, block_id in behind if not in_use.is_anothers(block_id, holder.request_id)), default=None)
+    return holder.num_valid if own is None else manager.find_boundary(holder.request_id, own)
 
 
 def _claim(holder: Holder, num_kept: int, in_use: BlocksInUse) -> dict[int, int]:
@@ -162,7 +165,7 @@ def _claim(holder: Holder, num_kept: int, in_use: BlocksInUse) -> dict[int, int]
     found: dict[int, int] = {}
     for ids, block_size in zip(holder.tables, holder.block_sizes, strict=True):
         for index in range(ceil_div(num_kept, block_size), len(ids)):
-            if in_use.is_claimed(ids[index]) or ids[index] in in_use.quarantined:
+            if in_use.is_anothers(ids[index], holder.request_id) or ids[index] in in_use.quarantined:
                 break
             found[ids[index]] = (index + 1) * block_size
     return found

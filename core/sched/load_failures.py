@@ -39,7 +39,7 @@ def handle_load_failures(
     output of the step must not be used either.
     """
     errors = _handle_failed_recving(state, output.failed_recving)
-    invalid_block_ids = output.invalid_block_ids | output.quarantined_block_ids
+    invalid_block_ids = output.invalid_block_ids | (output.quarantined_block_ids & state.quarantined)
     if invalid_block_ids:
         report = _Report(invalid_block_ids, output.load_errors, num_scheduled_tokens)
         _handle_invalid_blocks(state, report, errors)
@@ -134,14 +134,14 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     if errors is not None:
         for holder in going_on:
             _note_end(state, holder, invalid, report, errors)
-        going_on = [holder for holder in going_on if holder.request.request_id not in errors]
+        going_on = [holder for holder in going_on if holder.request_id not in errors]
     _claim_and_roll_back(state, going_on, invalid, report)
 
 
 def _claim_and_roll_back(state: SchedulerState, holders: list[Holder], invalid: set[int], report: _Report) -> None:
     claims: dict[int, Claim] = {}
     awaited: dict[str, set[int]] = {}
-    in_use = BlocksInUse(state.claims, state.quarantined)
+    in_use = BlocksInUse(state.claims.claimants, state.quarantined)
     for affected in update_requests_with_invalid_blocks(state.kv_cache_manager, holders, invalid, in_use):
         request, error = affected.request, report.error_of(affected.request)
         claims |= {block_id: Claim(request, num_tokens, error) for block_id, num_tokens in affected.claimed.items()}

@@ -78,11 +78,16 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
 
 
 def unhash_failed(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
-    """Return those that still run, once nobody can hit their KV any more: it may be why they got no token."""
+    """Return those that still run, once nobody can hit their KV any more: it may be why they got no token.
+
+    One that is rolled back has computed on KV that is known to be bad: it goes on.
+    """
     manager = state.kv_cache_manager
     found: dict[str, ErrorInfo] = {}
     for request_id, error in failed.items():
         request = state.requests.get(request_id)
+        if request_id in state.rolled_back:
+            continue
         if request is not None and request.status is RequestStatus.RUNNING:
             for block_ids in manager.get_block_ids(request_id):
                 manager.evict_blocks(block_ids)

@@ -95,10 +95,15 @@ class SchedulerState:
                 )
 
     def add_recomputed(self, request: Request, num_tokens: int, reason: str) -> None:
-        """Note that tokens which should have been loaded are computed here. The first reason is the one that is told."""
+        """Note that tokens which should have been loaded are computed here. The first reason is the one that is told.
+
+        It goes out with the first output; what comes later is only counted.
+        """
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         if not usage.fallback_reason:
             self.num_load_fallbacks[reason, "recompute"] += 1
+        if request.prefill_stats is None:
+            return
         self.transfer_usage[request.request_id] = msgspec.structs.replace(
             usage,
             recomputed_tokens=min(usage.recomputed_tokens + num_tokens, request.num_prompt_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import pytest
 from core.config import SchedulerSection
 from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
 from core.kv.hashing import BlockHasher
+from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
 from core.request import (
     EngineCoreOutput,
@@ -301,6 +303,35 @@ class World:
         self.script.report.invalid_block_ids = invalid
         self.script.report.finished_recving.add(request_id)
 
+    def end_load_partly(self, request_id: str, bad=(), late=(), error: ErrorInfo = LOAD_ERROR) -> list[int]:
+        """End a load of which the blocks at some positions are bad, and of which some may still be written.
+
+        Returns the block ids of the load's table. Reported by the next step.
+        """
+        load = self.script.loading.pop(request_id)
+        self.worker.write(load, False)
+        report = self.script.report
+        report.invalid_block_ids |= {load.block_ids[position] for position in bad}
+        report.quarantined_block_ids |= {load.block_ids[position] for position in late}
+        report.load_errors[request_id] = error
+        report.finished_recving.add(request_id)
+        for position in {*bad, *late}:
+            self.spoil(load.block_ids[position])
+        return load.block_ids
+
+    def spoil(self, *block_ids: int) -> None:
+        """Let these blocks hold garbage, now."""
+        for block_id in block_ids:
+            self.model.write_block(block_id, b"x" * self.model.rows.shape[1])
+
+    def let_late_bytes_arrive(self) -> None:
+        """Write garbage into every block of the quarantine."""
+        self.spoil(*self.scheduler._state.quarantined)
+
+    def end_quarantine(self) -> None:
+        """Report that nothing can arrive any more."""
+        self.script.report.unquarantined_block_ids |= self.scheduler._state.quarantined
+
     def complete_send(self, request_id: str) -> None:
         self.script.report.finished_sending.add(request_id)
 
@@ -328,6 +359,15 @@ class World:
 
     def num_blocks_of(self, request_id: str) -> int:
         return len(self.manager.get_block_ids(request_id)[0])
+
+    def assert_right(self, request: Request, num_tokens: int) -> None:
+        """The request has put out these many tokens, and they are the oracle's."""
+        prompt = request.all_token_ids[: request.num_prompt_tokens].tolist()
+        assert self.tokens[request.request_id] == self.expected(prompt, num_tokens)
+
+    def assert_sound(self) -> None:
+        """The KV cache is consistent, quarantined blocks included."""
+        assert find_violations(self.manager, Counter(self.scheduler._state.quarantined)) == []
 
     def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:
         return expected_tokens(token_ids, num_tokens, self.config.vocab_size)

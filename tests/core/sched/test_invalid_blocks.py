@@ -1,0 +1,182 @@
+"""The rule of invalid blocks, by tables. Block size 16: a table of n blocks has slots for 16 n tokens."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from core.kv.manager import KVCacheManager
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.request import NewRequest, Request
+from core.sched.invalid_blocks import BlocksInUse, Holder, find_holders, spread_invalidity, update_requests_with_invalid_blocks
+from core.wire.sampling import SamplingParams
+
+
+def make_manager(*block_sizes: int) -> KVCacheManager:
+    groups = tuple(
+        KVCacheGroup((index,), FullAttentionSpec(block_size=size, num_kv_heads=1, head_dim=1, dtype_bytes=4))
+        for index, size in enumerate(block_sizes)
+    )
+    return KVCacheManager(KVCacheConfig(50, groups), 512, max(block_sizes), 16, enable_caching=len(groups) == 1)
+
+
+def make_request(name: str) -> Request:
+    return Request(NewRequest(request_id=name, prompt_token_ids=[1] * 100, sampling=SamplingParams()), None)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is expected of a request: kept tokens, first invalid position, claimed blocks, awaited blocks."""
+
+    num_kept: int
+    first_invalid: int
+    claimed: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    holders: list[tuple[int, list[int]]]  # C and the table of each request
+    reported: set[int]
+    expected: list[Kept | None]
+    claimants: dict[int, str] = field(default_factory=dict)  # the requests are r0, r1, ...
+    quarantined: set[int] = field(default_factory=set)
+
+
+CASES = [
+    Case("R1 a block behind C is nobody's load", [(32, [1, 2, 3])], {3}, [None]),
+    Case("R1 the block in which C ends is looked at", [(33, [1, 2, 3])], {3}, [Kept(32, 32, (3,))]),
+    Case("R1 a block that is full at C is looked at", [(32, [1, 2, 3])], {2}, [Kept(16, 16, (2, 3))]),
+    Case("R4 truncated at the first invalid block", [(80, [1, 2, 3, 4, 5])], {2, 4}, [Kept(16, 16, (2, 3, 4, 5))]),
+    Case("R4 the first block of all", [(80, [1, 2, 3, 4, 5])], {1}, [Kept(0, 0, (1, 2, 3, 4, 5))]),
+    Case("R4 the fresh blocks of the step are claimed too", [(32, [1, 2, 3, 4])], {2}, [Kept(16, 16, (2, 3, 4))]),
+    Case(
+        "R2 the first of two that share claims, R5 the second keeps what it had and waits",
+        [(40, [1, 2, 3]), (32, [1, 2, 4])],
+        {2},
+        [Kept(16, 16, (2, 3)), Kept(32, 16, (4,), (2,))],
+    ),
+    Case(
+        "R3 R5 all that a second request shares is claimed already",
+        [(64, [1, 2, 3, 4]), (64, [1, 2, 3, 4])],
+        {2, 3},
+        [Kept(16, 16, (2, 3, 4)), Kept(64, 16, (), (2, 3, 4))],
+    ),
+    Case(
+        "R4 an own invalid block behind a shared one: truncated at its own",
+        [(32, [1, 2]), (64, [1, 2, 3, 4])],
+        {1, 3},
+        [Kept(0, 0, (1, 2)), Kept(32, 0, (3, 4), (1, 2))],
+    ),
+    Case(
+        "what follows a shared invalid block may rest on it: it is computed again",
+        [(32, [1, 2]), (64, [1, 2, 3, 4])],
+        {1},
+        [Kept(0, 0, (1, 2)), Kept(32, 0, (3, 4), (1, 2))],
+    ),
+    Case("R6 others are left alone", [(32, [1, 2]), (32, [3, 4])], {3}, [None, Kept(0, 0, (3, 4))]),
+    Case("blocks that nobody holds concern nobody", [(32, [1, 2])], {9}, [None]),
+    Case(
+        "three share: one claims, two wait",
+        [(32, [1, 2]), (48, [1, 2, 3]), (48, [1, 2, 4])],
+        {2},
+        [Kept(16, 16, (2,)), Kept(32, 16, (3,), (2,)), Kept(32, 16, (4,), (2,))],
+    ),
+    Case(
+        "a later report finds a claim: nobody else claims, whoever waits goes on waiting",
+        [(16, [1, 2]), (32, [1, 2, 3])],
+        {2},
+        [None, None],
+        claimants={2: "r0"},
+    ),
+    Case(
+        "a claimant half-way through its block claims it again",
+        [(24, [1, 2]), (32, [1, 2, 3])],
+        {2},
+        [Kept(16, 16, (2,)), Kept(32, 16, (3,), (2,))],
+        claimants={2: "r0"},
+    ),
+    Case(
+        "who waits for a claim keeps waiting when a block of its own turns out invalid too",
+        [(16, [1, 2]), (48, [1, 2, 3])],
+        {3},
+        [None, Kept(32, 32, (3,), (2,))],
+        claimants={2: "r0"},
+    ),
+    Case(
+        "copies of one prefix: a block that others rewrite is not rewritten here, nor anything behind it",
+        [(48, [1, 2, 3]), (64, [7, 8, 3, 4])],
+        {1, 7},
+        [Kept(0, 0, (1, 2, 3)), Kept(0, 0, (7, 8))],
+    ),
+    Case(
+        "what rests on an invalid block is invalid for others, whatever they have before it",
+        [(48, [1, 2, 3]), (64, [7, 8, 3, 4])],
+        {1},
+        [Kept(0, 0, (1, 2, 3)), Kept(48, 32, (4,), (3,))],
+    ),
+    Case(
+        "it does not matter in which order they come",
+        [(64, [7, 8, 3, 4]), (48, [1, 2, 3])],
+        {1},
+        [Kept(32, 32, (3, 4)), Kept(0, 0, (1, 2))],
+    ),
+    Case(
+        "a quarantined block is neither kept nor rewritten nor waited for",
+        [(64, [1, 2, 3, 4])],
+        {2, 3},
+        [Kept(16, 16, (2,))],
+        quarantined={3},
+    ),
+    Case("the null block is no block", [(48, [0, 0, 3])], {0, 3}, [Kept(32, 32, (3,))]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rule(case):
+    manager = make_manager(16)
+    holders = [
+        Holder(make_request(f"r{index}"), num_valid, (table,), (16,)) for index, (num_valid, table) in enumerate(case.holders)
+    ]
+    invalid = spread_invalidity(manager, holders, case.reported)
+    in_use = BlocksInUse(case.claimants, case.quarantined)
+    affected = {one.request.request_id: one for one in update_requests_with_invalid_blocks(manager, holders, invalid, in_use)}
+    found = [
+        Kept(one.num_kept, one.first_invalid, tuple(one.claimed), tuple(sorted(one.awaited))) if one is not None else None
+        for one in (affected.get(holder.request.request_id) for holder in holders)
+    ]
+    assert found == case.expected
+    assert list(affected) == [holder.request.request_id for holder in holders if holder.request.request_id in affected]
+
+
+def test_claims_say_when_a_block_is_whole_again():
+    manager = make_manager(16)
+    holder = Holder(make_request("r"), 48, ([1, 2, 3],), (16,))
+    (one,) = update_requests_with_invalid_blocks(manager, [holder], {2, 3}, BlocksInUse({}, ()))
+    assert one.claimed == {2: 32, 3: 48}
+
+
+@pytest.mark.parametrize(
+    ("invalid", "num_kept", "claimed"),
+    [
+        ({23}, 64, {15: 80, 23: 96}),  # the second group's block of tokens 64..95
+        ({13}, 32, {13: 48, 14: 64, 15: 80, 22: 64, 23: 96}),  # the first group's block of tokens 32..47
+        ({12}, 0, {11: 16, 12: 32, 13: 48, 14: 64, 15: 80, 21: 32, 22: 64, 23: 96}),  # 16 is no boundary of the second
+    ],
+)
+def test_several_groups_fall_back_to_a_boundary_of_all(invalid, num_kept, claimed):
+    manager = make_manager(16, 32)
+    holder = Holder(make_request("r"), 80, ([11, 12, 13, 14, 15], [21, 22, 23]), (16, 32))
+    invalid = spread_invalidity(manager, [holder], invalid)
+    (one,) = update_requests_with_invalid_blocks(manager, [holder], invalid, BlocksInUse({}, ()))
+    assert (one.num_kept, one.claimed) == (num_kept, claimed)
+
+
+def test_valid_tokens_are_those_before_the_step():
+    manager = make_manager(16)
+    request, other = make_request("r"), make_request("other")
+    request.num_computed_tokens = 50
+    assert manager.allocate_slots(request, 14, delay_cache_blocks=True) is not None
+    (holder,) = find_holders(manager, [other, request], {"r": 18})
+    assert (holder.request, holder.num_valid) == (request, 32)
+    assert holder.tables == manager.get_block_ids("r")

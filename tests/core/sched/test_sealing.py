@@ -1,0 +1,192 @@
+"""Seals follow the steps: broken when one is scheduled that writes a block, set when it has run."""
+
+import pytest
+
+from core.kv.seals import BROKEN, decode_seal
+from core.request import ModelRunnerOutput, RequestStatus
+from core.wire.messages import ErrorInfo
+
+
+def is_sealed(world, block_id) -> bool:
+    return world.model.seals.sealed_generation(block_id) != BROKEN
+
+
+def sealed(world, request_id) -> list[bool]:
+    """Say for each block of a request whether it has a seal."""
+    return [is_sealed(world, block_id) for block_id in world.manager.get_block_ids(request_id)[0]]
+
+
+def seal_of(world, block_id):
+    return decode_seal(world.model.seals.row(block_id))
+
+
+def load(world, remote, request_id, num_tokens, num_remote, *, is_async=True, is_corrupt=False):
+    world.script.remote[request_id] = remote(num_remote, is_async, is_corrupt)
+    return world.add(request_id, num_tokens)
+
+
+def test_blocks_are_sealed_after_the_step_that_fills_them_and_not_before(world):
+    request = world.add("a", 40, max_tokens=30)
+    world.schedule()
+    assert sealed(world, "a") == [False, False, False]
+    world.finish_step()
+    assert sealed(world, "a") == [True, True, False]
+    first, second, _ = world.manager.get_blocks("a").blocks[0]
+    for block, block_hash in zip((first, second), request.block_hashes, strict=False):
+        seal = seal_of(world, block.block_id)
+        assert (seal.incarnation, seal.generation) == (1, block.generation)
+        assert (seal.group_id, seal.block_hash, seal.num_tokens) == (0, block_hash, 16)
+
+
+def test_decoding_seals_a_block_with_its_last_token(world):
+    world.add("a", 40, max_tokens=30)
+    for _ in range(8):
+        world.step()
+        assert sealed(world, "a")[2] is False
+    world.step()  # computes token 48, the ninth after the prompt's 40 but one
+    assert sealed(world, "a")[2] is (world.scheduler.requests["a"].num_computed_tokens >= 48)
+    world.step()
+    assert sealed(world, "a")[2] is True
+
+
+def test_a_chunked_prompt_is_sealed_chunk_by_chunk(make_world):
+    world = make_world(max_num_batched_tokens=20)
+    world.add("a", 50)
+    counts = []
+    for _ in range(3):
+        world.step()
+        counts.append(sum(sealed(world, "a")))
+    assert counts == [1, 2, 3]
+
+
+def test_large_blocks_are_sealed_when_full(make_world):
+    world = make_world(block_size=64, max_num_batched_tokens=48)
+    request = world.add("a", 130)
+    counts = []
+    for _ in range(3):
+        world.step()
+        counts.append(sum(sealed(world, "a")))
+    assert counts == [0, 1, 2]
+    block_id = world.manager.get_block_ids("a")[0][0]
+    assert seal_of(world, block_id).block_hash == request.block_hashes[3]
+    assert seal_of(world, block_id).num_tokens == 64
+
+
+def test_a_hit_of_the_same_step_is_sealed_once_the_step_has_run(world):
+    prompt = world.prompt(40)
+    world.add("a", prompt)
+    world.add("b", prompt)
+    world.step()
+    assert world.manager.get_block_ids("a")[0][:2] == world.manager.get_block_ids("b")[0][:2]
+    assert sealed(world, "b") == [True, True, False]
+
+
+def test_seals_work_without_prefix_caching(make_world):
+    world = make_world(enable_caching=False)
+    request = world.add("a", 40)
+    world.step()
+    assert sealed(world, "a") == [True, True, False]
+    assert seal_of(world, world.manager.get_block_ids("a")[0][1]).block_hash == request.block_hashes[1]
+
+
+def test_a_reused_block_has_no_seal_before_anything_is_run(make_world):
+    world = make_world(num_blocks=4)
+    world.add("a", 40, max_tokens=1)
+    world.step()
+    world.step()
+    sealed_ids = [block_id for block_id in range(1, 4) if is_sealed(world, block_id)]
+    assert len(sealed_ids) == 2, "what is free keeps its seal until it is used again"
+    world.add("b", 45)
+    world.schedule()
+    assert sealed(world, "b") == [False, False, False]
+
+
+def test_an_aborted_request_seals_nothing_more(world):
+    world.add("a", 40)
+    world.schedule()
+    block_ids = world.manager.get_block_ids("a")[0]
+    world.abort("a")
+    world.finish_step()
+    assert not any(is_sealed(world, block_id) for block_id in block_ids)
+
+
+def test_a_request_whose_step_failed_loses_all_its_seals(world):
+    request = world.add("a", 20, max_tokens=40)
+    while request.num_computed_tokens < 31:
+        world.step()
+    assert sealed(world, "a") == [True, False]
+    block_ids = world.manager.get_block_ids("a")[0]
+    error = ErrorInfo(code="not_finite", message="no finite logits", http_status=500, retryable=False)
+    world.scheduler.update_from_output(world.schedule(), ModelRunnerOutput(failed={"a": error}))
+    assert not any(is_sealed(world, block_id) for block_id in block_ids)
+
+
+def test_a_preempted_request_takes_back_what_its_step_would_have_filled(make_world):
+    world = make_world(num_blocks=5, max_num_batched_tokens=64)
+    world.add("a", 31, max_tokens=20)
+    world.add("b", 31, max_tokens=20)
+    world.step()
+    while world.status("b") is not RequestStatus.PREEMPTED:
+        world.schedule()
+        world.finish_step()
+    world.run()
+    assert world.tokens["a"] and world.tokens["b"]
+    world.assert_clean()
+
+
+def test_a_loaded_prefix_is_sealed_when_it_is_promoted(make_world, remote):
+    world = make_world(with_connector=True)
+    load(world, remote, "a", 40, 32)
+    world.step()
+    assert sealed(world, "a") == [False, False]
+    world.complete_load("a")
+    world.step()
+    assert sealed(world, "a") == [False, False], "nobody has looked at the report yet"
+    world.schedule()
+    assert sealed(world, "a") == [True, True, False]
+
+
+def test_a_block_whose_last_token_is_computed_again_is_unsealed_for_that_step(make_world, remote):
+    world = make_world(with_connector=True)
+    load(world, remote, "a", 32, 32)
+    world.step()
+    world.complete_load("a")
+    world.step()
+    assert world.schedule().num_scheduled_tokens == {"a": 1}
+    assert sealed(world, "a") == [True, False]
+    world.finish_step()
+    assert sealed(world, "a") == [True, True]
+
+
+def test_a_loaded_block_that_waits_to_be_computed_again_can_be_read_meanwhile(make_world, remote):
+    """A request that has loaded but gets no block to go on may wait for long, or be aborted."""
+    world = make_world(with_connector=True, max_num_seqs=1)
+    world.add("running", 20, max_tokens=50)
+    world.step()
+    load(world, remote, "a", 32, 32)
+    world.scheduler._state.config.max_num_seqs = 2
+    world.step()
+    world.scheduler._state.config.max_num_seqs = 1
+    world.complete_load("a")
+    world.step()
+    world.step()
+    assert world.status("a") is not RequestStatus.RUNNING
+
+
+@pytest.mark.parametrize("num_tokens", [40, 33, 32])
+def test_a_synchronous_load_is_sealed_with_the_step_that_needs_it(make_world, remote, num_tokens):
+    world = make_world(with_connector=True)
+    load(world, remote, "a", num_tokens, 32, is_async=False)
+    world.schedule()
+    assert not any(sealed(world, "a"))
+    world.finish_step()
+    assert sealed(world, "a")[:2] == [True, True]
+
+
+def test_a_synchronous_load_that_failed_is_not_sealed(make_world, remote):
+    world = make_world(with_connector=True)
+    load(world, remote, "a", 40, 32, is_async=False, is_corrupt=True)
+    world.schedule()
+    block_ids = world.manager.get_block_ids("a")[0]
+    world.finish_step()
+    assert not any(is_sealed(world, block_id) for block_id in block_ids)
