@@ -7,7 +7,8 @@ allocated again loses its seal before anything can write it. Knows no requests, 
     0     4       6        8             16           32       40           44      48              56
     magic version group_id incarnation   block_hash   digest   num_tokens   flags   layout_version  generation
 
-Fields are written first and ``generation`` last, as one aligned 8-byte store; breaking a seal is one such store of ``BROKEN``.
+Fields are written first and ``generation`` last, as one aligned 8-byte store; breaking a seal is one such store of ``BROKEN``,
+and sealing begins with it.
 That order holds on x86; another CPU needs a fence between the two.
 """
 
@@ -117,7 +118,9 @@ class SealTable:
         return 2 * self.num_blocks
 
     def seal(self, block_id: int, expected: ExpectedSeal) -> None:
-        """State what a block holds, now that its KV is complete. Sealing again what is sealed so changes nothing."""
+        """State what a block holds, now that its KV is complete. A row that said something else never says a mix of both."""
+        generation_index = block_id * _WORDS_PER_ROW + _GENERATION_INDEX
+        self._words[generation_index] = BROKEN
         digest = self._digest_block(block_id) if self._digest_block is not None else 0
         flags = _HAS_DIGEST if self._digest_block is not None else 0
         _FIELDS.pack_into(
@@ -133,7 +136,7 @@ class SealTable:
             flags,
             self.layout_version,
         )
-        self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX] = expected.generation
+        self._words[generation_index] = expected.generation
 
     def break_seals(self, block_ids: Iterable[int]) -> None:
         """Take the seals off, before anything may write these blocks."""

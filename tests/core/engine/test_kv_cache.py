@@ -8,6 +8,7 @@ from core.attention.base import KVLayout
 from core.config import CacheSection
 from core.engine.kv_cache import allocate_kv_pool, kv_cache_config
 from core.errors import ConfigError
+from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal, layout_fingerprint
 from core.model.arch import parse_arch
 
 CONFIG = {
@@ -130,3 +131,26 @@ def test_closing_keeps_the_memory_of_living_tensors():
     del pool
     tensor.fill_(2.0)
     assert float(tensor.sum()) == 2.0 * tensor.numel()
+
+
+def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), incarnation=77)
+    seals = pool.region.seals
+    seals.seal(3, ExpectedSeal(generation=9, group_id=0, block_hash=bytes(16), num_tokens=16))
+    written = decode_seal(os.pread(seals.memory.memory_fd, SEAL_BYTES, 3 * SEAL_BYTES))
+    assert (written.incarnation, written.layout_version, written.generation) == (77, layout_fingerprint(pool.layout), 9)
+    assert (seals.num_blocks, seals.num_rows) == (5, 10)
+    assert os.fstat(seals.memory.memory_fd).st_size == 10 * SEAL_BYTES
+    pool.close()
+
+
+def test_closing_gives_both_memory_files_back():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
+    memory_fds = (pool.region.memory_fd, pool.seals.memory.memory_fd)
+    pool.close()
+    pool.close()
+    for memory_fd in memory_fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(memory_fd)

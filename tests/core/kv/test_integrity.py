@@ -3,12 +3,15 @@
 import pytest
 
 from core.kv.integrity import find_violations
+from core.kv.seals import ExpectedSeal, SealTable, map_seal_memory
 
 
 @pytest.fixture
 def manager(make_manager, make_request):
-    manager = make_manager()
-    manager.allocate_slots(make_request("a", range(40)), 40)
+    manager = make_manager(seals=SealTable(map_seal_memory(11), incarnation=1, layout_version=1))
+    request = make_request("a", range(40))
+    manager.allocate_slots(request, 40)
+    manager.seal_blocks(request, 40)
     assert find_violations(manager) == []
     return manager
 
@@ -73,6 +76,28 @@ def hash_the_null_block(manager):
     manager.block_pool.null_block.block_hash = bytes(16)
 
 
+def claim_more_sealed_blocks(manager):
+    manager.coordinator.managers[0].num_sealed_block["a"] = 4
+
+
+def keep_a_seal_over_a_new_generation(manager):
+    manager.block_pool.blocks[1].generation += 1
+
+
+def seal_another_content(manager):
+    block = manager.block_pool.blocks[1]
+    manager.block_pool.seals.seal(1, ExpectedSeal(block.generation, 0, bytes(16), 16))
+
+
+def seal_for_another_group(manager):
+    block = manager.block_pool.blocks[1]
+    manager.block_pool.seals.seal(1, ExpectedSeal(block.generation, 1, block.block_hash, 16))
+
+
+def write_over_a_seal(manager):
+    manager.block_pool.seals.buffer[64:72] = bytes(8)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -90,6 +115,11 @@ def hash_the_null_block(manager):
         (claim_more_cached_blocks, "shorter than its cached prefix"),
         (leave_a_count_behind, "for different requests"),
         (hash_the_null_block, "null block changed"),
+        (claim_more_sealed_blocks, "shorter than its sealed prefix"),
+        (keep_a_seal_over_a_new_generation, "seal of another life"),
+        (seal_another_content, "seal of another content"),
+        (seal_for_another_group, "seal of another content"),
+        (write_over_a_seal, "cannot be read"),
     ],
 )
 def test_damage_is_found(manager, damage, message):

@@ -1,9 +1,10 @@
-"""Random lives of a KV cache against a naive model that predicts every block, reference, hash and generation.
+"""Random lives of a KV cache against a naive model that predicts every block, reference, hash, generation and seal.
 
 The model is written for clarity, with lists and whole prefixes where the code has links and hashes: a prefix is the tenant's
 salt and a tuple of tokens, the free queue a list, a lookup a scan over all blocks.
 """
 
+import functools
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.pool import cache_key
+from core.kv.seals import BROKEN, SealTable, decode_seal, map_seal_memory
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import NewRequest, Request
 from core.wire.sampling import SamplingParams
@@ -48,6 +50,13 @@ def prefix_of(request, num_tokens):
     return request.cache_salt, tuple(request.all_token_ids[:num_tokens])
 
 
+@functools.cache
+def hash_of(salt, tokens):
+    new = NewRequest(request_id="r", prompt_token_ids=tokens, sampling=SamplingParams(), cache_salt=salt)
+    request = Request(new, HASHER)
+    return HASHER.prefix_hash(request.block_hashes, request.all_token_ids, len(tokens), request.extra_keys)
+
+
 class ModelPool:
     """What the pool must be: plain containers, one entry per block id."""
 
@@ -56,12 +65,14 @@ class ModelPool:
         self.refs = Counter()
         self.generation = Counter()
         self.prefix = {}  # block id -> (salt, tokens up to the end of the block), while it is a hit
+        self.sealed = {}  # block id -> (salt, tokens up to the last one in the block), while it has a seal
 
     def allocate(self, count):
         taken, self.free = self.free[:count], self.free[count:]
         for block_id in taken:
             assert self.refs[block_id] == 0
             self.prefix.pop(block_id, None)
+            self.sealed.pop(block_id, None)
             self.generation[block_id] += 1
             self.refs[block_id] = 1
         return taken
@@ -103,6 +114,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             enable_caching=enable_caching,
             enable_kv_cache_events=True,
             watermark=watermark,
+            seals=SealTable(map_seal_memory(num_blocks), incarnation=9, layout_version=5),
         )
         self.block_size, self.caching = block_size, enable_caching
         self.num_usable, self.watermark = num_blocks - 1, int(watermark * num_blocks)
@@ -112,6 +124,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.loading = set()  # ids whose external tokens have not arrived
         self.tables = {}  # request id -> block ids
         self.num_cached = {}
+        self.num_sealed = {}
         self.pins = []  # lists of block ids referenced by no request
         self.followed = set()  # keys of the prefix map as the events tell them
         self.num_requests = 0
@@ -148,7 +161,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Forget a request in the model; return its blocks in the order of their release."""
         request_id = request.request_id
         self.loading.discard(request_id)
-        del self.live[request_id], self.num_cached[request_id]
+        del self.live[request_id], self.num_cached[request_id], self.num_sealed[request_id]
         return self.tables.pop(request_id)[::-1]
 
     def allocate(self, request, num_new, hits=(), num_external=0, *, lookahead=0, whole=False, reserved=0, alone=False):
@@ -183,17 +196,35 @@ class KVCacheMachine(RuleBasedStateMachine):
             return False  # the invariants check that nothing has changed
         self.pool.touch(hits)
         if is_admission:
-            self.num_cached[request_id] = len(hits)
+            self.num_cached[request_id] = self.num_sealed[request_id] = len(hits)
         new_ids = self.pool.allocate(needed)
         assert got.get_block_ids() == (new_ids,)
         others = [block_id for other, ids in self.tables.items() if other != request_id for block_id in ids]
         assert not set(new_ids) & {*others, *(block_id for ids in self.pins for block_id in ids)}
         self.tables[request_id] = table + new_ids
         self.live[request_id] = request
+        if num_new:
+            self.unseal(request, num_computed)
         request.num_computed_tokens = min(num_computed + num_new, MAX_MODEL_LEN)
         if not num_external:
             self.remember_cached(request, min(request.num_computed_tokens, request.num_tokens))
         return True
+
+    def seal(self, request):
+        """The step that computed its tokens has run, and was good."""
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self.manager.seal_blocks(request, num_tokens)
+        for index in range(self.num_sealed[request.request_id], num_tokens // self.block_size):
+            prefix = prefix_of(request, (index + 1) * self.block_size)
+            self.pool.sealed[self.tables[request.request_id][index]] = prefix
+            self.num_sealed[request.request_id] = index + 1
+
+    def unseal(self, request, num_kept_tokens):
+        """What lies beyond is going to be written again."""
+        kept = min(self.num_sealed[request.request_id], num_kept_tokens // self.block_size)
+        for block_id in self.tables[request.request_id][kept : self.num_sealed[request.request_id]]:
+            self.pool.sealed.pop(block_id, None)
+        self.num_sealed[request.request_id] = kept
 
     def add_request(self, family, length, fork, salt):
         """Prompts of one family agree up to the smaller fork, but a salted one shares nothing with an unsalted one."""
@@ -219,6 +250,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             del self.waiting[request.request_id]
             if num_external:
                 self.loading.add(request.request_id)
+            else:
+                self.seal(request)
 
     def truncate(self, request, kept):
         request.num_computed_tokens = kept
@@ -226,7 +259,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.manager.truncate(request, kept).get_block_ids() == (beyond,)
         for block_id in beyond:
             self.pool.prefix.pop(block_id, None)
+            self.pool.sealed.pop(block_id, None)
             self.pool.generation[block_id] += 1
+        self.unseal(request, kept)
         self.num_cached[request.request_id] = min(self.num_cached[request.request_id], kept // self.block_size)
 
     # ---- what happens to requests ----------------------------------------------------------------------------------
@@ -241,17 +276,25 @@ class KVCacheMachine(RuleBasedStateMachine):
         if self.waiting:
             self.try_to_admit(choose(self.waiting, which), *admission)
 
-    @rule(chunk=st.integers(1, 40), lookahead=st.sampled_from([0, 0, 5, 20]), num_steps=st.integers(1, 20))
-    def advance_all(self, chunk, lookahead, num_steps):
-        """Steps of all running requests: the next chunk of each, or a new token of those that have caught up."""
+    @rule(
+        chunk=st.integers(1, 40),
+        lookahead=st.sampled_from([0, 0, 5, 20]),
+        num_steps=st.integers(1, 20),
+        is_good=st.sampled_from([True, True, True, False]),
+    )
+    def advance_all(self, chunk, lookahead, num_steps, is_good):
+        """Steps of all running requests: the next chunk of each, or a new token of those that have caught up.
+
+        Blocks of steps that are not good are sealed by a later one that is.
+        """
         for _ in range(num_steps):
             for request_id in sorted(self.live.keys() - self.loading):
                 request = self.live[request_id]
                 if request.num_computed_tokens == request.num_tokens:
                     request.append_output_token(request.num_tokens % 3)
                 num_left = min(request.num_tokens, MAX_MODEL_LEN) - request.num_computed_tokens
-                if num_left > 0:
-                    self.allocate(request, min(chunk, num_left), lookahead=lookahead)
+                if num_left > 0 and self.allocate(request, min(chunk, num_left), lookahead=lookahead) and is_good:
+                    self.seal(request)
             self.check_all()
 
     @rule(which=choices, outcome=st.sampled_from(["arrives", "arrives", "fails in part"]), kept=st.integers(0, MAX_MODEL_LEN))
@@ -265,6 +308,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.truncate(request, min(kept, request.num_computed_tokens))
         self.manager.cache_blocks(request, request.num_computed_tokens)
         self.remember_cached(request, request.num_computed_tokens)
+        self.seal(request)
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
     @rule(which=choices, kept=st.integers(0, MAX_MODEL_LEN))
@@ -286,6 +330,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not self.live:
             return
         request = choose(self.live, which)
+        if how != "preempt" and request.request_id not in self.loading:
+            self.seal_tail(request)
         if how == "keep blocks":  # a lease, or a step in flight: the request is gone, its references are not
             blocks = self.manager.pop_blocks_for_free(request)
             self.pins.append(self.drop(request))
@@ -296,6 +342,17 @@ class KVCacheMachine(RuleBasedStateMachine):
         if how == "preempt":
             request.num_computed_tokens = 0
             self.waiting[request.request_id] = request
+
+    def seal_tail(self, request):
+        """Describe what it has computed to a reader: the last block, full or not, is sealed too."""
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        if not num_tokens:
+            return
+        block_hash = HASHER.prefix_hash(request.block_hashes, request.all_token_ids, num_tokens, request.extra_keys)
+        self.manager.seal_partial_block(request, num_tokens, block_hash)
+        index = num_tokens // self.block_size
+        if num_tokens % self.block_size and index >= self.num_sealed[request.request_id]:
+            self.pool.sealed[self.tables[request.request_id][index]] = prefix_of(request, num_tokens)
 
     # ---- what happens to blocks ------------------------------------------------------------------------------------
 
@@ -320,6 +377,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.manager.evict_blocks(ids)
         for block_id in ids:
             self.pool.prefix.pop(block_id, None)
+            self.pool.sealed.pop(block_id, None)
 
     @rule()
     def reset(self):
@@ -334,6 +392,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def check_all(self):
         self.check_against_model()
         self.check_integrity()
+        self.check_seals()
         self.check_hashes()
         self.check_events()
 
@@ -355,6 +414,20 @@ class KVCacheMachine(RuleBasedStateMachine):
     def check_integrity(self):
         held = Counter(block_id for ids in self.pins for block_id in ids)
         assert find_violations(self.manager, held) == []
+
+    def check_seals(self):
+        """A block is sealed exactly if it should be, and its seal says what its tokens say."""
+        seals = self.manager.block_pool.seals
+        for block in self.manager.block_pool.blocks:
+            if block.block_id not in self.pool.sealed:
+                assert seals.sealed_generation(block.block_id) == BROKEN, block
+                continue
+            salt, tokens = self.pool.sealed[block.block_id]
+            seal = decode_seal(seals.row(block.block_id))
+            assert (seal.incarnation, seal.layout_version, seal.group_id, seal.digest) == (9, 5, 0, None)
+            assert seal.generation == self.pool.generation[block.block_id]
+            assert seal.num_tokens == (len(tokens) - 1) % self.block_size + 1
+            assert seal.block_hash == hash_of(salt, tokens)
 
     def check_hashes(self):
         """Equal hashes mean equal prefixes, and the other way round."""

@@ -4,6 +4,8 @@ import pytest
 
 from core.kv.events import BlockStored
 from core.kv.integrity import find_violations
+from core.kv.manager import KVCacheManager
+from core.kv.seals import BROKEN, SealTable, decode_seal, map_seal_memory
 from core.kv.stats import PrefixCacheStats
 
 
@@ -371,3 +373,123 @@ def test_stats_ignore_lookups_without_a_cache(make_manager):
     manager = make_manager(enable_caching=False)
     manager.record_prefix_cache_stats(100, 0, preempted=False)
     assert manager.make_prefix_cache_stats() == PrefixCacheStats()
+
+
+# ---- seals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealing(make_manager):
+    return make_manager(seals=SealTable(map_seal_memory(11), incarnation=1, layout_version=1))
+
+
+def sealed(manager, request_id):
+    seals = manager.block_pool.seals
+    return [seals.sealed_generation(block_id) != BROKEN for block_id in manager.get_block_ids(request_id)[0]]
+
+
+def test_full_blocks_are_sealed_once_and_hits_are_left_to_those_who_fill_them(sealing, make_request):
+    first, second = make_request("a", range(40)), make_request("b", range(60))
+    admit(sealing, first)
+    admit(sealing, second)
+    sealing.seal_blocks(second, 60)
+    assert sealed(sealing, "b") == [False, False, True, False]
+    sealing.seal_blocks(first, 40)
+    assert sealed(sealing, "b") == [True, True, True, False]
+    assert find_violations(sealing) == []
+
+
+def test_slots_that_will_be_written_again_lose_their_seal_first(sealing, make_request):
+    request = make_request("a", range(32))
+    admit(sealing, request, 0, num_external_computed_tokens=32, delay_cache_blocks=True)
+    sealing.seal_blocks(request, 32)
+    assert sealed(sealing, "a") == [True, True]
+    request.num_computed_tokens = 31
+    sealing.allocate_slots(request, 1)
+    assert sealed(sealing, "a") == [True, False]
+    sealing.seal_blocks(request, 32)
+    assert sealed(sealing, "a") == [True, True]
+
+
+def test_rolled_back_blocks_lose_their_seals_and_are_sealed_again_under_their_new_name(sealing, make_request):
+    request = make_request("a", range(48))
+    admit(sealing, request)
+    sealing.seal_blocks(request, 48)
+    sealing.truncate(request, 20)
+    assert sealed(sealing, "a") == [True, False, False]
+    request.num_computed_tokens = 16
+    sealing.allocate_slots(request, 32)
+    sealing.seal_blocks(request, 48)
+    assert sealed(sealing, "a") == [True, True, True]
+    assert find_violations(sealing) == []
+
+
+def test_evicted_blocks_lose_their_seals(sealing, make_request):
+    request = make_request("a", range(40))
+    admit(sealing, request)
+    sealing.seal_blocks(request, 40)
+    sealing.evict_blocks(sealing.get_block_ids("a")[0][1:2])
+    assert sealed(sealing, "a") == [True, False, False]
+
+
+def test_freed_blocks_keep_their_seals_until_they_are_reused(sealing, make_request):
+    request = make_request("a", range(160))
+    admit(sealing, request)
+    sealing.seal_blocks(request, 160)
+    ids = sealing.get_block_ids("a")[0]
+    sealing.free(request)
+    assert all(sealing.block_pool.seals.sealed_generation(block_id) for block_id in ids)
+    admit(sealing, make_request("b", range(1000, 1160)))
+    assert not any(sealing.block_pool.seals.sealed_generation(block_id) for block_id in ids)
+
+
+@pytest.mark.parametrize(("num_tokens", "block", "num_tail"), [(40, 2, 8), (33, 2, 1), (15, 0, 15)])
+def test_the_last_block_of_a_hand_over_is_sealed_for_its_tokens(sealing, make_request, hasher, num_tokens, block, num_tail):
+    request = make_request("a", range(num_tokens))
+    admit(sealing, request)
+    sealing.seal_blocks(request, num_tokens)
+    block_hash = hasher.prefix_hash(request.block_hashes, request.all_token_ids, num_tokens)
+    sealing.seal_partial_block(request, num_tokens, block_hash)
+    assert sealed(sealing, "a") == [True] * (block + 1)
+    last = decode_seal(sealing.block_pool.seals.row(sealing.get_block_ids("a")[0][block]))
+    assert (last.block_hash, last.num_tokens) == (block_hash, num_tail)
+    assert find_violations(sealing) == []
+
+
+def test_a_full_last_block_keeps_its_own_seal(sealing, make_request):
+    request = make_request("a", range(40))
+    admit(sealing, request)
+    sealing.seal_blocks(request, 40)
+    sealing.seal_partial_block(request, 32, bytes(16))
+    sealing.seal_partial_block(request, 20, bytes(16))
+    assert sealed(sealing, "a") == [True, True, False]
+    assert find_violations(sealing) == []
+
+
+def test_every_group_is_sealed_under_its_own_number(make_config, make_request):
+    seals = SealTable(map_seal_memory(11), incarnation=1, layout_version=1)
+    manager = KVCacheManager(make_config(block_sizes=(16, 32)), 1024, 32, 16, enable_caching=False, seals=seals)
+    request = make_request("a", range(40))
+    admit(manager, request)
+    manager.seal_blocks(request, 40)
+    manager.seal_partial_block(request, 40, b"p" * 16)
+    rows = [[decode_seal(seals.row(block_id)) for block_id in ids] for ids in manager.get_block_ids("a")]
+    assert [[(seal.group_id, seal.num_tokens) for seal in group] for group in rows] == [
+        [(0, 16), (0, 16), (0, 8)],
+        [(1, 32), (1, 8)],
+    ]
+    assert [seal.block_hash for seal in (rows[0][1], rows[1][0])] == [request.block_hashes[1]] * 2
+    assert [seal.block_hash for seal in (rows[0][2], rows[1][1])] == [b"p" * 16] * 2
+
+
+def test_without_a_table_nothing_is_sealed(make_manager, make_request):
+    manager, request = make_manager(), make_request("a", range(40))
+    admit(manager, request)
+    manager.seal_blocks(request, 40)
+    manager.seal_partial_block(request, 40, bytes(16))
+    assert find_violations(manager) == []
+
+
+def test_a_table_of_another_size_is_refused(make_manager):
+    with pytest.raises(ValueError, match="10 blocks does not fit a pool of 11"):
+        make_manager(seals=SealTable(map_seal_memory(10), incarnation=1, layout_version=1))

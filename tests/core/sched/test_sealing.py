@@ -3,7 +3,8 @@
 import pytest
 
 from core.kv.seals import BROKEN, decode_seal
-from core.request import ModelRunnerOutput, RequestStatus
+from core.request import ModelRunnerOutput
+from core.sched.remote_kv import promote_loaded_request
 from core.wire.messages import ErrorInfo
 
 
@@ -39,14 +40,12 @@ def test_blocks_are_sealed_after_the_step_that_fills_them_and_not_before(world):
 
 
 def test_decoding_seals_a_block_with_its_last_token(world):
-    world.add("a", 40, max_tokens=30)
-    for _ in range(8):
+    request = world.add("a", 40, max_tokens=30)
+    while request.num_computed_tokens < 47:
         world.step()
-        assert sealed(world, "a")[2] is False
-    world.step()  # computes token 48, the ninth after the prompt's 40 but one
-    assert sealed(world, "a")[2] is (world.scheduler.requests["a"].num_computed_tokens >= 48)
+        assert sealed(world, "a") == [True, True, False]
     world.step()
-    assert sealed(world, "a")[2] is True
+    assert sealed(world, "a") == [True, True, True]
 
 
 def test_a_chunked_prompt_is_sealed_chunk_by_chunk(make_world):
@@ -121,19 +120,6 @@ def test_a_request_whose_step_failed_loses_all_its_seals(world):
     assert not any(is_sealed(world, block_id) for block_id in block_ids)
 
 
-def test_a_preempted_request_takes_back_what_its_step_would_have_filled(make_world):
-    world = make_world(num_blocks=5, max_num_batched_tokens=64)
-    world.add("a", 31, max_tokens=20)
-    world.add("b", 31, max_tokens=20)
-    world.step()
-    while world.status("b") is not RequestStatus.PREEMPTED:
-        world.schedule()
-        world.finish_step()
-    world.run()
-    assert world.tokens["a"] and world.tokens["b"]
-    world.assert_clean()
-
-
 def test_a_loaded_prefix_is_sealed_when_it_is_promoted(make_world, remote):
     world = make_world(with_connector=True)
     load(world, remote, "a", 40, 32)
@@ -158,19 +144,17 @@ def test_a_block_whose_last_token_is_computed_again_is_unsealed_for_that_step(ma
     assert sealed(world, "a") == [True, True]
 
 
-def test_a_loaded_block_that_waits_to_be_computed_again_can_be_read_meanwhile(make_world, remote):
-    """A request that has loaded but gets no block to go on may wait for long, or be aborted."""
-    world = make_world(with_connector=True, max_num_seqs=1)
-    world.add("running", 20, max_tokens=50)
-    world.step()
+def test_a_loaded_block_that_waits_to_be_computed_again_stays_sealed_if_that_never_happens(make_world, remote):
+    world = make_world(with_connector=True)
     load(world, remote, "a", 32, 32)
-    world.scheduler._state.config.max_num_seqs = 2
     world.step()
-    world.scheduler._state.config.max_num_seqs = 1
     world.complete_load("a")
     world.step()
+    block_ids = world.manager.get_block_ids("a")[0]
+    assert promote_loaded_request(world.scheduler._state, world.scheduler.requests["a"])
+    world.abort("a")
     world.step()
-    assert world.status("a") is not RequestStatus.RUNNING
+    assert all(is_sealed(world, block_id) for block_id in block_ids)
 
 
 @pytest.mark.parametrize("num_tokens", [40, 33, 32])
