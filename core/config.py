@@ -119,6 +119,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_s: Seconds = 30.0
     lease_renew_interval_s: Seconds = 5.0
     lease_max_s: Seconds = 600.0
+    max_quarantined_blocks: NonNegative = 0  # per peer whose reads do not end: then it is cut off; 0 = a quarter of the pool
     extra: dict[str, Any] = {}  # for connectors from outside
 
 
@@ -136,6 +137,8 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
+    max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
+    worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
     api_key: str = msgspec.field(default_factory=default_api_key)  # if set, clients send it as a bearer token
 
 

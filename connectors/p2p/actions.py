@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
+from core.kv.seals import ExpectedSeal
 from core.transport import PeerId
 from core.wire.kv import ControlMessage
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -36,13 +37,18 @@ class HandoffRef:
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Consumer: read ``remote_rows[i]`` of the owner's pool into ``local_rows[i]``; both hold ``num_tokens`` tokens."""
+    """Consumer: read ``remote_rows[i]`` of the owner's pool into ``local_rows[i]``, and demand the seal ``expected[i]`` of it.
+
+    Together they hold ``num_tokens`` tokens. ``deadline`` is when the request's own budget ends, on the worker's clock.
+    """
 
     request_id: str
     handoff: HandoffRef
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
+    expected: tuple[ExpectedSeal, ...]
     num_tokens: int
+    deadline: float | None = None
 
 
 @dataclass(slots=True)
@@ -115,6 +121,17 @@ class PostRead:
 
 
 @dataclass(frozen=True, slots=True)
+class PostSealRead:
+    """Read the seals of ``remote_rows`` of a peer, whose blocks have been read into ``local_rows``, all of them, before."""
+
+    read_id: int
+    peer: PeerId
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+    wants_digests: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CancelRead:
     """End a read early, if the transport can; it is reported as any other."""
 
@@ -126,10 +143,16 @@ class CancelRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """A read is terminal: nothing is written for it any more."""
+    """A read is terminal: nothing is written for it any more.
+
+    A good seal read brings a copy of every seal and, if they are wanted, the digests of the local blocks, in the order of its
+    rows.
+    """
 
     read_id: int
     error: KVFerryError | None = None
+    seals: tuple[bytes, ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +167,26 @@ class PeerFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """The load of a request has failed. Its blocks may still be written until ``LoadEnded``."""
+class LoadEnded:
+    """The load of a request is over; said once, and at once whatever ended it.
+
+    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
+    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
+    A read may still write the blocks in ``quarantined_block_ids``, until ``QuarantineEnded``.
+    """
 
     request_id: str
-    error: ErrorInfo
+    usage: TransferUsage | None
+    error: ErrorInfo | None = None
+    invalid_block_ids: tuple[int, ...] = ()
+    quarantined_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """Nothing is written into the blocks of this load any more. ``usage`` is set if it succeeded."""
+class QuarantineEnded:
+    """Nothing is written into these quarantined blocks any more."""
 
-    request_id: str
-    usage: TransferUsage | None = None
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +196,7 @@ class SendingEnded:
     request_id: str
 
 
-TransferCommand = OpenPeer | ClosePeer | PostRead | CancelRead
+TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead
 TransferEvent = ReadEnded | PeerFailed
-Report = LoadFailed | LoadEnded | SendingEnded
+Report = LoadEnded | QuarantineEnded | SendingEnded
 Action = SendControl | CloseControl | Reply | TransferCommand | Report

@@ -16,9 +16,9 @@ from connectors.p2p.actions import (
     CloseControl,
     LeaseGrant,
     LoadEnded,
-    LoadFailed,
     OpenPeer,
     P2PConnectorMetadata,
+    QuarantineEnded,
     Reply,
     SendControl,
     SendingEnded,
@@ -37,12 +37,14 @@ from connectors.p2p.transports import TransportFactory, TransportSet, TransportS
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
 from core.config import ConnectorSection
+from core.errors import ConnectorUnavailable
 from core.log import event
 from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
+LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
 
 _log = logging.getLogger(__name__)
 
@@ -99,10 +101,12 @@ class P2PConnector(Connector):
 
         Raises:
             ConfigError: peers could not be told where to connect, or an address cannot be bound.
-            ConnectorUnavailable: no transport works here.
+            ConnectorUnavailable: no transport works here, or the engine makes no seals.
         """
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
+        if pool.seals is None:
+            raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
         if self._is_producer:  # before anything is open
             advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
         self._loop = asyncio.get_running_loop()
@@ -115,16 +119,20 @@ class P2PConnector(Connector):
             self._is_producer,
             self._create,
         )
-        responder = HandshakeResponder(self._identity, pool.num_blocks, self._transport_set.offers)
+        offers = self._transport_set.offers
+        responder = HandshakeResponder(self._identity, pool.num_blocks, offers, pool.seals.has_digests)
         self._node = P2PNode(
             self._identity,
             self._context.clock,
             self.transports,
-            node_settings(self._context.config),
+            node_settings(self._context.config, pool.num_blocks),
             responder if self._is_producer else None,
         )
         executor = TransferExecutor(
-            self._transport_set.transports, lambda happened: self._call_soon(self._on_transfer, happened)
+            self._transport_set.transports,
+            pool.seals,
+            _no_digest,
+            lambda happened: self._call_soon(self._on_transfer, happened),
         )
         self._transfers = TransferThread(executor, self.worker.fail)
         self._transfers.start()
@@ -165,8 +173,12 @@ class P2PConnector(Connector):
         return self._node.num_leased_blocks if self._node is not None else 0
 
     def num_loading_blocks(self) -> int:
-        """Return how many blocks a transfer may still write."""
+        """Return how many blocks belong to loads that are not over."""
         return self._node.num_loading_blocks if self._node is not None else 0
+
+    def num_quarantined_blocks(self) -> int:
+        """Return how many blocks of loads that are over a read may still write."""
+        return self._node.num_quarantined_blocks if self._node is not None else 0
 
     # ---- what happens, in the event loop ---------------------------------------------------------------------------
 
@@ -238,8 +250,10 @@ class P2PConnector(Connector):
                 self._clients.close(action.address)
             case Reply():
                 pass  # ``_tell`` returns it
-            case LoadFailed() | LoadEnded() | SendingEnded():
-                self._metrics.count(action)
+            case LoadEnded():
+                self._metrics.count_load(action)
+                self.worker.report(action)
+            case QuarantineEnded() | SendingEnded():
                 self.worker.report(action)
             case OpenPeer():
                 self._note_peer(action)
@@ -296,13 +310,20 @@ class P2PConnector(Connector):
         return counts
 
 
-def node_settings(config: ConnectorSection) -> NodeSettings:
-    """Return what a configuration means for a node."""
+def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
+    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks."""
     return NodeSettings(
         pull=PullSettings(
             transfer_deadline_s=config.transfer_deadline_s,
             handshake_timeout_s=config.handshake_timeout_s,
             lease_renew_interval_s=config.lease_renew_interval_s,
+            lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),
+            kv_verify=config.kv_verify,
+            max_quarantined_blocks=config.max_quarantined_blocks or max(1, num_blocks // 4),
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )
+
+
+def _no_digest(block_id: int) -> int:
+    raise NotImplementedError("no owner makes digests")

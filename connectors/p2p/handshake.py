@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import msgspec
 
 from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch
-from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
+from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo, KVVerify
 from core.wire.messages import ErrorInfo
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
+DIGEST_TRANSPORTS: frozenset[str] = frozenset()  # where ``auto`` checks the bytes as well
 
 UNKNOWN_CODE = "other"
 MAX_PEER_MESSAGE_CHARS = 500
@@ -39,12 +40,14 @@ class HandshakeResponder:
     identity: WorkerIdentity
     num_blocks: int
     offers: Mapping[str, bytes]
+    has_digests: bool = False  # the seals made here hold digests
 
     def answer(self, handshake: Handshake) -> HandshakeReply | HandshakeRefused:
         """Accept with the first transport of the reader's preferences that works for both, or refuse with both values."""
         try:
             check_compatible(self.identity, handshake.model_fingerprint, handshake.layout)
             transport = self._choose_transport(handshake)
+            check_verifiable(handshake.kv_verify, transport, self.has_digests)
         except KVFerryError as error:
             return HandshakeRefused(
                 engine_id=self.identity.engine_id,
@@ -60,6 +63,7 @@ class HandshakeResponder:
             transport=transport,
             transport_metadata=self.offers[transport],
             num_blocks=self.num_blocks,
+            has_digests=self.has_digests,
         )
 
     def _choose_transport(self, handshake: Handshake) -> str:
@@ -90,6 +94,24 @@ def check_compatible(ours: WorkerIdentity, model_fingerprint: bytes, layout: KVL
     ]
     if differences:
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
+
+
+def verifies_digests(kv_verify: KVVerify, transport: str) -> bool:
+    """Say whether a reader checks the bytes of what it reads by this transport, and not only the seals."""
+    return kv_verify == "digest" or (kv_verify == "auto" and transport in DIGEST_TRANSPORTS)
+
+
+def check_verifiable(kv_verify: KVVerify, transport: str, has_digests: bool) -> None:
+    """Check that the owner's seals hold what the reader is going to verify.
+
+    Raises:
+        ConnectorUnavailable: they do not; the message holds both values.
+    """
+    if verifies_digests(kv_verify, transport) and not has_digests:
+        raise ConnectorUnavailable(
+            f"the reader verifies digests (kv_verify = {kv_verify} over {transport}), the owner's seals have none "
+            "(kv_verify = identity there, or auto without tcp)"
+        )
 
 
 def peer_error(code: str, message: str) -> ErrorInfo:

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from connectors.p2p.actions import LoadEnded, LoadFailed, Report
+from connectors.p2p.actions import LoadEnded
+from core.errors import fallback_reason
 from core.metrics import PREFIX, read_gauge
 from core.wire.messages import TransferUsage
 
@@ -32,31 +33,41 @@ class P2PMetrics:
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
+        self._verify_seconds = Histogram(
+            f"{PREFIX}kv_verify_seconds",
+            "From the last byte of a load to its verdict: seals, digests, and what had to be read again.",
+            ["transport"],
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._verified = Counter(
+            f"{PREFIX}kv_verified_blocks", "Blocks whose seals, and digests if demanded, were right.", registry=registry
+        )
         self._failures = Counter(
-            f"{PREFIX}kv_transfer_failures", "Loads that failed, by error code.", ["reason"], registry=registry
+            f"{PREFIX}kv_transfer_failures",
+            "Loads of which nothing, or not everything, could be used, by reason.",
+            ["reason"],
+            registry=registry,
         )
 
     def set_transport(self, transport: str, is_used: bool) -> None:
         """Show a transport as usable here (0) or in use (1)."""
         self._transport.labels(transport).set(int(is_used))
 
-    def count(self, report: Report) -> None:
-        """Count what is reported to the engine."""
-        match report:
-            case LoadFailed():
-                self.count_failure(report.error.code)
-            case LoadEnded(usage=TransferUsage() as usage):
-                self.count_load(usage)
+    def count_load(self, ended: LoadEnded) -> None:
+        """Count a load that is over; an aborted one is neither a success nor a failure."""
+        if ended.usage is not None:
+            self._verified.inc(ended.usage.verified_blocks)
+        if ended.error is not None:
+            self._failures.labels(fallback_reason(ended.error.code)).inc()
+        elif ended.usage is not None:
+            self._count_success(ended.usage)
 
-    def count_load(self, usage: TransferUsage) -> None:
-        """Count a load that succeeded."""
+    def _count_success(self, usage: TransferUsage) -> None:
         self._transfers.labels(usage.transport).inc()
         self._bytes.labels(usage.transport).inc(usage.transferred_bytes)
         self._seconds.labels(usage.transport).observe(usage.transfer_ms / 1000)
-
-    def count_failure(self, code: str) -> None:
-        """Count a load that failed."""
-        self._failures.labels(code).inc()
+        self._verify_seconds.labels(usage.transport).observe(usage.verify_ms / 1000)
 
     def read_at_scrape(
         self,
@@ -66,7 +77,7 @@ class P2PMetrics:
     ) -> None:
         """Publish the gauges, and as ``kvferry_kv_handover_events_total`` what the state machines count."""
         read_gauge(self._registry, "kv_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
-        read_gauge(self._registry, "kv_loading_blocks", "Blocks that a transfer may still write.", num_loading_blocks)
+        read_gauge(self._registry, "kv_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
         self._registry.register(_EventCounts(events))
 
 

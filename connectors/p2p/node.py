@@ -58,8 +58,13 @@ class P2PNode:
 
     @property
     def num_loading_blocks(self) -> int:
-        """Blocks that a transfer may still write."""
+        """Blocks of loads that have not been reported."""
         return self._pull.num_loading_blocks
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of reported loads that a read may still write."""
+        return self._pull.num_quarantined_blocks
 
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
@@ -110,7 +115,7 @@ class P2PNode:
                 return [Reply(self._responder.answer(message))]
             case LeaseRenew():
                 left_ms = self._leases.renew(message.transfer_ids)
-                return [Reply(LeaseState(incarnation=self._identity.incarnation, left_ms=left_ms))]
+                return [Reply(LeaseState(incarnation=self._identity.incarnation, left_ms=left_ms, number=message.number))]
             case LeaseRelease():
                 return self.release(message.transfer_ids)
         self._num_unexpected_questions += 1

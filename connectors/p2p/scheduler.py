@@ -19,7 +19,7 @@ from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.kv.spec import ceil_div
+from core.kv.seals import ExpectedSeal
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.transport import PeerId
 from core.wire.kv import GroupBlocks, KVHandoff
@@ -29,10 +29,14 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 
 @dataclass(slots=True)
 class _Offer:
-    """A hand-over that has not been used yet. ``refusal`` is why it must not be."""
+    """A hand-over that has not been used yet. ``refusal`` is why it must not be.
+
+    ``block_hashes`` are our own, of our own prompt, at the ends of the blocks that it covers.
+    """
 
     handoff: KVHandoff
-    refusal: KVFerryError | None
+    block_hashes: tuple[bytes, ...] = ()
+    refusal: KVFerryError | None = None
 
 
 class P2PConnectorScheduler(KVConnectorScheduler):
@@ -75,7 +79,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         if handoff is None:
             return
         ref = HandoffRef(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
-        self._offers[request.request_id] = _Offer(handoff, self._find_refusal(request, handoff))
+        self._offers[request.request_id] = self._check_offer(request, handoff)
         self._refs[request.request_id] = ref
         readers = self._readers.setdefault(ref, set())
         if not readers:
@@ -102,7 +106,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         self._loading.add(request.request_id)
         if offer.refusal is None:
             try:
-                self._next.pulls.append(self._pull_request(request, offer.handoff, blocks, num_external_tokens))
+                self._next.pulls.append(self._pull_request(request, offer, blocks, num_external_tokens))
                 return
             except StaleBlock as error:
                 offer.refusal = error
@@ -110,7 +114,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Let go of the hand-overs of loads that have ended."""
-        for request_id in output.finished_recving & self._loading:
+        for request_id in sorted(output.finished_recving & self._loading):
             self._loading.discard(request_id)
             self._drop_reader(request_id)
 
@@ -175,8 +179,8 @@ class P2PConnectorScheduler(KVConnectorScheduler):
 
     # ---- consumer's details ----------------------------------------------------------------------------------------
 
-    def _find_refusal(self, request: Request, handoff: KVHandoff) -> KVFerryError | None:
-        """Return why this hand-over must not be read for this request, or None."""
+    def _check_offer(self, request: Request, handoff: KVHandoff) -> _Offer:
+        """Compare what a hand-over says with what we know ourselves, before anything is asked of its owner."""
         try:
             check_compatible(self._identity, handoff.model_fingerprint, handoff.layout)
             if not 0 < handoff.num_tokens <= request.num_prompt_tokens:
@@ -187,36 +191,49 @@ class P2PConnectorScheduler(KVConnectorScheduler):
             if any(group.block_hashes != hashes for group in handoff.groups):
                 raise StaleBlock("the hand-over's block hashes are not those of the prompt")
         except KVFerryError as error:
-            return error
-        return None
+            return _Offer(handoff, refusal=error)
+        return _Offer(handoff, hashes)
 
-    def _pull_request(
-        self, request: Request, handoff: KVHandoff, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> PullRequest:
-        """Pair the local blocks that are no hits with the same suffix of the owner's.
+    def _pull_request(self, request: Request, offer: _Offer, blocks: KVCacheBlocks, num_external_tokens: int) -> PullRequest:
+        """Pair the local blocks that are no hits with the same suffix of the owner's, and say what their seals must be.
 
             tokens  |  local hit  | external |
             local   |  7  |  3    |  9  |  2 |      h = 2 blocks are here already
             remote  | 14  | 15    | 16  | 17 |      read 16 -> 9, 17 -> 2
 
+        Of the seals only the generations are taken from the hand-over.
+
         Raises:
             StaleBlock: the owner does not hold a block that is needed here.
         """
-        block_size = self._identity.layout.block_size
+        handoff, block_size = offer.handoff, self._identity.layout.block_size
+        num_blocks = len(offer.block_hashes)
         first = (handoff.num_tokens - num_external_tokens) // block_size
-        num_blocks = ceil_div(handoff.num_tokens, block_size)
         remote_rows: list[int] = []
         local_rows: list[int] = []
-        for group, local_ids in zip(handoff.groups, blocks.get_block_ids(), strict=True):
-            for remote, local in zip(group.block_ids[first:num_blocks], local_ids[first:num_blocks], strict=True):
+        expected: list[ExpectedSeal] = []
+        for group_id, (group, local_ids) in enumerate(zip(handoff.groups, blocks.get_block_ids(), strict=True)):
+            assert len(local_ids) >= num_blocks, f"{request.request_id} has blocks for all that is loaded"
+            for position, local in enumerate(local_ids[first:num_blocks], start=first):
                 if local == NULL_BLOCK_ID:
                     continue
+                remote = group.block_ids[position]
                 if remote == NULL_BLOCK_ID:
-                    raise StaleBlock(f"the hand-over does not hold a block that group {group.group_id} needs")
+                    raise StaleBlock(f"the hand-over does not hold a block that group {group_id} needs")
                 remote_rows.append(remote)
                 local_rows.append(local)
-        ref = self._refs[request.request_id]
-        return PullRequest(request.request_id, ref, tuple(remote_rows), tuple(local_rows), num_external_tokens)
+                num_tokens = min(block_size, handoff.num_tokens - position * block_size)
+                seal = ExpectedSeal(group.generations[position], group_id, offer.block_hashes[position], num_tokens)
+                expected.append(seal)
+        return PullRequest(
+            request.request_id,
+            self._refs[request.request_id],
+            tuple(remote_rows),
+            tuple(local_rows),
+            tuple(expected),
+            num_external_tokens,
+            request.deadline,
+        )
 
     def _end_consumer(self, request_id: str) -> None:
         if self._offers.pop(request_id, None) is not None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import zmq
 
@@ -23,27 +24,47 @@ from connectors.p2p.actions import (
     OpenPeer,
     PeerFailed,
     PostRead,
+    PostSealRead,
     ReadEnded,
     TransferCommand,
     TransferEvent,
 )
 from core.errors import KVFerryError, PeerUnreachable
+from core.kv.seals import SealTable
 from core.log import event
-from core.transport import PeerId, Transport
-
-KV_POOL_REGION = 0
+from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
 
 _log = logging.getLogger(__name__)
 
 
-class TransferExecutor:
-    """Runs commands on transports, one at a time. ``report`` receives every event; it must not block."""
+@dataclass(frozen=True, slots=True)
+class _OpenRead:
+    """Where a read runs. ``seals_of`` is the command of a seal read, None for a read of blocks."""
 
-    def __init__(self, transports: Mapping[str, Transport], report: Callable[[TransferEvent], None]) -> None:
+    transport: Transport
+    handle: int
+    seals_of: PostSealRead | None = None
+
+
+class TransferExecutor:
+    """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
+
+    Seals land in ``seals``; ``digest_block`` computes the digest of a local block's bytes by its id, when the seals have come.
+    """
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        seals: SealTable,
+        digest_block: Callable[[int], int],
+        report: Callable[[TransferEvent], None],
+    ) -> None:
         self._transports = dict(transports)
+        self._seals = seals
+        self._digest_block = digest_block
         self._report = report
         self._peers: dict[PeerId, Transport] = {}
-        self._handles: dict[int, tuple[Transport, int]] = {}  # read id → where it runs
+        self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
 
     def execute(self, command: TransferCommand) -> None:
@@ -55,12 +76,12 @@ class TransferExecutor:
                 transport = self._peers.pop(command.peer, None)
                 if transport is not None:
                     transport.remove_peer(command.peer)
-            case PostRead():
+            case PostRead() | PostSealRead():
                 self._post(command)
             case CancelRead():
-                found = self._handles.get(command.read_id)
+                found = self._reads.get(command.read_id)
                 if found is not None:
-                    found[0].cancel(found[1])
+                    found.transport.cancel(found.handle)
 
     def poll(self) -> bool:
         """Let every transport progress and report the reads that ended; True if any did."""
@@ -69,8 +90,7 @@ class TransferExecutor:
             for result in transport.poll():
                 has_ended = True
                 read_id = self._read_ids.pop((transport.name, result.handle))
-                del self._handles[read_id]
-                self._report(ReadEnded(read_id, result.error))
+                self._report(self._ended(read_id, self._reads.pop(read_id), result.error))
         return has_ended
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
@@ -97,19 +117,33 @@ class TransferExecutor:
             return
         self._peers[command.peer] = transport
 
-    def _post(self, command: PostRead) -> None:
+    def _post(self, command: PostRead | PostSealRead) -> None:
         transport = self._peers.get(command.peer)
         if transport is None:
             error = PeerUnreachable(f"{command.peer.address} is not open")
             self._report(ReadEnded(command.read_id, error))
             return
+        region, local_rows, seals_of = POOL_REGION, command.local_rows, None
+        if isinstance(command, PostSealRead):
+            self._seals.clear_landing(command.local_rows)
+            region, local_rows = SEAL_REGION, tuple(map(self._seals.landing_row, command.local_rows))
+            seals_of = command
         try:
-            handle = transport.post_read(command.peer, KV_POOL_REGION, command.remote_rows, command.local_rows)
+            handle = transport.post_read(command.peer, region, command.remote_rows, local_rows)
         except KVFerryError as error:
             self._report(ReadEnded(command.read_id, error))
             return
-        self._handles[command.read_id] = (transport, handle)
+        self._reads[command.read_id] = _OpenRead(transport, handle, seals_of)
         self._read_ids[transport.name, handle] = command.read_id
+
+    def _ended(self, read_id: int, read: _OpenRead, error: KVFerryError | None) -> ReadEnded:
+        """Return the event of a terminal read; with the seals that have landed, and the digests of their blocks."""
+        wanted = read.seals_of
+        if wanted is None or error is not None:
+            return ReadEnded(read_id, error)
+        seals = tuple(self._seals.row(self._seals.landing_row(row)) for row in wanted.local_rows)
+        digests = tuple(map(self._digest_block, wanted.local_rows)) if wanted.wants_digests else ()
+        return ReadEnded(read_id, seals=seals, digests=digests)
 
 
 class TransferThread:

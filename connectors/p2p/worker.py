@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from connectors.p2p.actions import LoadEnded, LoadFailed, P2PConnectorMetadata, Report, SendingEnded
+from connectors.p2p.actions import LoadEnded, P2PConnectorMetadata, QuarantineEnded, Report, SendingEnded
 from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
@@ -51,13 +51,7 @@ class P2PConnectorWorker(KVConnectorWorker):
             raise EngineDead(f"the KV transfer has died: {self._death!r}")
         output = KVConnectorOutput()
         while self._reports:
-            report = self._reports.popleft()
-            if isinstance(report, SendingEnded):
-                output.finished_sending.add(report.request_id)
-            elif isinstance(report, LoadFailed):
-                output.failed_recving[report.request_id] = report.error
-            else:
-                self._add_ended(output, report)
+            _add(output, self._reports.popleft())
         return output
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -75,11 +69,32 @@ class P2PConnectorWorker(KVConnectorWorker):
         self._death = error
         self._wakeup()
 
-    @staticmethod
-    def _add_ended(output: KVConnectorOutput, report: LoadEnded) -> None:
-        output.finished_recving.add(report.request_id)
-        if report.usage is not None:
-            output.transfer_usage[report.request_id] = report.usage
+
+def _add(output: KVConnectorOutput, report: Report) -> None:
+    match report:
+        case SendingEnded():
+            output.finished_sending.add(report.request_id)
+        case QuarantineEnded():
+            # The engine has not heard of some of them yet: for it they were never in quarantine.
+            told = set(report.block_ids) - output.quarantined_block_ids
+            output.quarantined_block_ids.difference_update(report.block_ids)
+            output.unquarantined_block_ids |= told
+        case LoadEnded():
+            _add_load(output, report)
+
+
+def _add_load(output: KVConnectorOutput, ended: LoadEnded) -> None:
+    output.finished_recving.add(ended.request_id)
+    output.quarantined_block_ids.update(ended.quarantined_block_ids)
+    if ended.usage is not None:
+        output.transfer_usage[ended.request_id] = ended.usage
+    if ended.error is None:
+        return
+    if ended.invalid_block_ids:
+        output.invalid_block_ids.update(ended.invalid_block_ids)
+        output.load_errors[ended.request_id] = ended.error
+    else:
+        output.failed_recving[ended.request_id] = ended.error
 
 
 def _no_wakeup() -> None:

@@ -91,7 +91,8 @@ class LoadOutcome:
 class ConnectorEngine:
     """Blocks, memory and a connector. All calls come from one thread, as in a worker; make it inside an event loop.
 
-    ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load.
+    ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load, ``quarantined``
+    the blocks that a transfer may still write although its load is over.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ConnectorEngine:
         self.layout = layout
         self.parked: dict[str, Request] = {}
         self.loads: dict[str, LoadOutcome] = {}
+        self.quarantined: set[int] = set()
         self._requests: dict[str, Request] = {}
         self._aborted: set[str] = set()
         self._wake = asyncio.Event()
@@ -250,13 +252,19 @@ class ConnectorEngine:
         self.worker.wait_for_save()
         output = self.worker.get_transfer_results(set())
         self.scheduler.update_connector_output(output)
-        for request_id, error in output.failed_recving.items():
+        for block_id in output.quarantined_block_ids:
+            self.manager.block_pool.touch([self.manager.block_pool.blocks[block_id]])
+            self.quarantined.add(block_id)
+        for request_id, error in (output.failed_recving | output.load_errors).items():
             assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"
             self.loads[request_id].error = error
         for request_id in output.finished_recving:
             self._end_load(request_id, output.transfer_usage.get(request_id))
         for request_id in output.finished_sending:
             self._free(self.parked.pop(request_id))
+        for block_id in output.unquarantined_block_ids:
+            self.quarantined.remove(block_id)
+            self.manager.block_pool.free_blocks([self.manager.block_pool.blocks[block_id]])
         return output
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

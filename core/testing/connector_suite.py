@@ -171,8 +171,9 @@ class ConnectorConformance:
         async with self.started_pair(IMPATIENCE_S) as pair:
             yield pair
 
-    def assert_consumer_is_empty(self, pair: Pair) -> None:
-        """Check that neither blocks nor transfers are left."""
+    async def assert_consumer_is_empty(self, pair: Pair) -> None:
+        """Wait for the end of quarantine, and check that neither blocks nor transfers are left."""
+        await pair.consumer.engine.until(lambda: not pair.consumer.engine.quarantined)
         assert pair.consumer.engine.num_used_blocks == 0
         assert self.num_loading_blocks(pair.consumer.connector) == 0
 
@@ -198,7 +199,7 @@ class ConnectorConformance:
         assert usage.transferred_bytes == ceil_div(num_tokens, BLOCK_SIZE) * LAYOUT.block_bytes
         await pair.drained()
         pair.consumer.engine.finish(request)
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_blocks_lie_in_another_order_on_each_side(self, pair: Pair) -> None:
         """What makes the other tests mean something."""
@@ -251,7 +252,7 @@ class ConnectorConformance:
         assert "b" not in pair.consumer.engine.loads
         pair.consumer.engine.finish(first)
         pair.consumer.engine.finish(request)
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     # ---- offers ----------------------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class ConnectorConformance:
         assert pair.consumer.engine.admit(request) == 0
         await pair.consumer.settle()
         pair.consumer.engine.finish(request)
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_requests_share_a_hand_over_until_the_last_has_used_it(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
@@ -297,7 +298,7 @@ class ConnectorConformance:
         await pair.drained()
         for request in requests[:3]:
             pair.consumer.engine.finish(request)
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_requests_load_a_shared_hand_over_at_the_same_time(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
@@ -313,7 +314,7 @@ class ConnectorConformance:
         await pair.consumer.settle()
         pair.consumer.engine.abort(request)
         await pair.drained()
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     @pytest.mark.parametrize("turns", [None, 0, 1, 3, 10, 100])
     async def test_abort_while_loading_leaves_nothing(self, pair: Pair, turns: int | None) -> None:
@@ -329,7 +330,7 @@ class ConnectorConformance:
         assert pair.consumer.engine.loads["a"].error is None
         await self.assert_ended_once(pair, "a")
         await pair.drained()
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_abort_of_a_load_that_makes_no_progress_ends_it(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
@@ -339,7 +340,7 @@ class ConnectorConformance:
         pair.consumer.engine.abort(request)
         await pair.consumer.engine.until(lambda: pair.consumer.engine.loads["a"].is_ended, PATIENCE_S / 2)
         assert pair.consumer.engine.loads["a"].error is None, "nobody wants to know"
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_abort_of_one_load_spares_the_others_of_its_hand_over(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
@@ -355,7 +356,7 @@ class ConnectorConformance:
         request = await pair.hand_over("a", PROMPT)
         pair.consumer.engine.abort(request)
         await pair.drained()
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
 
     async def test_a_prompt_whose_computation_was_aborted_is_not_handed_over(self, pair: Pair) -> None:
         assert pair.producer.engine.prefill("a", PROMPT, RequestStatus.FINISHED_ABORTED) is None
@@ -411,9 +412,11 @@ class ConnectorConformance:
         assert error is not None
         assert error.code
         assert error.message
-        assert engine.loads[request_id].usage is None
+        usage = engine.loads[request_id].usage
+        assert usage is not None, "a failed load has its costs too"
+        assert usage.transferred_tokens == usage.verified_blocks == 0
         await self.assert_ended_once(pair, request_id)
-        self.assert_consumer_is_empty(pair)
+        await self.assert_consumer_is_empty(pair)
         again = engine.add("again", PROMPT, None)
         assert engine.manager.get_computed_blocks(again)[1] == 0, "blocks of a failed load are in the prefix cache"
 

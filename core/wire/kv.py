@@ -6,9 +6,13 @@ Every message is encoded by ``core.wire.codec`` behind a version byte and a size
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from core.wire.limits import BlockHashBytes, BlockId, Count, Name, Positive, Text, Unsigned64, WholeMilliseconds
+
+KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals, or the digests of the bytes too
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,7 +75,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaul
     layout: KVLayoutInfo
     transports: tuple[Name, ...]
     host_id: Name  # equal on two workers that share memory and a pid namespace
-    kv_verify: Text = "auto"  # "auto" | "identity" | "digest": what the reader is going to check
+    kv_verify: KVVerify = "auto"
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
@@ -100,16 +104,18 @@ class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", o
 
 
 class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_defaults=True):
-    """Decode worker → prefill worker: keep these hand-overs alive."""
+    """Decode worker → prefill worker: keep these hand-overs alive. ``number`` comes back with the answer."""
 
     transfer_ids: tuple[Name, ...]
+    number: Count = 0
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
-    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more)."""
+    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more). ``number``: of the question."""
 
     incarnation: Unsigned64
     left_ms: dict[str, WholeMilliseconds]
+    number: Count = 0
 
 
 class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):

@@ -12,19 +12,21 @@ from connectors.p2p.actions import (
     ClosePeer,
     HandoffRef,
     LoadEnded,
-    LoadFailed,
     OpenPeer,
     PostRead,
+    PostSealRead,
     PullRequest,
+    QuarantineEnded,
     ReadEnded,
     SendControl,
 )
 from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.pull import PullProtocol, PullSettings
 from core.errors import KVFerryError
+from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
 from core.transport import PeerId
-from core.wire.kv import ControlMessage, HandshakeReply, KVLayoutInfo, LeaseState
+from core.wire.kv import ControlMessage, HandshakeReply, KVLayoutInfo, LeaseRenew, LeaseState
 
 ADDRESS = "tcp://10.0.0.1:5600"
 ROW_BYTES = 1024
@@ -32,6 +34,7 @@ LAYOUT = KVLayoutInfo(
     dtype="float32", order="HND", block_size=32, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=ROW_BYTES
 )
 FINGERPRINT = b"model"
+NO_SEAL = bytes(64)
 
 T = TypeVar("T")
 
@@ -41,32 +44,56 @@ def identity(engine_id: str = "decode-0", incarnation: int = 77, **changed: obje
     return WorkerIdentity(engine_id=engine_id, incarnation=incarnation, **values)
 
 
+def seal_row(expected: ExpectedSeal, incarnation: int = 1, digest: int | None = None) -> bytes:
+    """Return what the owner writes for a block that is as expected."""
+    digest_block = None if digest is None else lambda block_id: digest
+    table = SealTable(map_seal_memory(1), incarnation, layout_fingerprint(LAYOUT), digest_block)
+    table.seal(0, expected)
+    return table.row(0)
+
+
+def expected_seal(remote_row: int) -> ExpectedSeal:
+    return ExpectedSeal(generation=remote_row + 7, group_id=0, block_hash=remote_row.to_bytes(16, "little"), num_tokens=32)
+
+
 class PullDriver:
     """A pull protocol whose engine, network, peers and clock are the test's.
 
-    Keeps what any environment could hold against the protocol: reads only of open peers, a failure at most once, an end exactly
-    once and only after the last read of the load is terminal.
+    Keeps what any environment could hold against the protocol: reads only of open peers; a load is reported exactly once; what
+    it says may be used has been sealed by a seal read that began after the bytes had come; exactly what its open reads may
+    write is quarantined, and let out of it once, when that read is terminal.
     """
 
-    def __init__(self, *, rows_per_read: int = 2, max_reads_in_flight: int = 2, **settings: float) -> None:
-        durations = {"transfer_deadline_s": 30.0, "handshake_timeout_s": 5.0, "lease_renew_interval_s": 5.0} | settings
+    def __init__(self, *, rows_per_read: int = 2, **settings: object) -> None:
+        values = {
+            "transfer_deadline_s": 30.0,
+            "handshake_timeout_s": 5.0,
+            "lease_renew_interval_s": 5.0,
+            "max_reads_in_flight": 2,
+            "kv_verify": "identity",
+        } | settings
         self.clock = FakeClock()
         self.protocol = PullProtocol(
-            identity(),
-            ("shm", "tcp"),
-            PullSettings(max_read_bytes=rows_per_read * ROW_BYTES, max_reads_in_flight=max_reads_in_flight, **durations),
+            identity(), ("shm", "tcp"), PullSettings(max_read_bytes=rows_per_read * ROW_BYTES, **values)
         )
         self.log: list[Action] = []
         self.requests: dict[str, PullRequest] = {}
         self.open_peers: set[PeerId] = set()
-        self.open_reads: dict[int, PostRead] = {}
-        self.failed: dict[str, str] = {}  # request id → error code
+        self.open_reads: dict[int, PostRead | PostSealRead] = {}
         self.ended: dict[str, LoadEnded] = {}
+        self.quarantined: set[int] = set()
+        self.bytes_here: set[int] = set()  # local rows whose last read of blocks ended well
+        self.sealed: set[int] = set()  # of these, by a right seal that was asked for afterwards
         self._next_row = 0
 
     @property
     def now(self) -> float:
         return self.clock.now()
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Error codes of the loads that were reported with one."""
+        return {name: ended.error.code for name, ended in self.ended.items() if ended.error is not None}
 
     # ---- what the engine and the world do
 
@@ -77,11 +104,14 @@ class PullDriver:
         transfer_id: str = "t",
         incarnation: int = 1,
         address: str = ADDRESS,
+        deadline: float | None = None,
     ) -> list[Action]:
         rows = tuple(range(self._next_row, self._next_row + num_rows))
         self._next_row += num_rows
         ref = HandoffRef(transfer_id, PeerId(address, incarnation))
-        request = PullRequest(request_id, ref, tuple(row + 500 for row in rows), rows, 32 * num_rows)
+        remote = tuple(row + 500 for row in rows)
+        expected = tuple(map(expected_seal, remote))
+        request = PullRequest(request_id, ref, remote, rows, expected, 32 * num_rows, deadline)
         self.requests[request_id] = request
         return self.take(self.protocol.start(request, self.now))
 
@@ -109,10 +139,19 @@ class PullDriver:
         } | changed
         return self.receive(HandshakeReply(incarnation=incarnation, **values), address)
 
-    def grant(self, left_ms: int = 60_000, *transfer_ids: str, incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
-        """Let the peer say how long it holds these, by default ``t``."""
+    def grant(
+        self,
+        left_ms: int = 60_000,
+        *transfer_ids: str,
+        incarnation: int = 1,
+        address: str = ADDRESS,
+        number: int | None = None,
+    ) -> list[Action]:
+        """Let the peer say how long it holds these, by default ``t``; by default in answer to the last question."""
         left = dict.fromkeys(transfer_ids or ("t",), left_ms)
-        return self.receive(LeaseState(incarnation=incarnation, left_ms=left), address)
+        if number is None:
+            number = max((question.number for question in self.messages(LeaseRenew)), default=0)
+        return self.receive(LeaseState(incarnation=incarnation, left_ms=left, number=number), address)
 
     def start_reading(self, request_id: str = "r", num_rows: int = 3, **where) -> list[Action]:
         """Start a load and take it to its first reads."""
@@ -120,14 +159,36 @@ class PullDriver:
         self.accept()
         return self.grant(60_000, where.get("transfer_id", "t"))
 
-    def end_read(self, read_id: int, error: KVFerryError | None = None) -> list[Action]:
-        self.open_reads.pop(read_id, None)
-        return self.take(self.protocol.on_transfer(ReadEnded(read_id, error), self.now))
+    def end_read(
+        self,
+        read_id: int,
+        error: KVFerryError | None = None,
+        *,
+        seals: dict[int, bytes] | None = None,
+        digests: dict[int, int] | None = None,
+    ) -> list[Action]:
+        """Let a read end. Seals are right, but for the remote rows in ``seals``; digests are 9 but for the rows there."""
+        read = self.open_reads.pop(read_id, None)
+        event = ReadEnded(read_id, error)
+        if isinstance(read, PostRead):
+            self.sealed.difference_update(read.local_rows)
+            if error is None:
+                self.bytes_here.update(read.local_rows)
+        elif isinstance(read, PostSealRead) and error is None:
+            event = self._seals_read(read, seals or {}, digests or {})
+        return self.take(self.protocol.on_transfer(event, self.now))
 
     def end_reads(self, error: KVFerryError | None = None) -> None:
         """End open reads until there are none."""
         while self.open_reads:
             self.end_read(min(self.open_reads), error)
+
+    def end_data_reads(self) -> int:
+        """End reads of blocks until only the seal read is left; returns its id."""
+        while data := [read_id for read_id, read in self.open_reads.items() if isinstance(read, PostRead)]:
+            self.end_read(min(data))
+        (seal_read,) = self.open_reads
+        return seal_read
 
     def disconnect(self, address: str = ADDRESS) -> list[Action]:
         return self.take(self.protocol.on_disconnected(address, self.now))
@@ -146,6 +207,7 @@ class PullDriver:
         for action in actions:
             self._check(action)
         self.log += actions
+        assert self.protocol.num_quarantined_blocks == len(self.quarantined)
         return actions
 
     def messages(self, kind: type[T]) -> list[T]:
@@ -157,9 +219,26 @@ class PullDriver:
         return [action for action in self.log if isinstance(action, kind)]
 
     def reads_of(self, request_id: str) -> list[int]:
-        """Open reads that write blocks of the request."""
+        """Open reads that write blocks of the request, or their seals."""
         rows = set(self.requests[request_id].local_rows)
         return [read_id for read_id, read in self.open_reads.items() if rows & set(read.local_rows)]
+
+    def usable_rows(self, request_id: str) -> set[int]:
+        """Local rows that the engine may compute on, by what was reported."""
+        ended, rows = self.ended[request_id], self.requests[request_id].local_rows
+        if ended.usage is None or (ended.error is not None and not ended.invalid_block_ids):
+            return set()
+        return set(rows) - set(ended.invalid_block_ids)
+
+    def _seals_read(self, read: PostSealRead, wrong: dict[int, bytes], digests: dict[int, int]) -> ReadEnded:
+        rows = []
+        for remote, local in zip(read.remote_rows, read.local_rows, strict=True):
+            right = seal_row(expected_seal(remote), read.peer.incarnation, 9 if read.wants_digests else None)
+            rows.append(wrong.get(remote, right))
+            if rows[-1] == right and digests.get(remote, 9) == 9:
+                self.sealed.add(local)
+        found = tuple(digests.get(remote, 9) for remote in read.remote_rows) if read.wants_digests else ()
+        return ReadEnded(read.read_id, seals=tuple(rows), digests=found)
 
     def _check(self, action: Action) -> None:
         match action:
@@ -169,19 +248,39 @@ class PullDriver:
             case ClosePeer():
                 assert action.peer in self.open_peers, "closed without being open"
                 self.open_peers.discard(action.peer)
-            case PostRead():
-                assert action.peer in self.open_peers, "a read of a peer that is not open"
-                assert action.read_id not in self.open_reads
-                self.open_reads[action.read_id] = action
-            case LoadFailed():
-                assert action.request_id not in self.failed, "failed twice"
-                assert action.request_id not in self.ended, "failed after its end"
-                self.failed[action.request_id] = action.error.code
+            case PostRead() | PostSealRead():
+                self._check_read(action)
             case LoadEnded():
-                assert action.request_id not in self.ended, "ended twice"
-                assert not self.reads_of(action.request_id), "ended while a read may still write"
-                assert action.usage is None or action.request_id not in self.failed, "failed and succeeded"
-                self.ended[action.request_id] = action
+                self._check_end(action)
+            case QuarantineEnded():
+                assert action.block_ids
+                assert set(action.block_ids) <= self.quarantined, "out of quarantine without having been in it"
+                open_rows = {row for read in self.open_reads.values() for row in read.local_rows}
+                assert not open_rows & set(action.block_ids), "out of quarantine while a read may write"
+                self.quarantined.difference_update(action.block_ids)
+
+    def _check_read(self, read: PostRead | PostSealRead) -> None:
+        assert read.peer in self.open_peers, "a read of a peer that is not open"
+        assert read.read_id not in self.open_reads
+        assert not self.quarantined & set(read.local_rows), "a read into a quarantined block"
+        if isinstance(read, PostSealRead):
+            assert set(read.local_rows) <= self.bytes_here, "seals are asked for before the bytes are here"
+            for other in self.open_reads.values():
+                assert not set(other.local_rows) & set(read.local_rows), "seals are asked for during a read of the blocks"
+        else:
+            self.bytes_here.difference_update(read.local_rows)
+        self.open_reads[read.read_id] = read
+
+    def _check_end(self, ended: LoadEnded) -> None:
+        name = ended.request_id
+        assert name not in self.ended, "reported twice"
+        self.ended[name] = ended
+        assert set(ended.invalid_block_ids) <= set(self.requests[name].local_rows)
+        assert self.usable_rows(name) <= self.sealed, "accepted without its seal"
+        may_be_written = {row for read_id in self.reads_of(name) for row in self.open_reads[read_id].local_rows}
+        assert set(ended.quarantined_block_ids) == may_be_written
+        assert len(ended.quarantined_block_ids) == len(may_be_written)
+        self.quarantined |= may_be_written
 
 
 @pytest.fixture
@@ -197,6 +296,11 @@ def pull() -> PullDriver:
 @pytest.fixture
 def make_identity() -> Callable[..., WorkerIdentity]:
     return identity
+
+
+@pytest.fixture
+def make_seal() -> Callable[..., bytes]:
+    return seal_row
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The p2p connector's carrier: its start refuses what its peers could not use; a bug behind it ends the worker."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,7 +11,7 @@ from connectors.p2p.bundle import P2PConnector
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
-from core.errors import ConfigError, EngineDead
+from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from core.ids import RandomIds
 from core.testing.connector_engine import MemoryPool
 from core.testing.connector_suite import FINGERPRINT, LAYOUT
@@ -51,12 +52,20 @@ def pool():
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
-async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is_open(address):
+async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is_open(pool, address):
     connector = P2PConnector(context_of(address=address), never)
-    connector.worker.register_kv_caches(object())
+    connector.worker.register_kv_caches(pool.region)
     with pytest.raises(ConfigError, match="set it to the host name") as caught:
         await connector.start()
     assert caught.value.param == "worker.advertise_host"
+    await connector.stop()
+
+
+async def test_engine_without_seals_is_refused(pool):
+    connector = P2PConnector(context_of(), never)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, seals=None))
+    with pytest.raises(ConnectorUnavailable, match="no seals"):
+        await connector.start()
     await connector.stop()
 
 

@@ -3,8 +3,9 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
+from connectors.p2p.actions import LoadEnded
 from connectors.p2p.metrics import P2PMetrics
-from core.wire.messages import TransferUsage
+from core.wire.messages import ErrorInfo, TransferUsage
 
 
 @pytest.fixture
@@ -19,19 +20,33 @@ def metrics(registry) -> P2PMetrics:
 
 def test_loads_are_counted_by_transport(metrics, registry):
     for transport, num_bytes in (("tcp", 100), ("shm", 7), ("tcp", 50)):
-        metrics.count_load(TransferUsage(transport=transport, transferred_bytes=num_bytes, transfer_ms=500.0))
+        cost = TransferUsage(
+            transport=transport, transferred_bytes=num_bytes, transfer_ms=500.0, verify_ms=250.0, verified_blocks=2
+        )
+        metrics.count_load(LoadEnded("r", cost))
     assert registry.get_sample_value("kvferry_kv_transfers_total", {"transport": "tcp"}) == 2
     assert registry.get_sample_value("kvferry_kv_transfer_bytes_total", {"transport": "tcp"}) == 150
     assert registry.get_sample_value("kvferry_kv_transfer_bytes_total", {"transport": "shm"}) == 7
     assert registry.get_sample_value("kvferry_kv_transfer_seconds_sum", {"transport": "tcp"}) == 1.0
+    assert registry.get_sample_value("kvferry_kv_verify_seconds_sum", {"transport": "tcp"}) == 0.5
+    assert registry.get_sample_value("kvferry_kv_verified_blocks_total") == 6
 
 
-def test_failures_are_counted_by_code(metrics, registry):
-    metrics.count_failure("deadline")
-    metrics.count_failure("deadline")
-    metrics.count_failure("stale")
-    assert registry.get_sample_value("kvferry_kv_transfer_failures_total", {"reason": "deadline"}) == 2
-    assert registry.get_sample_value("kvferry_kv_transfer_failures_total", {"reason": "stale"}) == 1
+def test_failures_are_counted_by_the_reason_that_clients_are_told(metrics, registry):
+    for code in ("deadline", "deadline", "lease_expired", "stale", "something else"):
+        error = ErrorInfo(code=code, message="no")
+        metrics.count_load(LoadEnded("r", TransferUsage(transport="tcp", verified_blocks=1), error, invalid_block_ids=(1,)))
+    for reason in ("deadline", "stale"):
+        assert registry.get_sample_value("kvferry_kv_transfer_failures_total", {"reason": reason}) == 2
+    assert registry.get_sample_value("kvferry_kv_transfer_failures_total", {"reason": "rejected"}) == 1
+    assert registry.get_sample_value("kvferry_kv_transfers_total", {"transport": "tcp"}) is None
+    assert registry.get_sample_value("kvferry_kv_verified_blocks_total") == 5
+
+
+def test_aborted_load_is_neither_success_nor_failure(metrics, registry):
+    metrics.count_load(LoadEnded("r", None))
+    names = ("kvferry_kv_transfers_total", "kvferry_kv_transfer_failures_total")
+    assert [sample.name for family in registry.collect() for sample in family.samples if sample.name in names] == []
 
 
 def test_transport_in_use_reads_one(metrics, registry):

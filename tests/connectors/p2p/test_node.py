@@ -49,8 +49,8 @@ def test_handshake_and_lease_of_a_reader_are_answered(owner, make_identity):
     assert isinstance(reply.message, HandshakeReply)
     assert (reply.message.incarnation, reply.message.transport) == (42, "tcp")
     owner.on_grant(LeaseGrant("t", "r", 3))
-    (state,) = owner.on_question(LeaseRenew(transfer_ids=("t", "unknown")))
-    assert state == Reply(LeaseState(incarnation=42, left_ms={"t": 10_000, "unknown": 0}))
+    (state,) = owner.on_question(LeaseRenew(transfer_ids=("t", "unknown"), number=17))
+    assert state == Reply(LeaseState(incarnation=42, left_ms={"t": 10_000, "unknown": 0}, number=17))
 
 
 def test_release_by_a_reader_or_by_the_router_ends_the_sending_once(owner):
@@ -96,7 +96,7 @@ def test_news_of_a_step_is_taken_in_order(reader):
     held, done = (HandoffRef(name, PeerId("tcp://p:1", 1)) for name in "ab")
     actions = reader.on_metadata(P2PConnectorMetadata(holds=[held], releases=[done]))
     assert actions == [
-        SendControl("tcp://p:1", LeaseRenew(transfer_ids=("a",))),
+        SendControl("tcp://p:1", LeaseRenew(transfer_ids=("a",), number=1)),
         SendControl("tcp://p:1", LeaseRelease(transfer_ids=("b",))),
     ]
 
@@ -106,6 +106,6 @@ def test_one_timer_serves_both_roles(owner, clock):
     owner.on_grant(LeaseGrant("t", "r", 3))
     assert owner.next_timer() == clock.now() + 5.0
     clock.advance(5.0)
-    assert owner.on_timer() == [SendControl("tcp://p:1", LeaseRenew(transfer_ids=("h",)))]
+    assert owner.on_timer() == [SendControl("tcp://p:1", LeaseRenew(transfer_ids=("h",), number=2))]
     clock.advance(5.0)
     assert SendingEnded("r") in owner.on_timer()

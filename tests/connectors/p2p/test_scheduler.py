@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, LoadEnded, LoadFailed, P2PConnectorMetadata, SendingEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant, LoadEnded, P2PConnectorMetadata, SendingEnded
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from core.ids import SeededIds
@@ -16,7 +16,7 @@ from core.request import NewRequest, Request, RequestStatus, SchedulerOutput
 from core.testing.connector_engine import ConnectorEngine, small_layout
 from core.transport import PeerId
 from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo
+from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 32
@@ -46,9 +46,7 @@ class Side:
 
     def end_load(self, request_id: str, error: ErrorInfo | None = None) -> P2PConnectorMetadata:
         """Let a load end, apply it, and return the news of the step after."""
-        if error is not None:
-            self.worker.report(LoadFailed(request_id, error))
-        self.worker.report(LoadEnded(request_id))
+        self.worker.report(LoadEnded(request_id, TransferUsage(), error))
         self.step()
         return self.step()
 

@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, ReadEnded
+from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, PostSealRead, ReadEnded
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError
+from core.kv.seals import ExpectedSeal, SealTable, decode_seal, map_seal_memory
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
-from core.transport import PeerId
+from core.transport import PeerId, RowRegion
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, ROW_BYTES = 16, 64
 WAIT_S = 20.0
+
+
+def seal_table(incarnation: int) -> SealTable:
+    return SealTable(map_seal_memory(NUM_ROWS), incarnation, layout_version=5)
 
 
 class World:
@@ -26,20 +31,29 @@ class World:
     def __init__(self, late_bytes: bool) -> None:
         self.fabric = InprocFabric()
         self.theirs, self.ours = HostRows(NUM_ROWS, ROW_BYTES), HostRows(NUM_ROWS, ROW_BYTES)
+        self.their_seals, self.our_seals = seal_table(incarnation=1), seal_table(incarnation=2)
+        self.digested: list[int] = []
         self.theirs.fill(1)
         self.owner = InprocTransport(self.fabric)
-        self.owner.register([self.theirs.region])
+        self.owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
         self.metadata = self.owner.describe()
         self.transport = InprocTransport(self.fabric, late_bytes)
-        self.transport.register([self.ours.region])
+        self.transport.register([self.ours.region, RowRegion.of_seals(self.our_seals)])
         self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
-        self.executor = TransferExecutor({"inproc": self.transport}, self.events.put)
+        self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, self.digest, self.events.put)
 
     def open(self, metadata: bytes | None = None) -> None:
         self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata))
 
     def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
         self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
+
+    def read_seals(self, read_id: int, remote: tuple[int, ...], local: tuple[int, ...], wants_digests: bool = False) -> None:
+        self.executor.execute(PostSealRead(read_id, PEER, remote, local, wants_digests))
+
+    def digest(self, block_id: int) -> int:
+        self.digested.append(block_id)
+        return 100 + block_id
 
     def poll(self) -> list[ReadEnded | PeerFailed]:
         """Poll until nothing comes any more and return everything that was reported."""
@@ -207,6 +221,54 @@ def test_cancelled_read_whose_bytes_may_come_late_stays_open_until_the_fence(mak
     world.freeze(False)
     world.poll()
     assert not world.ours.rows.any()
+
+
+# ---- seals
+
+
+def test_seals_land_beside_the_table_and_come_with_the_event(world):
+    world.open()
+    for block_id in (3, 9):
+        world.their_seals.seal(block_id, ExpectedSeal(block_id, 0, bytes(16), 32))
+    world.our_seals.seal(3, ExpectedSeal(77, 0, bytes(16), 32))
+    world.read_seals(1, (3, 9), (3, 5))
+    assert world.poll() == [ReadEnded(1, seals=(world.their_seals.row(3), world.their_seals.row(9)))]
+    assert world.our_seals.sealed_generation(3) == 77
+    assert world.digested == []
+    assert not world.ours.rows.any()
+
+
+def test_digests_of_the_local_blocks_are_computed_when_the_seals_have_come(world):
+    world.open()
+    world.freeze()
+    world.read_seals(1, (3, 9), (0, 5), wants_digests=True)
+    assert world.poll() == []
+    assert world.digested == []
+    world.freeze(False)
+    (event,) = world.poll()
+    assert event.digests == (100, 105)
+
+
+def test_seal_that_landed_earlier_cannot_pass_for_one_that_comes_now(world, monkeypatch):
+    world.open()
+    world.their_seals.seal(3, ExpectedSeal(8, 0, bytes(16), 32))
+    world.read_seals(1, (3,), (0,))
+    (first,) = world.poll()
+    monkeypatch.setattr(world.transport, "_copy", lambda read, source: None)  # ends well and brings nothing
+    world.read_seals(2, (3,), (0,))
+    (second,) = world.poll()
+    assert decode_seal(first.seals[0]) is not None
+    assert decode_seal(second.seals[0]) is None
+
+
+def test_failed_seal_read_brings_no_seals(world):
+    world.open()
+    world.freeze()
+    world.read_seals(1, (3,), (0,), wants_digests=True)
+    world.executor.execute(CancelRead(1))
+    (event,) = world.poll()
+    assert event.error is not None
+    assert (event.seals, event.digests, world.digested) == ((), (), [])
 
 
 def test_executor_waits_as_long_as_its_most_impatient_transport(world):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LoadEnded, LoadFailed, P2PConnectorMetadata, SendingEnded
+from connectors.p2p.actions import HandoffRef, LoadEnded, P2PConnectorMetadata, QuarantineEnded, SendingEnded
 from connectors.p2p.worker import P2PConnectorWorker
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
@@ -12,6 +12,8 @@ from core.transport import PeerId
 from core.wire.messages import ErrorInfo, TransferUsage
 
 ERROR = ErrorInfo(code="peer_lost", message="gone", http_status=502)
+STALE = ErrorInfo(code="stale", message="reused", http_status=502)
+FAILED = TransferUsage(transport="tcp")
 USAGE = TransferUsage(transport="tcp", transferred_tokens=32)
 
 
@@ -47,29 +49,42 @@ def test_message_with_anything_in_it_is_not_empty(field):
 
 def test_reports_are_told_once(worker):
     worker.report(LoadEnded("good", USAGE))
-    worker.report(LoadFailed("bad", ERROR))
+    worker.report(LoadEnded("bad", FAILED, ERROR))
+    worker.report(LoadEnded("partly", USAGE, STALE, invalid_block_ids=(4, 5)))
+    worker.report(LoadEnded("aborted", None))
     for request_id in "ab":
         worker.report(SendingEnded(request_id))
     assert worker.get_transfer_results(set()) == KVConnectorOutput(
         finished_sending={"a", "b"},
-        finished_recving={"good"},
+        finished_recving={"good", "bad", "partly", "aborted"},
         failed_recving={"bad": ERROR},
-        transfer_usage={"good": USAGE},
+        invalid_block_ids={4, 5},
+        load_errors={"partly": STALE},
+        transfer_usage={"good": USAGE, "bad": FAILED, "partly": USAGE},
     )
     assert worker.get_transfer_results(set()).is_empty()
 
 
-def test_failure_may_come_steps_before_the_end(worker):
-    worker.report(LoadFailed("r", ERROR))
+def test_quarantine_is_told_with_the_end_of_its_load_and_ends_later(worker):
+    worker.report(LoadEnded("r", None, quarantined_block_ids=(3, 4, 5)))
     first = worker.get_transfer_results(set())
-    assert (first.failed_recving, first.finished_recving) == ({"r": ERROR}, set())
-    worker.report(LoadEnded("r"))
+    assert (first.finished_recving, first.quarantined_block_ids) == ({"r"}, {3, 4, 5})
+    worker.report(QuarantineEnded((4, 5)))
     second = worker.get_transfer_results(set())
-    assert (second.failed_recving, second.finished_recving, second.transfer_usage) == ({}, {"r"}, {})
+    assert (second.quarantined_block_ids, second.unquarantined_block_ids) == (set(), {4, 5})
+
+
+def test_quarantine_that_ended_before_it_was_told_never_was(worker):
+    worker.report(LoadEnded("r", None, quarantined_block_ids=(3, 4, 5)))
+    worker.report(QuarantineEnded((4, 5)))
+    first = worker.get_transfer_results(set())
+    assert (first.quarantined_block_ids, first.unquarantined_block_ids) == ({3}, set())
+    worker.report(QuarantineEnded((3,)))
+    assert worker.get_transfer_results(set()).unquarantined_block_ids == {3}
 
 
 def test_get_finished_returns_the_two_sets(worker):
-    worker.report(LoadEnded("r"))
+    worker.report(LoadEnded("r", USAGE))
     worker.report(SendingEnded("s"))
     assert worker.get_finished(set()) == ({"s"}, {"r"})
 
@@ -77,7 +92,7 @@ def test_get_finished_returns_the_two_sets(worker):
 def test_each_report_wakes_the_engine_after_it_can_be_read(worker):
     seen = []
     worker.set_wakeup(lambda: seen.append(not worker.get_transfer_results(set()).is_empty()))
-    worker.report(LoadEnded("r"))
+    worker.report(LoadEnded("r", USAGE))
     for request_id in "ab":
         worker.report(SendingEnded(request_id))
     assert seen == [True, True, True]
@@ -95,7 +110,7 @@ def test_dead_transfer_thread_ends_the_engine_in_its_next_step(worker):
 def test_reports_of_many_threads_all_arrive(worker):
     def report(name: int) -> None:
         for index in range(200):
-            worker.report(LoadEnded(f"{name}/{index}"))
+            worker.report(LoadEnded(f"{name}/{index}", USAGE))
 
     threads = [threading.Thread(target=report, args=(name,)) for name in range(4)]
     for thread in threads:

@@ -1,0 +1,123 @@
+"""The workers that can be read: who lives at an address, and the handshake that finds out.
+
+Owns the handshakes in progress, one per address however many loads wait for it, and the peers that are open. One life of a
+worker is one peer: a restarted process at the same address is another. Does no I/O; called by ``connectors.p2p.pull``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
+from connectors.p2p.handshake import WorkerIdentity, check_compatible, check_verifiable, verifies_digests
+from core.errors import ProtocolError
+from core.transport import PeerId
+from core.wire.kv import Handshake, HandshakeReply, KVVerify
+
+
+@dataclass(slots=True)
+class Peer:
+    """A worker that can be read. ``last_progress_at`` is when the last read of it ended well."""
+
+    peer_id: PeerId
+    transport: str
+    num_blocks: int
+    verifies_digests: bool
+    last_progress_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderTerms:
+    """How this worker reads: transports in order of preference, what it verifies, how long it waits for an answer."""
+
+    transports: tuple[str, ...]
+    kv_verify: KVVerify
+    handshake_timeout_s: float
+
+
+class Peers:
+    """Handshakes by address, open peers by address and incarnation. ``emit`` receives the actions."""
+
+    def __init__(self, identity: WorkerIdentity, terms: ReaderTerms, emit: Callable[[Action], None]) -> None:
+        self._identity = identity
+        self._terms = terms
+        self._emit = emit
+        self._peers: dict[PeerId, Peer] = {}
+        self._deadlines: dict[str, float] = {}  # of handshakes, by address
+
+    def get(self, peer_id: PeerId) -> Peer | None:
+        """Return an open peer, None if there is no such."""
+        return self._peers.get(peer_id)
+
+    def at(self, address: str) -> list[PeerId]:
+        """Return the open peers at an address."""
+        return [peer_id for peer_id in self._peers if peer_id.address == address]
+
+    # ---- handshakes --------------------------------------------------------------------------------------------------
+
+    def is_shaking_hands(self, address: str) -> bool:
+        """True if an answer from there is awaited."""
+        return address in self._deadlines
+
+    def shake_hands(self, address: str, now: float) -> bool:
+        """Ask who lives at an address; False if that question is open already."""
+        if address in self._deadlines:
+            return False
+        self._deadlines[address] = now + self._terms.handshake_timeout_s
+        ours = self._identity
+        message = Handshake(
+            engine_id=ours.engine_id,
+            incarnation=ours.incarnation,
+            model_fingerprint=ours.model_fingerprint,
+            layout=ours.layout,
+            transports=self._terms.transports,
+            host_id=ours.host_id,
+            kv_verify=self._terms.kv_verify,
+        )
+        self._emit(SendControl(address, message))
+        return True
+
+    def end_handshake(self, address: str) -> bool:
+        """Wait for no answer any more; False if none was awaited."""
+        return self._deadlines.pop(address, None) is not None
+
+    def unanswered(self, now: float) -> list[str]:
+        """Return the addresses that have not answered in time."""
+        return [address for address, deadline in self._deadlines.items() if deadline <= now]
+
+    def next_timeout(self) -> float:
+        """Return when the next address is unanswered; infinite if none is going to be."""
+        return min(self._deadlines.values(), default=math.inf)
+
+    # ---- peers -------------------------------------------------------------------------------------------------------
+
+    def open(self, address: str, reply: HandshakeReply, now: float) -> Peer:
+        """Accept the answer to a handshake and make its sender readable.
+
+        Raises:
+            LayoutMismatch: it holds KV of another model or in another layout; the message holds both values.
+            ConnectorUnavailable: digests are demanded here and not made there; the message holds both values.
+            ProtocolError: it chose a transport that was not offered.
+        """
+        check_compatible(self._identity, reply.model_fingerprint, reply.layout)
+        if reply.transport not in self._terms.transports:
+            raise ProtocolError(f"{address} chose transport {reply.transport!r}, which was not offered")
+        check_verifiable(self._terms.kv_verify, reply.transport, reply.has_digests)
+        self.end_handshake(address)
+        peer_id = PeerId(address, reply.incarnation)
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            wants_digests = verifies_digests(self._terms.kv_verify, reply.transport)
+            peer = Peer(peer_id, reply.transport, reply.num_blocks, wants_digests, last_progress_at=now)
+            self._peers[peer_id] = peer
+            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata))
+        return peer
+
+    def close(self, peer_id: PeerId) -> bool:
+        """Fence a peer: what is read of it becomes terminal. False if it is not open."""
+        if self._peers.pop(peer_id, None) is None:
+            return False
+        self._emit(ClosePeer(peer_id))
+        return True

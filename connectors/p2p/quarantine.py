@@ -1,0 +1,82 @@
+"""Blocks that a read may still write although nobody waits for it any more.
+
+Owns the reads that were open when their load ended, until they are terminal, and when their peer is to be fenced because they
+do not end. A block in here has a reference of its own in the engine and must not be given to anybody. The seal of a block that
+is read late lands beside it, so a late seal read keeps the block here as well. Knows no transports; called by
+``connectors.p2p.pull``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.transport import PeerId
+
+
+@dataclass(slots=True)
+class _LateRead:
+    peer: PeerId
+    local_rows: tuple[int, ...]
+    fence_at: float  # infinite once the peer is fenced: the report of its end is on its way
+
+
+class Quarantine:
+    """Late reads by their ids."""
+
+    def __init__(self) -> None:
+        self._reads: dict[int, _LateRead] = {}
+        self._num_blocks_of: dict[PeerId, int] = {}  # reads of fenced peers left out
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are kept."""
+        return sum(len(read.local_rows) for read in self._reads.values())
+
+    def num_blocks_of(self, peer: PeerId) -> int:
+        """Return how many blocks wait for reads of a peer that is not fenced."""
+        return self._num_blocks_of.get(peer, 0)
+
+    def add(self, read_id: int, peer: PeerId, local_rows: tuple[int, ...], fence_at: float) -> None:
+        """Keep the blocks of a read that is open, until it ends or its peer is fenced; that happens at ``fence_at``."""
+        self._reads[read_id] = _LateRead(peer, local_rows, fence_at)
+        if fence_at < math.inf:
+            self._num_blocks_of[peer] = self.num_blocks_of(peer) + len(local_rows)
+
+    def end(self, read_id: int) -> tuple[int, ...] | None:
+        """Take out a read that is terminal; returns its blocks, None if it is not in here."""
+        read = self._reads.pop(read_id, None)
+        if read is None:
+            return None
+        if read.fence_at < math.inf:
+            self._forget(read)
+        return read.local_rows
+
+    def fence(self, peer: PeerId) -> None:
+        """Note that a peer is being fenced: what is in here of it becomes terminal by itself."""
+        for read in self._reads.values():
+            if read.peer == peer and read.fence_at < math.inf:
+                read.fence_at = math.inf
+                self._forget(read)
+
+    def hurry(self, peer: PeerId, fence_at: float) -> None:
+        """Fence a peer no later than this if its reads have not ended."""
+        for read in self._reads.values():
+            if read.peer == peer and read.fence_at < math.inf:
+                read.fence_at = min(read.fence_at, fence_at)
+
+    def overdue(self, now: float) -> Iterable[PeerId]:
+        """Return the peers whose reads should have ended by now, each once."""
+        return dict.fromkeys(read.peer for read in self._reads.values() if read.fence_at <= now)
+
+    def next_fence(self) -> float:
+        """Return when the next peer is overdue; infinite if none is going to be."""
+        return min((read.fence_at for read in self._reads.values()), default=math.inf)
+
+    def _forget(self, read: _LateRead) -> None:
+        left = self._num_blocks_of[read.peer] - len(read.local_rows)
+        if left:
+            self._num_blocks_of[read.peer] = left
+        else:
+            del self._num_blocks_of[read.peer]
