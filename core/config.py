@@ -77,6 +77,7 @@ class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     memory_bytes: Positive = 1 << 30  # of the pool on CPU
     num_blocks: NonNegative = 0  # 0 = from memory_bytes
     enable_prefix_caching: bool = True
+    kv_events: bool = False  # publish what becomes a hit and what is evicted, see worker.kv_events_address
     watermark: ShareBelowOne = 0.0  # share of the pool kept free when a waiting request is admitted beside running ones
 
 
@@ -104,6 +105,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pin_cpus: bool = True
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
+    kv_events_address: str = "tcp://127.0.0.1:0"  # ZeroMQ PUB of cache.kv_events; port 0 = any, the log says which
     stuck_step_s: Seconds = 120.0  # an engine step that takes longer makes /health fail, so that the worker is restarted
 
 
@@ -178,6 +180,10 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"cache.block_size = {self.cache.block_size} is not a multiple of the hash block size {HASH_BLOCK_SIZE}",
                 param="cache.block_size",
             )
+        if self.cache.kv_events and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "cache.kv_events = true: there are no events without cache.enable_prefix_caching", param="cache.kv_events"
+            )
         connector, router, worker = self.connector, self.router, self.worker
         _check_order(
             "connector.lease_renew_interval_s", connector.lease_renew_interval_s, "<", "connector.lease_s", connector.lease_s
@@ -193,6 +199,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_transports(connector)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
+        _check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
         for address in worker.router_addresses:
             _check_address("worker.router_addresses", address, lowest_port=1)
         _check_order("worker.host_slot", worker.host_slot, "<", "worker.workers_on_host", worker.workers_on_host)

@@ -24,6 +24,7 @@ from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.inputs import InputBatch
 from core.engine.kv_cache import KVPool, allocate_kv_pool, kv_cache_config
+from core.engine.kv_events import KVEventPublisher
 from core.engine.runner import ModelRunner
 from core.errors import ConfigError
 from core.kv.hashing import BlockHasher
@@ -113,7 +114,8 @@ def build_engine(
             clock,
             config.connector.kv_load_failure_policy,
         )
-        engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size)
+        hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
+        engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, _kv_event_publisher(config))
         on_failure.pop_all()
     _log_ready(files, pool, max_model_len)
     return BuiltEngine(
@@ -196,9 +198,18 @@ def _kv_cache_manager(
         hash_block_size=HASH_BLOCK_SIZE,
         max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
         enable_caching=config.cache.enable_prefix_caching,
+        enable_kv_cache_events=config.cache.kv_events,
         watermark=config.cache.watermark,
         seals=seals,
     )
+
+
+def _kv_event_publisher(config: KVFerryConfig) -> KVEventPublisher | None:
+    """Open the socket of the KV events, if they are wanted; last of all, so that nobody has to close it after a failure."""
+    if not config.cache.kv_events:
+        return None
+    topic = f"kv@{config.worker.engine_id}@{config.model.served_name or config.model.name}"
+    return KVEventPublisher(config.worker.kv_events_address, topic)
 
 
 def _log_ready(files: ModelFiles, pool: KVPool, max_model_len: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.engine.kv_events import KVEventPublisher
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
@@ -61,10 +62,18 @@ class ScheduledStep:
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
+    ``kv_events`` is told after each step what has changed in the prefix cache, and closed with the engine.
     Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, hasher: BlockHasher, vocab_size: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        hasher: BlockHasher,
+        vocab_size: int,
+        kv_events: KVEventPublisher | None = None,
+    ) -> None:
         hash_block_size = scheduler.kv_cache_manager.hash_block_size
         if hasher.hash_block_size != hash_block_size:
             raise ValueError(f"hashes of {hasher.hash_block_size} tokens, but the KV cache looks up {hash_block_size}")
@@ -72,6 +81,7 @@ class EngineCore:
         self._runner = runner
         self._hasher = hasher
         self._vocab_size = vocab_size
+        self._kv_events = kv_events
         self._is_stalled = False
         self._is_shut_down = False
         self._gauges = EngineGauges()
@@ -114,6 +124,8 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(step.output, runner_output)
         self._is_stalled = not outputs and not step.awaits_blocks and _nothing_happened(step.output, runner_output)
         self._update_gauges()
+        if self._kv_events is not None:
+            self._kv_events.publish(self.scheduler.take_events())
         return outputs
 
     def wake(self) -> None:
@@ -141,13 +153,15 @@ class EngineCore:
         return self._gauges
 
     def shutdown(self) -> None:
-        """Stop both sides of the connector. Idempotent."""
+        """Stop both sides of the connector and the KV events. Idempotent."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
         if self.scheduler.connector is not None:
             self.scheduler.connector.shutdown()
         self._runner.shutdown()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _check_token_ids(self, new: NewRequest) -> None:
         """Refuse tokens that the model does not have: inside a batch they would end everybody's step."""

@@ -101,10 +101,12 @@ class KVCacheCoordinator(ABC):
         for manager in self._recycling_managers:
             manager.remove_skipped_blocks(request_id, num_processed_tokens)
 
-    def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Make the full blocks of the first ``num_tokens`` tokens hits, in every group."""
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+    ) -> None:
+        """Make the full blocks of the first ``num_tokens`` tokens hits, in every group. ``token_ids`` go into the event."""
         for manager in self.managers:
-            manager.cache_blocks(request_id, block_hashes, num_tokens)
+            manager.cache_blocks(request_id, block_hashes, num_tokens, token_ids)
 
     def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Seal the full blocks of the first ``num_tokens`` tokens, in every group."""
@@ -160,7 +162,9 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         """Return no blocks."""
         return self.no_blocks, 0
 
-    def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+    ) -> None:
         """Do nothing: no block is ever hashed."""
 
 

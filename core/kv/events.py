@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class BlockStored:
-    """Consecutive full blocks became hits; ``parent_hash`` precedes the first one (None at the start of a sequence)."""
+    """Consecutive full blocks became hits; ``parent_hash`` precedes the first one (None at the start of a sequence).
+
+    ``token_ids`` are the tokens of all these blocks, if whoever cached them told them.
+    """
 
     block_hashes: tuple[bytes, ...]
     parent_hash: bytes | None
     block_size: int
     group_id: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

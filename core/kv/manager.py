@@ -42,6 +42,10 @@ class KVCacheRequest(Protocol):
         """Scheduled tokens whose step has not been processed."""
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output tokens, for events."""
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """The hash chain."""
 
@@ -71,7 +75,7 @@ class KVCacheManager:
     ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps (default:
     ``max_model_len``, the safe upper bound). ``watermark`` is the share of the pool that the admission of a request must leave
     free while others run, so that they are not preempted at once. ``enable_kv_cache_events`` collects events without bound
-    until ``take_events``: for a caller that drains them; ``core.engine.build``, which has no reader of them, leaves it off.
+    until ``take_events``: for a caller that drains them, as the engine does where somebody may listen.
     ``seals`` is the pool's seal table; without one nothing is sealed.
     Raises: ValueError for sizes that do not fit together.
     """
@@ -185,7 +189,7 @@ class KVCacheManager:
             coordinator.break_seals(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
-            coordinator.cache_blocks(request_id, request.block_hashes, num_known)
+            coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids)
         return new_blocks
 
     def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: BlocksPerGroup) -> int:
@@ -195,7 +199,8 @@ class KVCacheManager:
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
-        self.coordinator.cache_blocks(request.request_id, request.block_hashes, num_computed_tokens)
+        coordinator = self.coordinator
+        coordinator.cache_blocks(request.request_id, request.block_hashes, num_computed_tokens, request.all_token_ids)
 
     def seal_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Seal the full blocks of the first ``num_computed_tokens`` tokens: their KV is in the pool, complete and good.

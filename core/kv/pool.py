@@ -257,7 +257,13 @@ class BlockPool:
         return self.cached_blocks.get(cache_key(block_hash, group_id))
 
     def cache_full_blocks(
-        self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_cached: int, block_size: int, group_id: int
+        self,
+        blocks: Sequence[KVCacheBlock],
+        block_hashes: Sequence[bytes],
+        num_cached: int,
+        block_size: int,
+        group_id: int,
+        token_ids: Sequence[int] = (),
     ) -> None:
         """Make the full blocks ``blocks[num_cached:]`` of a block table hits.
 
@@ -266,6 +272,8 @@ class BlockPool:
 
             chain   | 0 1 2 3 | 4 5 6 7 |      hash_block_size 16
             blocks  |    0    |    1    |      block_size 64, k = 4: block i <- chain[(i + 1) * k - 1]
+
+        ``token_ids`` are the request's, from its first one on, for the event.
         """
         k = block_size // self.hash_block_size
         stored = [block_hashes[(index + 1) * k - 1] for index in range(num_cached, len(blocks))]
@@ -281,7 +289,8 @@ class BlockPool:
             block.group_id = group_id
         if self._enable_kv_cache_events and stored:
             parent = block_hashes[num_cached * k - 1] if num_cached else None
-            self._events.append(BlockStored(tuple(stored), parent, block_size, group_id))
+            tokens = tuple(token_ids[num_cached * block_size : len(blocks) * block_size])
+            self._events.append(BlockStored(tuple(stored), parent, block_size, group_id, tokens))
 
     def seal_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_sealed: int, block_size: int, group_id: int

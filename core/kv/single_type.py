@@ -86,7 +86,9 @@ class SingleTypeKVCacheManager(ABC):
         blocks += new_blocks
         return new_blocks
 
-    def cache_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+    ) -> None:
         """Make the full blocks of the first ``num_tokens`` tokens hits, as far as they are none yet."""
         num_full = num_tokens // self.block_size
         num_cached = self.num_cached_block[request_id]
@@ -94,7 +96,7 @@ class SingleTypeKVCacheManager(ABC):
             return
         blocks = self.req_to_blocks[request_id][:num_full]
         assert len(blocks) == num_full, f"{request_id} has no blocks for {num_tokens} tokens"
-        self.block_pool.cache_full_blocks(blocks, block_hashes, num_cached, self.block_size, self.group_id)
+        self.block_pool.cache_full_blocks(blocks, block_hashes, num_cached, self.block_size, self.group_id, token_ids)
         self.num_cached_block[request_id] = num_full
 
     def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:

@@ -54,7 +54,8 @@ def test_hits_are_not_hashed_again(make_manager, make_request):
     manager.take_events()
     second = make_request("b", range(64))
     admit(manager, second)
-    assert manager.take_events() == [BlockStored(tuple(second.block_hashes[2:4]), second.block_hashes[1], 16, 0)]
+    (stored,) = manager.take_events()
+    assert stored == BlockStored(tuple(second.block_hashes[2:4]), second.block_hashes[1], 16, 0, tuple(range(32, 64)))
 
 
 def test_hit_leaves_one_token_to_compute(make_manager, make_request):

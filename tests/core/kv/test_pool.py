@@ -264,10 +264,10 @@ def test_stored_event_names_the_new_blocks_and_the_one_before(pool):
     blocks = pool.get_new_blocks(3)
     chain = [hash_of(index) for index in range(12)]
     pool.cache_full_blocks(blocks[:1], chain, 0, 64, 2)
-    pool.cache_full_blocks(blocks, chain, 1, 64, 2)
+    pool.cache_full_blocks(blocks, chain, 1, 64, 2, range(200))
     assert pool.take_events() == [
         BlockStored((hash_of(3),), None, 64, 2),
-        BlockStored((hash_of(7), hash_of(11)), hash_of(3), 64, 2),
+        BlockStored((hash_of(7), hash_of(11)), hash_of(3), 64, 2, tuple(range(64, 192))),
     ]
     assert pool.take_events() == []
 
