@@ -111,7 +111,7 @@ class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_de
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
-    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more). ``number``: of the question."""
+    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more). Names its question."""
 
     incarnation: Unsigned64
     left_ms: dict[str, WholeMilliseconds]
