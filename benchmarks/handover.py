@@ -128,7 +128,8 @@ class Benchmark:
             raise RuntimeError(f"not all of the prompt was computed and transferred: {usage}")
         num_bytes = transfer["transferred_bytes"]
         copy_ms = self._copy.time_ms(num_bytes)
-        return Transfer(transfer["transport"], num_bytes, transfer["transfer_ms"], transfer["prefill_ms"], copy_ms)
+        prefill_ms = transfer["timing"]["first_token"]["prefill_ms"]
+        return Transfer(transfer["transport"], num_bytes, transfer["transfer_ms"], prefill_ms, copy_ms)
 
     def _second_token_ms(self, cluster: LocalCluster) -> float:
         """Return the time between the two tokens of a short request, as its client sees it."""

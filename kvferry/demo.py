@@ -167,15 +167,20 @@ def _sections(answer: Answer, transfer: dict[str, Any], block_size: int) -> Iter
             ("tokens", f"{num_tokens} of {answer.usage['prompt_tokens']} prompt tokens"),
             ("blocks", f"{-(-num_tokens // block_size)} of {block_size} tokens"),
             ("bytes", f"{transfer['transferred_bytes']:,}"),
+            ("verified blocks", str(transfer["verified_blocks"])),
         ],
     )
+    first, second = transfer["timing"]["first_token"], transfer["timing"]["second_token"]
     yield (
         "time",
         [
-            ("queue of the prefill worker", _ms(transfer["prefill_queue_ms"])),
-            ("prefill and first token", _ms(transfer["prefill_ms"])),
-            ("queue of the decode worker", _ms(transfer["decode_queue_ms"])),
-            ("transfer and verification", _ms(transfer["transfer_ms"])),
+            ("queue of the prefill worker", _ms(first["queue_ms"])),
+            ("prefill and first token", _ms(first["prefill_ms"])),
+            ("queue of the decode worker", _ms(second["queue_ms"])),
+            ("transfer", _ms(second["transfer_ms"])),
+            ("verification", _ms(second["verify_ms"])),
+            ("first decode step", _ms(second["first_step_ms"])),
+            ("relay to the router and the client", _ms(first["relay_ms"] + second["relay_ms"])),
             ("client: first token", _ms(answer.ttft_ms)),
             ("client: second token (hand-over + first decode step)", _ms(answer.second_gap_ms)),
             ("client: mean inter-token latency", _ms(answer.mean_gap_ms)),

@@ -1,7 +1,7 @@
 """Which workers are alive: a synchronous state machine without I/O.
 
-Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.flow``) or of which worker
-suits one (``router.policy``). ``router.machine`` feeds it messages and carries out its actions.
+Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.flows``) or of which
+worker suits one (``router.policy``). ``router.machine`` feeds it messages and carries out its actions.
 
 A worker is known by (engine_id, incarnation). A new incarnation of a name replaces the one before it at once: whatever the old
 process was doing is lost. If the old process turns out to be alive, two processes share a name: the older is refused for good.
@@ -32,7 +32,11 @@ class WorkerKey(NamedTuple):
 
 @dataclass(slots=True)
 class Worker:
-    """A live worker as the router sees it. ``num_inflight`` counts this router's own requests and is moved by the flows."""
+    """A live worker as the router sees it.
+
+    ``num_inflight`` counts the choices of this router's own requests and is moved by the flows. ``is_refusing`` holds from a
+    refusal for lack of room until the next heartbeat, which tells how things are.
+    """
 
     key: WorkerKey
     peer: bytes  # ZeroMQ identity that messages to it are addressed to
@@ -40,6 +44,7 @@ class Worker:
     last_seen: float
     peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
     is_draining: bool = False
+    is_refusing: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -52,9 +57,19 @@ class Worker:
         return self.facts.role
 
     @property
+    def num_choices(self) -> int:
+        """Choices that it holds: our own count is never late, the heartbeat's includes those of other routers."""
+        return max(self.num_inflight, self.num_running + self.num_waiting)
+
+    @property
     def load(self) -> float:
-        """Requests per slot: our own count is never late, the heartbeat's includes those of other routers."""
-        return max(self.num_inflight, self.num_running + self.num_waiting) / self.facts.max_num_seqs
+        """Choices per slot."""
+        return self.num_choices / self.facts.max_num_seqs
+
+    def has_room(self, num_choices: int) -> bool:
+        """Say whether it would admit so many choices more, as far as is known here."""
+        limit = self.facts.max_num_choices
+        return not self.is_refusing and (not limit or self.num_choices + num_choices <= limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,7 @@ class Cluster:
         worker.num_waiting = heartbeat.num_waiting
         worker.kv_cache_usage = heartbeat.kv_cache_usage
         worker.is_draining = heartbeat.is_draining
+        worker.is_refusing = False
         return [*actions, Reply(peer, self._welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:

@@ -28,6 +28,7 @@ from router.params import (
     check_ranges,
     check_supported,
     check_token_ids,
+    load_failure_policy,
     output_options,
     sampling_params,
 )
@@ -146,6 +147,7 @@ class Endpoints:
             n=request.n or 1,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            kv_load_failure_policy=load_failure_policy(request),
         )
 
     def _fingerprint(self) -> str | None:

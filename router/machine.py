@@ -24,7 +24,8 @@ from core.wire.messages import (
     WorkerMessage,
 )
 from router.cluster import Cluster, ClusterAction, Joined, Left, Reply, Worker
-from router.flow import Deliver, Ended, FlowAction, Flows
+from router.flow import Deliver, Ended, FlowAction, Retried, Send
+from router.flows import Flows
 from router.news import Submission
 from router.policy import max_model_len, why_not_ready
 
@@ -37,6 +38,8 @@ class RouterLimits:
     heartbeat_timeout_s: float
     request_timeout_s: float
     max_requests: int
+    max_retries: int = 2  # per request
+    worker_wait_s: float = 10.0  # how long a request that has begun waits for a worker to go on with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Transmit:
     message: RouterMessage
 
 
-Action = Transmit | Deliver | Ended | Joined | Left
+Action = Transmit | Deliver | Retried | Ended | Joined | Left
 
 
 class RouterMachine:
@@ -55,7 +58,13 @@ class RouterMachine:
 
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
         self.cluster = Cluster(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
-        self.flows = Flows(self.cluster, limits.request_timeout_s, limits.max_requests)
+        self.flows = Flows(
+            self.cluster,
+            request_timeout_s=limits.request_timeout_s,
+            max_requests=limits.max_requests,
+            max_retries=limits.max_retries,
+            worker_wait_s=limits.worker_wait_s,
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -108,9 +117,9 @@ class RouterMachine:
         """End a request in whatever phase it is."""
         return self._resolve(self.flows.abort(request_id, reason, now))
 
-    def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
-        """End a request that cannot go on for a reason outside the workers."""
-        return self._resolve(self.flows.fail(request_id, error, now))
+    def fail_try(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
+        """End a request whose message cannot be sent to any worker."""
+        return self._resolve(self.flows.fail_try(wire_id, error, now))
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """Note that a choice ended by its text."""
@@ -136,7 +145,7 @@ class RouterMachine:
                 return self.flows.on_tokens(sender, message, now)
 
     def _after(self, actions: Sequence[ClusterAction], now: float) -> list[Action]:
-        """Let the flows see who left before anyone acts on it."""
+        """Let the flows see who came and left before anyone acts on it."""
         result: list[Action] = []
         for action in actions:
             if isinstance(action, Reply):
@@ -145,13 +154,15 @@ class RouterMachine:
             result.append(action)
             if isinstance(action, Left):
                 result += self._resolve(self.flows.on_left(action, now))
+        if any(isinstance(action, Joined) for action in actions):
+            result += self._resolve(self.flows.place_waiting(now))
         return result
 
     def _resolve(self, actions: Sequence[FlowAction]) -> list[Action]:
         """Replace worker names by their connections; what would go to a worker that has left is dropped."""
         result: list[Action] = []
         for action in actions:
-            if isinstance(action, Deliver | Ended):
+            if not isinstance(action, Send):
                 result.append(action)
                 continue
             worker = self.cluster.get(action.worker)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.accounting import FirstTokenTiming, SecondTokenTiming
 
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -28,6 +31,28 @@ class RouterMetrics:
         self._queue_s = self._histogram("request_queue_time_seconds", "Wait on the prefill worker, as it reports.")
         self._prefill_s = self._histogram("request_prefill_time_seconds", "Computation of the prompt, as reported.")
         self._transfer_s = self._histogram("kv_transfer_time_seconds", "Transfer of a prompt's KV cache, as reported.")
+        self._first_token_part_s = self._histogram(
+            "time_to_first_token_part_seconds", "Where the time to a prefill worker's token went.", label="part"
+        )
+        self._second_token_s = self._histogram("time_to_second_token_seconds", "From the first token to the second.")
+        self._second_token_part_s = self._histogram(
+            "time_to_second_token_part_seconds", "Where the time to a decode worker's first token went.", label="part"
+        )
+        self._handovers = Counter(
+            f"{PREFIX}kv_handovers", "Hand-overs by what became of them: loaded, or why not.", ["outcome"], registry=registry
+        )
+        self._retries = Counter(
+            f"{PREFIX}request_retries",
+            "Failures of workers after which a request went on.",
+            ["kind", "code"],
+            registry=registry,
+        )
+        self._retried = Counter(
+            f"{PREFIX}requests_retried",
+            "Ended requests that were retried, by how they ended.",
+            ["kind", "outcome"],
+            registry=registry,
+        )
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
         self._success = Counter(
@@ -62,14 +87,26 @@ class RouterMetrics:
         """Record the time between two arrivals of tokens."""
         self._inter_token_s.observe(seconds)
 
-    def observe_prefill(self, queue_s: float, prefill_s: float) -> None:
-        """Record where a prompt's time went."""
-        self._queue_s.observe(queue_s)
-        self._prefill_s.observe(prefill_s)
+    def observe_first_token_parts(self, timing: FirstTokenTiming) -> None:
+        """Record where the time to the first token went."""
+        self._queue_s.observe(timing.queue_ms / 1e3)
+        self._prefill_s.observe(timing.prefill_ms / 1e3)
+        _observe_parts(self._first_token_part_s, timing)
 
-    def observe_transfer(self, seconds: float) -> None:
-        """Record a hand-over."""
-        self._transfer_s.observe(seconds)
+    def observe_handover(self, timing: SecondTokenTiming, fallback_reason: str) -> None:
+        """Record a hand-over: where the time to the second token went, and what became of the transfer."""
+        self._transfer_s.observe(timing.transfer_ms / 1e3)
+        self._second_token_s.observe(timing.total_ms / 1e3)
+        _observe_parts(self._second_token_part_s, timing)
+        self._handovers.labels(fallback_reason or "loaded").inc()
+
+    def count_retry(self, kind: str, code: str) -> None:
+        """Count a worker's failure after which a request went on."""
+        self._retries.labels(kind, code).inc()
+
+    def count_retried(self, kind: str, outcome: str) -> None:
+        """Count a request that was retried, at its end; ``outcome`` is "served" or an error's code."""
+        self._retried.labels(kind, outcome).inc()
 
     def observe_success(self, seconds: float, finish_reasons: list[str]) -> None:
         """Record a request that ended well."""
@@ -102,5 +139,14 @@ class RouterMetrics:
         """Count a worker that left without a goodbye."""
         self._lost.labels(role).inc()
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S) -> Histogram:
-        return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S, label: str = ""
+    ) -> Histogram:
+        labels = [label] if label else []
+        return Histogram(PREFIX + name, documentation, labels, buckets=buckets, registry=self.registry)
+
+
+def _observe_parts(histogram: Histogram, timing: FirstTokenTiming | SecondTokenTiming) -> None:
+    for name, milliseconds in msgspec.structs.asdict(timing).items():
+        if name != "total_ms":
+            histogram.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)

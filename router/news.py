@@ -1,14 +1,15 @@
 """What passes between the client's side of the router and the workers': a submission in, news out. In token ids, never text.
 
-Owns the types only. ``router.flow`` makes the news from worker messages; ``router.output`` turns them into text.
+Owns the types only. ``router.flows`` makes the news from worker messages; ``router.output`` turns them into text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
+from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs
 from core.wire.sampling import SamplingParams
+from router.accounting import FirstTokenTiming, HandoverReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Submission:
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
+    kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' own
 
     @property
     def num_tokens(self) -> int:
@@ -41,12 +43,11 @@ class ChoiceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What is known once the prompt is computed; times in ms on the worker that computed it, 0 where it does not say."""
+    """What is known once the prompt is computed. ``timing`` is there if a prefill worker has computed it."""
 
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
+    timing: FirstTokenTiming | None = None
 
 
 @dataclass(slots=True)
@@ -55,5 +56,5 @@ class Update:
 
     choices: list[ChoiceUpdate] = field(default_factory=list)
     prompt: PromptReport | None = None
-    kv_transfer: TransferUsage | None = None
+    handover: HandoverReport | None = None
     error: ErrorInfo | None = None

@@ -62,6 +62,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class KVTransferParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the request's KV cache is handed over. ``kv_load_failure_policy``: "recompute", or "fail" to be told of a failure."""
+
+    kv_load_failure_policy: str | None = None
+
+
 class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
@@ -99,6 +105,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     request_id: str | None = None
     session_id: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
     # known, refused unless neutral
     best_of: int | None = None
     bad_words: Any = None
@@ -106,7 +113,6 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_beam_search: Any = None
     response_format: Any = None
     structured_outputs: Any = None
-    kv_transfer_params: Any = None
     spaces_between_special_tokens: Any = None
     return_tokens_as_token_ids: Any = None
     service_tier: Any = None
@@ -181,7 +187,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "kv_transfer_params": (),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),

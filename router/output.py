@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from core.model.tokenizer import Tokenizer
-from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs, TransferUsage
+from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs
+from router.accounting import HandoverReport
 from router.news import ChoiceUpdate, PromptReport, Update
 from router.params import OutputOptions
 from router.prompts import Prompt
@@ -48,7 +49,7 @@ class PromptState:
 
     prompt: Prompt
     report: PromptReport | None = None
-    kv_transfer: TransferUsage | None = None
+    handover: HandoverReport | None = None
 
 
 class ChoiceText:
@@ -157,7 +158,7 @@ class RequestOutput:
                 return list(deltas.values()), stopped, update.error
             state = self.prompts[prompt_index]
             state.report = update.prompt or state.report
-            state.kv_transfer = update.kv_transfer or state.kv_transfer
+            state.handover = update.handover or state.handover
             for item in update.choices:
                 index = prompt_index * self._n + item.index
                 choice = self._choices[index]

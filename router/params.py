@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from core.errors import ContextTooLong, InvalidRequest
+from core.wire.messages import LoadFailurePolicy
 from core.wire.sampling import SamplingParams
 from router.openai import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
 from router.served import NEUTRAL_SAMPLING, SamplingDefaults
@@ -161,6 +162,23 @@ def sampling_params(
         logprobs=options.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def load_failure_policy(request: CommonRequest) -> LoadFailurePolicy | None:
+    """Return what shall become of the request if its KV cannot be loaded; None leaves it to the workers.
+
+    Raises:
+        InvalidRequest: there is no such policy; names the field and what is allowed.
+    """
+    wanted = request.kv_transfer_params and request.kv_transfer_params.kv_load_failure_policy
+    if wanted is None:
+        return None
+    allowed: tuple[LoadFailurePolicy, ...] = get_args(LoadFailurePolicy)
+    for policy in allowed:
+        if wanted == policy:
+            return policy
+    field = "kv_transfer_params.kv_load_failure_policy"
+    raise InvalidRequest(f"{field} must be one of {', '.join(allowed)}, got {wanted!r}", param=field)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -8,8 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.errors import ContextTooLong, NoWorker
-from router.cluster import Worker
+from core.errors import ContextTooLong, NoWorker, Overloaded
+from router.cluster import Worker, WorkerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
+
+    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there.
+    """
+
+    num_tokens: int
+    num_choices: int = 1
+    avoid: frozenset[WorkerKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +73,8 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
             yield Route(None, worker)
 
 
-def choose_route(workers: Iterable[Worker], num_tokens: int) -> Route:
-    """Return the route that holds ``num_tokens`` (prompt and output) and is the least loaded.
+def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
+    """Return the route that holds the request, has room for it, and is the least loaded.
 
     The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
     equals the one longest not picked wins, and a pair wins over an aggregated worker.
@@ -70,35 +82,64 @@ def choose_route(workers: Iterable[Worker], num_tokens: int) -> Route:
     Raises:
         NoWorker: nobody can serve at the moment; says what is missing.
         ContextTooLong: there are routes, but none holds so many tokens.
+        Overloaded: every route that could take it is full.
     """
     members = list(workers)
-    fitting = [worker for worker in members if not worker.is_draining and worker.facts.max_model_len >= num_tokens]
-    candidates = [route for route in (_best_pair(fitting), _best_aggregated(fitting)) if route is not None]
-    if candidates:
-        return min(candidates, key=lambda route: route.load)
+    fitting = _fitting(members, demand)
+    for candidates in _in_order_of_preference(fitting, demand):
+        found = [route for route in (_best_pair(candidates), _best_aggregated(candidates)) if route is not None]
+        if found:
+            return min(found, key=lambda route: route.load)
+    if _best_pair(fitting) or _best_aggregated(fitting):
+        raise Overloaded("every worker that could serve the request is full: try again later")
     limit = max_model_len(members)
     if limit:
-        raise ContextTooLong(f"the request needs {num_tokens} tokens, this model's context holds {limit}", param="prompt")
+        needed = demand.num_tokens
+        raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
     raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
 
 
-def choose_decode(workers: Iterable[Worker], prefill: Worker, num_tokens: int) -> Worker:
-    """Return the least loaded decode worker that can take over ``num_tokens`` from ``prefill``.
+def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) -> Worker:
+    """Return the least loaded decode worker that can take a hand-over from ``prefill``.
 
     Raises:
-        NoWorker: there is none.
+        NoWorker: there is none; says why if there are others.
+        Overloaded: all of them are full.
     """
-    found = [
+    decoders = [worker for worker in _fitting(workers, demand) if worker.role == "decode"]
+    reasons = [mismatch(prefill, worker) for worker in decoders]
+    able = [worker for worker, reason in zip(decoders, reasons, strict=True) if reason is None]
+    if not able:
+        why = next((f": {reason}" for reason in reasons if reason), "")
+        raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}{why}")
+    return _least_loaded_of(able, demand)
+
+
+def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand: Demand) -> Worker:
+    """Return the least loaded worker that can go on with a request on its own, computing prompt and output so far.
+
+    Raises:
+        NoWorker: none with this very model is there.
+        Overloaded: all of them are full.
+    """
+    able = [
         worker
-        for worker in workers
-        if worker.role == "decode"
-        and not worker.is_draining
-        and worker.facts.max_model_len >= num_tokens
-        and mismatch(prefill, worker) is None
+        for worker in _fitting(workers, demand)
+        if worker.role != "prefill" and worker.facts.model_fingerprint == model_fingerprint
     ]
-    if not found:
-        raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}")
-    return min(found, key=_least_loaded)
+    if not able:
+        raise NoWorker(f"no decode worker with model {model_fingerprint.hex()} is there to go on with the request")
+    return _least_loaded_of(able, demand)
+
+
+def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
+    """Return the prefill and decode workers that fit nobody of the other role, although there is somebody, and why."""
+    open_workers = [worker for worker in workers if not worker.is_draining]
+    prefills = [worker for worker in open_workers if worker.role == "prefill"]
+    decodes = [worker for worker in open_workers if worker.role == "decode"]
+    reasons = {prefill.key: [mismatch(prefill, decode) for decode in decodes] for prefill in prefills}
+    reasons |= {decode.key: [mismatch(prefill, decode) for prefill in prefills] for decode in decodes}
+    return {key: str(found[0]) for key, found in reasons.items() if found and all(found)}
 
 
 def max_model_len(workers: Iterable[Worker]) -> int:
@@ -129,12 +170,30 @@ def _least_loaded(worker: Worker) -> tuple[float, int]:
     return worker.load, worker.last_picked
 
 
+def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    return [worker for worker in workers if not worker.is_draining and worker.facts.max_model_len >= demand.num_tokens]
+
+
+def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:
+    """Yield those with room that have not failed the request, then all those with room."""
+    with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
+    yield [worker for worker in with_room if worker.key not in demand.avoid]
+    yield with_room
+
+
+def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
+    for candidates in _in_order_of_preference(workers, demand):
+        if candidates:
+            return min(candidates, key=_least_loaded)
+    raise Overloaded("every worker that could go on with the request is full")
+
+
 def _best_pair(workers: list[Worker]) -> Route | None:
+    decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
     for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=_least_loaded):
-        try:
-            return Route(prefill, choose_decode(workers, prefill, 0))
-        except NoWorker:
-            continue
+        partner = next((decode for decode in decodes if mismatch(prefill, decode) is None), None)
+        if partner is not None:
+            return Route(prefill, partner)
     return None
 
 

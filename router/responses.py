@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from router.accounting import FirstTokenTiming, SecondTokenTiming, total_cost
 from router.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -32,16 +33,29 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class KVTransferTiming(msgspec.Struct, kw_only=True):
+    """Where the time to the first token went, and from there to the second."""
+
+    first_token: FirstTokenTiming
+    second_token: SecondTokenTiming
+
+
 class KVTransferUsage(msgspec.Struct, kw_only=True):
-    """What the hand-over of the request cost; of several prompts, sums and the slowest times."""
+    """What the hand-over of the request cost; of several prompts, sums and the slowest.
+
+    ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before.
+    """
 
     transport: str
     transferred_tokens: int
     transferred_bytes: int
     transfer_ms: float
-    prefill_queue_ms: float
-    prefill_ms: float
-    decode_queue_ms: float
+    verified_blocks: int
+    recomputed_tokens: int
+    fallback_reason: str  # empty if nothing had to be recomputed
+    retries: int
+    replays: int
+    timing: KVTransferTiming
 
 
 class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -359,17 +373,22 @@ class ChatShaper(Shaper):
 
 
 def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
-    served = [(state.kv_transfer, state.report) for state in prompts if state.kv_transfer is not None]
-    if not served:
+    reports = [state.handover for state in prompts if state.handover is not None]
+    if not reports:
         return UNSET
-    transfers = [transfer for transfer, _ in served if transfer is not None]
-    reports = [report for _, report in served if report is not None]
+    cost = total_cost(report.cost for report in reports)
     return KVTransferUsage(
-        transport=transfers[0].transport,
-        transferred_tokens=sum(transfer.transferred_tokens for transfer in transfers),
-        transferred_bytes=sum(transfer.transferred_bytes for transfer in transfers),
-        transfer_ms=max(transfer.transfer_ms for transfer in transfers),
-        prefill_queue_ms=max((report.queue_ms for report in reports), default=0.0),
-        prefill_ms=max((report.prefill_ms for report in reports), default=0.0),
-        decode_queue_ms=max(transfer.queue_ms for transfer in transfers),
+        transport=cost.transport,
+        transferred_tokens=cost.transferred_tokens,
+        transferred_bytes=cost.transferred_bytes,
+        transfer_ms=cost.transfer_ms,
+        verified_blocks=cost.verified_blocks,
+        recomputed_tokens=cost.recomputed_tokens,
+        fallback_reason=cost.fallback_reason,
+        retries=sum(report.num_retries for report in reports),
+        replays=sum(report.num_replays for report in reports),
+        timing=KVTransferTiming(
+            first_token=max((report.first_token for report in reports), key=lambda timing: timing.total_ms),
+            second_token=max((report.second_token for report in reports), key=lambda timing: timing.total_ms),
+        ),
     )

@@ -21,11 +21,12 @@ from core.log import event
 from core.wire import codec
 from core.wire.messages import Generate
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.cluster import Joined, Left, Worker
-from router.flow import Deliver, Ended, Flow, Phase
+from router.cluster import Joined, Left, Worker, WorkerKey
+from router.flow import Deliver, Ended, Flow, Phase, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
 from router.metrics import RouterMetrics
 from router.news import Submission, Update
+from router.policy import unpaired
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class _Listener:
     prompt_index: int
     arrival: float
     last_token_at: float | None = None
-    has_transfer: bool = False
+    has_handover: bool = False
 
 
 class RouterService:
@@ -85,6 +86,8 @@ class RouterService:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_requests,
+            max_retries=config.max_retries,
+            worker_wait_s=config.worker_wait_s,
         )
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
@@ -95,6 +98,7 @@ class RouterService:
         self._context: AsyncContext | None = None
         self._socket: AsyncSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._unpaired: set[WorkerKey] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._add_gauges()
@@ -234,6 +238,8 @@ class RouterService:
                     queue += self._transmit(action)
                 case Deliver():
                     self._deliver(action)
+                case Retried():
+                    self._on_retried(action)
                 case Ended():
                     self._on_ended(action.flow, action.now)
                 case Joined():
@@ -248,7 +254,7 @@ class RouterService:
             frame = codec.encode_router_message(action.message)
         except ProtocolError as error:
             assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
-            return self.machine.fail(action.message.request_id, error, self._clock.now())
+            return self.machine.fail_try(action.message.request_id, error, self._clock.now())
         sent = asyncio.ensure_future(self._socket.send_multipart([action.peer, frame], flags=zmq.NOBLOCK))
         failure = sent.exception()  # a non-blocking send is done when it returns
         if failure is None:
@@ -265,13 +271,27 @@ class RouterService:
             else:
                 self._metrics.observe_inter_token(now - listener.last_token_at)
             listener.last_token_at = now
-        report = action.update.prompt
-        if report is not None and report.prefill_ms:
-            self._metrics.observe_prefill(report.queue_ms / 1e3, report.prefill_ms / 1e3)
-        if action.update.kv_transfer is not None and not listener.has_transfer:
-            listener.has_transfer = True
-            self._metrics.observe_transfer(action.update.kv_transfer.transfer_ms / 1e3)
+        report, handover = action.update.prompt, action.update.handover
+        if report is not None and report.timing is not None:
+            self._metrics.observe_first_token_parts(report.timing)
+        if handover is not None and not listener.has_handover:
+            listener.has_handover = True
+            self._metrics.observe_handover(handover.second_token, handover.cost.fallback_reason)
         listener.generation.put(listener.prompt_index, action.update)
+
+    def _on_retried(self, retried: Retried) -> None:
+        self._metrics.count_retry(retried.kind, retried.error.code)
+        logger.warning(
+            event(
+                "retried",
+                request_id=retried.request_id,
+                kind=retried.kind,
+                code=retried.error.code,
+                message=retried.error.message,
+                failed=retried.failed.engine_id,
+                successor=retried.successor.engine_id if retried.successor else "-",
+            )
+        )
 
     def _on_ended(self, flow: Flow, now: float) -> None:
         listener = self._listeners.pop(flow.request_id, None)
@@ -282,6 +302,8 @@ class RouterService:
         self._metrics.count_tokens(num_prompt_tokens, flow.num_output_tokens)
         if flow.error is None:
             self._metrics.observe_success(seconds, [str(reason) for reason in flow.finish_reasons])
+        for kind in sorted(set(flow.retried)):
+            self._metrics.count_retried(kind, flow.error.code if flow.error else "served")
         if listener is None:
             return
         outcome = flow.error.code if flow.error else ",".join(sorted({str(reason) for reason in flow.finish_reasons}))
@@ -298,6 +320,7 @@ class RouterService:
                 total_ms=seconds * 1e3,
                 prefill=flow.prefill.engine_id if flow.prefill else "-",
                 decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
+                retries=len(flow.retried),
                 **({"message": flow.error.message} if flow.error else {}),
             )
         )
@@ -306,6 +329,15 @@ class RouterService:
         logger.info(
             event("worker_joined", role=worker.role, engine_id=worker.key.engine_id, incarnation=f"{worker.key.incarnation:x}")
         )
+        self._report_unpaired()
+
+    def _report_unpaired(self) -> None:
+        """Say once of each worker that nobody fits it."""
+        found = unpaired(self.machine.cluster.workers)
+        for key, reason in found.items():
+            if key not in self._unpaired:
+                logger.warning(event("unpaired_worker", engine_id=key.engine_id, reason=reason))
+        self._unpaired = set(found)
 
     def _on_left(self, left: Left) -> None:
         worker = left.worker
@@ -331,6 +363,12 @@ class RouterService:
             "Requests by the leg they are on.",
             "phase",
             {phase.value: lambda phase=phase: flows.count(phase) for phase in Phase},  # type: ignore[misc]
+        )
+        self._metrics.watch("num_requests_waiting", "Requests that wait for a decode worker.", lambda: flows.num_waiting)
+        self._metrics.watch(
+            "workers_unpaired",
+            "Prefill and decode workers that none of the other role fits.",
+            lambda: len(unpaired(cluster.workers)),
         )
         self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
         self._metrics.watch(

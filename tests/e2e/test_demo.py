@@ -21,7 +21,7 @@ def test_demo_shows_a_hand_over_that_left_nothing_behind():
         r"transport: tcp",
         r"tokens: (\d+) of \1 prompt tokens",
         r"bytes: [\d,]{7,}",
-        r"transfer and verification: \d+\.\d ms",
+        r"verification: \d+\.\d ms",
         r"no block is leaked, leased, loading or parked on any worker",
     ):
         assert re.search(pattern, result.stdout), pattern

@@ -252,8 +252,8 @@ class FakeWorker:
                 kv_handoff=handoff,
                 prompt_logprobs=self._prompt_logprobs(message),
                 num_cached_tokens=4,
-                queue_ms=1.0,
-                prefill_ms=2.0,
+                queue_ms=0.01,
+                prefill_ms=0.02,
             )
         )
 
@@ -277,8 +277,9 @@ class FakeWorker:
 
     async def _decode(self, message: Generate) -> None:
         tokens, reason = self.planned(message)
-        first = len(message.choices[0].output_token_ids) if message.choices else 0
-        indices = [choice.index for choice in message.choices] or list(range(message.n))
+        starts = {choice.index: len(choice.output_token_ids) for choice in message.choices} or dict.fromkeys(
+            range(message.n), 0
+        )
         transfer = TransferUsage(transport="tcp", transferred_tokens=len(message.prompt_token_ids), transferred_bytes=4096)
         usage: Usage | None = Usage(
             num_cached_tokens=4,
@@ -286,7 +287,7 @@ class FakeWorker:
             prompt_logprobs=None if message.kv_handoff else self._prompt_logprobs(message),
         )
         step = self.script.tokens_per_frame
-        for position in range(first, len(tokens), step):
+        for position in range(min(starts.values()), len(tokens), step):
             if self.script.pause_after is not None and position >= self.script.pause_after:
                 await self.script.resume.wait()
             if message.request_id in self.aborted:
@@ -295,7 +296,8 @@ class FakeWorker:
             end = reason if position + step >= len(tokens) else None
             found = tuple(self.logprobs_of(message, token) for token in new)
             logprobs = None if message.sampling.logprobs is None else found
-            await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in indices])
+            live = [index for index, start in starts.items() if position >= start]
+            await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in live])
             usage = None
 
 
@@ -324,6 +326,9 @@ class RouterUnderTest:
         self.workers.append(worker)
         worker.connect()
         return worker
+
+    def script(self, **settings: Any) -> Script:
+        return Script(**settings)
 
     async def pair(self, **script: Any) -> tuple[FakeWorker, FakeWorker]:
         """Add a prefill and a decode worker with scripts of the same settings."""

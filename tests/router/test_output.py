@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.wire.messages import ErrorInfo, TokenLogprobs, TransferUsage
+from router.accounting import HandoverReport, first_token_timing, second_token_timing
 from router.news import ChoiceUpdate, PromptReport, Update
 from router.output import ChoiceText, RequestOutput
 from router.params import OutputOptions
@@ -182,9 +183,11 @@ def test_an_error_ends_the_news(output, spell):
 
 
 def test_usage_adds_up_over_prompts_and_choices(output, spell):
-    transfer = TransferUsage(transport="shm")
+    timing = first_token_timing(0.0, 0.0, 0.0), second_token_timing(0.0, TransferUsage())
+    report = HandoverReport(cost=TransferUsage(transport="shm"), first_token=timing[0], second_token=timing[1])
     output.apply([(0, Update(choices=[ChoiceUpdate(0, spell("xy"))], prompt=PromptReport(num_cached_tokens=1)))])
     output.apply([(1, Update(choices=[ChoiceUpdate(1, spell("z"))], prompt=PromptReport(num_cached_tokens=2)))])
-    output.apply([(1, Update(kv_transfer=transfer))])
+    output.apply([(1, Update(handover=report))])
+    output.apply([(1, Update())])
     assert (output.num_prompt_tokens, output.num_completion_tokens, output.num_cached_tokens) == (5, 3, 3)
-    assert output.prompts[1].kv_transfer is transfer
+    assert output.prompts[1].handover is report

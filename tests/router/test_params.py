@@ -11,7 +11,15 @@ from core.wire import codec
 from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams
 from router.openai import NEUTRAL, ChatCompletionRequest, CompletionRequest
-from router.params import ModelLimits, check_ranges, check_supported, output_options, parse_body, sampling_params
+from router.params import (
+    ModelLimits,
+    check_ranges,
+    check_supported,
+    load_failure_policy,
+    output_options,
+    parse_body,
+    sampling_params,
+)
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=257)
 
@@ -111,7 +119,6 @@ def test_fields_that_clients_send_for_themselves_are_ignored():
         ("bad_words", ["x"]),
         ("length_penalty", 0.5),
         ("use_beam_search", True),
-        ("kv_transfer_params", {"do_remote_decode": True}),
     ],
 )
 def test_unsupported_fields_of_completions_are_refused_by_name(field, value):
@@ -396,3 +403,34 @@ def test_chat_logprobs_count_their_alternatives():
     assert output_options(chat(logprobs=True)).logprobs == 0
     assert output_options(chat(logprobs=True, top_logprobs=3)).logprobs == 3
     assert output_options(chat(logprobs=False)).logprobs is None
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_load_failure_policy_is_the_client_s_choice(policy):
+    assert load_failure_policy(completion(kv_transfer_params={"kv_load_failure_policy": policy})) == policy
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kv_load_failure_policy": None}])
+def test_without_a_choice_the_load_failure_policy_is_the_workers(params):
+    assert load_failure_policy(completion(kv_transfer_params=params)) is None
+
+
+def test_an_unknown_load_failure_policy_is_refused_with_the_field_and_what_is_allowed():
+    with pytest.raises(InvalidRequest) as refused:
+        load_failure_policy(completion(kv_transfer_params={"kv_load_failure_policy": "retry"}))
+    assert refused.value.param == "kv_transfer_params.kv_load_failure_policy"
+    assert refused.value.message == f"{refused.value.param} must be one of recompute, fail, got 'retry'"
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"do_remote_decode": True}, "kv_transfer_params.do_remote_decode"),
+        ({"kv_load_failure_policy": 1}, "kv_transfer_params.kv_load_failure_policy"),
+        ("fail", "kv_transfer_params"),
+    ],
+)
+def test_other_transfer_parameters_are_refused_by_name(params, field):
+    with pytest.raises(InvalidRequest) as refused:
+        completion(kv_transfer_params=params)
+    assert refused.value.param == field

@@ -3,11 +3,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from core.errors import ContextTooLong, NoWorker
+from core.errors import ContextTooLong, NoWorker, Overloaded
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Register
 from router.cluster import Worker, WorkerKey
-from router.policy import choose_decode, choose_route, max_model_len, mismatch, why_not_ready
+from router.policy import (
+    Demand,
+    choose_decode,
+    choose_route,
+    choose_successor,
+    max_model_len,
+    mismatch,
+    unpaired,
+    why_not_ready,
+)
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 
@@ -48,7 +57,7 @@ def test_picks_the_least_loaded_of_each_role():
         member("decode", "d0", load=1),
         member("decode", "d1", load=3),
     ]
-    assert names(choose_route(workers, 10)) == ["p1", "d0"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["p1", "d0"]
 
 
 def test_of_equals_picks_the_one_longest_not_picked():
@@ -58,28 +67,28 @@ def test_of_equals_picks_the_one_longest_not_picked():
         member("decode", "d0", last_picked=4),
         member("decode", "d1", last_picked=6),
     ]
-    assert names(choose_route(workers, 10)) == ["p1", "d0"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["p1", "d0"]
 
 
 def test_counts_load_per_slot():
     workers = [member("aggregated", "small", load=2, max_num_seqs=2), member("aggregated", "big", load=3, max_num_seqs=30)]
-    assert names(choose_route(workers, 10)) == ["big"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["big"]
 
 
 def test_the_heartbeat_s_load_counts_where_it_is_higher_than_ours():
     busy, idle = member("aggregated", "a0"), member("aggregated", "a1", load=1)
     busy.num_waiting = 5
-    assert names(choose_route([busy, idle], 10)) == ["a1"]
+    assert names(choose_route([busy, idle], Demand(num_tokens=10))) == ["a1"]
 
 
 def test_a_pair_wins_over_an_equally_loaded_aggregated_worker():
     workers = [member("aggregated", "a0"), member("prefill", "p0"), member("decode", "d0")]
-    assert names(choose_route(workers, 10)) == ["p0", "d0"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["p0", "d0"]
 
 
 def test_an_idle_aggregated_worker_wins_over_a_pair_with_a_full_half():
     workers = [member("aggregated", "a0", load=1), member("prefill", "p0"), member("decode", "d0", load=9)]
-    assert names(choose_route(workers, 10)) == ["a0"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["a0"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,7 @@ def test_incompatible_workers_are_never_paired_and_the_reason_names_both_values(
     assert reason is not None
     assert all(part in reason for part in ["p0", "d0", *said])
     with pytest.raises(NoWorker) as refused:
-        choose_route([prefill, decode], 10)
+        choose_route([prefill, decode], Demand(num_tokens=10))
     assert refused.value.message == reason
 
 
@@ -107,7 +116,7 @@ def test_a_prefill_worker_without_a_partner_is_passed_over():
         member("prefill", "new", load=5),
         member("decode", "d0"),
     ]
-    assert names(choose_route(workers, 10)) == ["new", "d0"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["new", "d0"]
 
 
 def test_draining_workers_get_nothing_new():
@@ -117,7 +126,7 @@ def test_draining_workers_get_nothing_new():
         member("decode", "d0", is_draining=True),
         member("decode", "d1", load=9),
     ]
-    assert names(choose_route(workers, 10)) == ["p1", "d1"]
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["p1", "d1"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_draining_workers_get_nothing_new():
 def test_says_what_is_missing(workers, reason):
     assert reason in (why_not_ready(workers) or "")
     with pytest.raises(NoWorker, match=reason):
-        choose_route(workers, 10)
+        choose_route(workers, Demand(num_tokens=10))
 
 
 def test_is_ready_with_a_pair_or_an_aggregated_worker():
@@ -144,14 +153,14 @@ def test_is_ready_with_a_pair_or_an_aggregated_worker():
 def test_the_smaller_half_bounds_a_pair_s_context():
     workers = [member("prefill", "p0", max_model_len=300), member("decode", "d0", max_model_len=200)]
     assert max_model_len(workers) == 200
-    assert names(choose_route(workers, 200)) == ["p0", "d0"]
+    assert names(choose_route(workers, Demand(num_tokens=200))) == ["p0", "d0"]
     with pytest.raises(ContextTooLong, match="201"):
-        choose_route(workers, 201)
+        choose_route(workers, Demand(num_tokens=201))
 
 
 def test_a_long_request_goes_where_it_fits_even_if_that_is_fuller():
     workers = [member("aggregated", "small", max_model_len=100), member("aggregated", "big", max_model_len=1000, load=9)]
-    assert names(choose_route(workers, 500)) == ["big"]
+    assert names(choose_route(workers, Demand(num_tokens=500))) == ["big"]
 
 
 def test_a_successor_decode_worker_must_fit_and_suit_the_prefill_worker():
@@ -163,6 +172,76 @@ def test_a_successor_decode_worker_must_fit_and_suit_the_prefill_worker():
         member("decode", "small", max_model_len=10),
         member("decode", "good", load=5),
     ]
-    assert choose_decode(workers, prefill, 50).key.engine_id == "good"
+    assert choose_decode(workers, prefill, Demand(num_tokens=50)).key.engine_id == "good"
     with pytest.raises(NoWorker, match="p0"):
-        choose_decode(workers[:-1], prefill, 50)
+        choose_decode(workers[:-1], prefill, Demand(num_tokens=50))
+
+
+def test_a_decode_worker_that_does_not_fit_is_refused_with_both_values():
+    workers = [prefill := member("prefill", "p0"), member("decode", "d0", model_fingerprint=b"v2")]
+    with pytest.raises(NoWorker, match=f"{b'w'.hex()} and {b'v2'.hex()}"):
+        choose_decode(workers, prefill, Demand(num_tokens=50))
+
+
+def test_a_full_worker_is_taken_by_nobody_and_all_full_is_overload():
+    workers = [
+        prefill := member("prefill", "p0"),
+        member("decode", "full", load=8, max_num_choices=10),
+        member("decode", "loaded", load=99, max_num_choices=200),
+    ]
+    assert names(choose_route(workers, Demand(num_tokens=1, num_choices=3))) == ["p0", "loaded"]
+    assert names(choose_route(workers, Demand(num_tokens=1, num_choices=2))) == ["p0", "full"]
+    assert choose_decode(workers, prefill, Demand(num_tokens=1, num_choices=3)).key.engine_id == "loaded"
+    for choose in (
+        lambda demand: choose_route(workers[:2], demand),
+        lambda demand: choose_decode(workers[:2], prefill, demand),
+        lambda demand: choose_successor(workers[:2], b"w", demand),
+    ):
+        with pytest.raises(Overloaded):
+            choose(Demand(num_tokens=1, num_choices=3))
+
+
+def test_a_worker_that_does_not_say_its_limit_has_room_until_it_refuses():
+    workers = [member("aggregated", "a0", load=10**6)]
+    assert names(choose_route(workers, Demand(num_tokens=1))) == ["a0"]
+    workers[0].is_refusing = True
+    with pytest.raises(Overloaded):
+        choose_route(workers, Demand(num_tokens=1))
+
+
+def test_workers_that_failed_the_request_are_taken_if_nobody_else_is_there():
+    workers = [member("prefill", "p0"), member("decode", "d0"), member("decode", "d1", load=9)]
+    once = Demand(num_tokens=1, avoid=frozenset({WorkerKey("d0", 1)}))
+    assert names(choose_route(workers, once)) == ["p0", "d1"]
+    assert choose_decode(workers, workers[0], once).key.engine_id == "d1"
+    twice = Demand(num_tokens=1, avoid=frozenset({WorkerKey("d0", 1), WorkerKey("d1", 1)}))
+    assert names(choose_route(workers, twice)) == ["p0", "d0"]
+
+
+def test_a_successor_holds_the_same_model_whatever_its_layout_and_is_no_prefill_worker():
+    workers = [
+        member("prefill", "p0"),
+        member("decode", "other-model", model_fingerprint=b"v2"),
+        member("decode", "busy", load=5),
+        member("aggregated", "alone", load=4, connector=""),
+        member("decode", "small", max_model_len=10),
+    ]
+    assert choose_successor(workers, b"w", Demand(num_tokens=50)).key.engine_id == "alone"
+    with pytest.raises(NoWorker, match=b"v3".hex()):
+        choose_successor(workers, b"v3", Demand(num_tokens=50))
+
+
+def test_names_the_workers_that_nobody_fits_and_why():
+    v1 = [member("prefill", "p1"), member("decode", "d1")]
+    v2 = [member("prefill", "p2", model_fingerprint=b"v2"), member("decode", "d2", model_fingerprint=b"v2")]
+    assert unpaired(v1 + v2) == {}
+    found = unpaired([*v1, v2[0]])
+    assert found.keys() == {WorkerKey("p2", 1)}
+    assert all(part in found[WorkerKey("p2", 1)] for part in ("p2", "d1", b"v2".hex(), b"w".hex()))
+    assert unpaired([v1[0], v2[1]]).keys() == {WorkerKey("p1", 1), WorkerKey("d2", 1)}
+
+
+def test_a_worker_that_lacks_a_partner_altogether_or_drains_is_not_called_unpaired():
+    assert unpaired([member("prefill", "p0"), member("aggregated", "a0", model_fingerprint=b"v2")]) == {}
+    draining = member("decode", "d0", model_fingerprint=b"v2", is_draining=True)
+    assert unpaired([member("prefill", "p0"), draining]) == {}

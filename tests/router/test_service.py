@@ -132,20 +132,6 @@ async def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_registrat
     assert (await complete(under_test)).status_code == 200
 
 
-async def test_a_restarted_worker_takes_over_and_its_old_requests_fail_at_once(start_router):
-    under_test = await start_router(has_http=False)
-    prefill, decode = await under_test.pair(pause_after=2)
-    call = asyncio.create_task(complete(under_test))
-    await decode.generated()
-    await decode.kill()
-    await under_test.add("decode", engine_id=decode.engine_id)
-    response = await call
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "peer_lost")
-    assert "new process" in response.json()["error"]["message"]
-    prefill.script.pause_after = None
-    assert (await complete(under_test)).status_code == 200
-
-
 async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_told(start_router):
     under_test = await start_router(has_http=False)
     first = await under_test.add("aggregated", engine_id="twin")
@@ -163,19 +149,19 @@ async def test_a_worker_of_another_model_is_refused(start_router):
     assert (await complete(under_test)).status_code == 503
 
 
-async def test_a_worker_that_reconnects_keeps_its_membership_and_loses_its_requests(start_router):
+async def test_a_worker_that_reconnects_keeps_its_membership_and_starts_its_requests_again(start_router):
     under_test = await start_router(has_http=False)
     worker = await under_test.add("aggregated")
     worker.script.is_silent = True
     call = asyncio.create_task(complete(under_test))
-    await worker.generated()
+    request_id = (await worker.generated()).request_id
     worker.disconnect()
+    worker.script.is_silent = False
     worker.connect()
     await worker.send(worker.registration)
-    response = await call
-    assert response.json()["error"]["code"] == "peer_lost"
-    worker.script.is_silent = False
-    assert (await complete(under_test)).status_code == 200
+    assert (await call).status_code == 200
+    await worker.aborts(request_id)
+    assert [message.request_id for message in worker.messages(Generate)] == [request_id, f"{request_id}.2"]
     assert len(list(under_test.router.service.machine.cluster.workers)) == 1
 
 

@@ -1,0 +1,412 @@
+"""The life of all requests between the workers: a synchronous state machine without I/O.
+
+Owns which worker has which request, what is to be aborted, renewed or released, who takes over from a worker that fails, and
+what the client is told. Knows nothing of text (``router.output``), HTTP or sockets. Worker frames come in as messages; actions
+go out and ``router.machine`` passes them on. A request always ends with exactly one ``Ended``, and a failure is delivered
+before it.
+
+What becomes of a request whose worker is lost or fails it in a way that another may not (``router.retries``):
+
+| the client has       | it goes on                                                                                     |
+|----------------------|------------------------------------------------------------------------------------------------|
+| nothing yet          | from the beginning on another pair, or ends with the error if there is none                    |
+| the first token      | on another decode worker with the same hand-over, or without one if its prefill worker is lost |
+| more                 | on another decode worker, which computes prompt and output so far: a *replay*                  |
+
+With a token out, it waits for a decode worker if there is none at the moment: until its deadline if all are full, for
+``worker_wait_s`` if there is none at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    KVFerryError,
+    NoWorker,
+    Overloaded,
+    PeerUnreachable,
+    ProtocolError,
+    RequestError,
+)
+from core.wire.kv import KVHandoff
+from core.wire.messages import Abort, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
+from router import retries
+from router.cluster import Cluster, Left, Worker, WorkerKey
+from router.flow import Claim, Deliver, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
+from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, successor_message
+from router.news import Submission, Update
+from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, mismatch
+
+_MAX_REMEMBERED = 4096  # ended tries whose late tokens are expected and need no second abort
+
+
+class Flows:
+    """All requests of this router. Times are seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        request_timeout_s: float,
+        max_requests: int,
+        max_retries: int = 2,
+        worker_wait_s: float = 10.0,
+    ) -> None:
+        self._cluster = cluster
+        self._request_timeout_s = request_timeout_s
+        self._max_requests = max_requests
+        self._max_retries = max_retries
+        self._worker_wait_s = worker_wait_s
+        self._flows: dict[str, Flow] = {}
+        self._tries: dict[str, Flow] = {}  # by the id on the wire
+        self._waiting: dict[str, Flow] = {}  # for a decode worker, first come first served
+        self._ended: dict[str, None] = {}  # insertion order = age
+        self._num_picks = 0
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def count(self, phase: Phase) -> int:
+        """Return how many requests are in a phase."""
+        return sum(flow.phase is phase for flow in self._flows.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests wait for a decode worker."""
+        return len(self._waiting)
+
+    # ---- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, now: float) -> list[FlowAction]:
+        """Start a request.
+
+        Raises:
+            Overloaded: this router has as many requests as it may have, or every worker that could take it is full.
+            NoWorker: no route takes it at the moment.
+            ContextTooLong: no route can hold prompt and output.
+        """
+        if len(self._flows) >= self._max_requests:
+            raise Overloaded(f"the router serves {len(self._flows)} requests, its limit: try again later")
+        flow = open_flow(submission, now, self._request_timeout_s)
+        route = choose_route(self._cluster.workers, _demand(flow))
+        self._flows[flow.request_id] = flow
+        return [self._start(flow, route, now)]
+
+    def fail_try(self, wire_id: str, error: KVFerryError, now: float) -> list[FlowAction]:
+        """End a request whose message cannot be sent to anybody; unknown ids are ignored."""
+        flow = self._tries.get(wire_id)
+        return self._fail(flow, error, now) if flow is not None else []
+
+    def abort(self, request_id: str, reason: str, now: float) -> list[FlowAction]:
+        """End a request in whatever phase it is; unknown ids are ignored."""
+        flow = self._flows.get(request_id)
+        if flow is None:
+            return []
+        error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
+        return self._fail_with(flow, error, now, reason=reason)
+
+    def finish_choice(self, request_id: str, index: int, now: float) -> list[FlowAction]:
+        """Note that a choice ended by its text (a stop string), which no worker can know."""
+        flow = self._flows.get(request_id)
+        if flow is None or flow.finish_reasons[index] is not None:
+            return []
+        flow.finish_reasons[index] = "stop"
+        if flow.is_finished:
+            return [*self._stop_workers(flow, "stop"), self._end(flow, now)]
+        abort = Abort(request_ids=(f"{flow.wire_id}/{index}",), reason="stop")
+        return [Send(flow.current, abort)] if flow.current else []
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    def on_prefill_done(self, sender: Worker, message: PrefillDone, now: float) -> list[FlowAction]:
+        """Deliver the first tokens and hand the request over to a decode worker."""
+        flow = self._tries.get(message.request_id)
+        if flow is None or flow.phase is not Phase.PREFILL or flow.prefill != sender.key:
+            # Crossed with an abort or a retry: nobody will read the hand-over.
+            return [*_release(sender.key, message.kv_handoff)]
+        flow.handoff = message.kv_handoff
+        problem = find_problem(message, sender, flow)
+        if problem:
+            return self._fail(flow, ProtocolError(f"prefill worker {sender.key.engine_id}: {problem}"), now)
+        actions: list[FlowAction] = [Deliver(flow.request_id, apply_first_tokens(flow, message, now))]
+        if flow.is_finished:
+            return [*actions, *_release(sender.key, message.kv_handoff), self._end(flow, now)]
+        self._unclaim(flow, sender.key)
+        return actions + self._hand_over(flow, now)
+
+    def on_tokens(self, sender: Worker, tokens: Sequence[Tokens], now: float) -> list[FlowAction]:
+        """Deliver the tokens of one engine step, one update per request."""
+        actions: list[FlowAction] = []
+        updates: dict[str, Update] = {}
+        for item in tokens:
+            flow = self._tries.get(item.request_id)
+            if flow is None or flow.decode != sender.key or flow.phase is Phase.PREFILL:
+                actions += self._unexpected(sender, item.request_id)
+                continue
+            update = updates.get(flow.request_id) or Update()
+            try:
+                apply_tokens(flow, item, update, now)
+            except TokensLost as error:
+                if flow.request_id in updates:
+                    actions.append(Deliver(flow.request_id, updates.pop(flow.request_id)))
+                actions += self._retry(flow, ErrorInfo.of(error), now, is_gone=False)
+            except ProtocolError as error:
+                updates.pop(flow.request_id, None)
+                actions += self._fail(flow, error, now)
+            else:
+                updates[flow.request_id] = update
+        for request_id, update in updates.items():
+            actions.append(Deliver(request_id, update))
+            flow = self._flows[request_id]
+            if flow.is_finished:
+                actions.append(self._end(flow, now))
+        return actions
+
+    def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[FlowAction]:
+        """Go on elsewhere, or tell the client. A prefill worker's failure counts only until the first token."""
+        flow = self._tries.get(message.request_id)
+        if flow is None or sender.key != flow.current:
+            return []
+        error = message.error
+        if retries.takes_no_more(error):
+            sender.is_refusing = True
+        if retries.is_worth_a_retry(error):
+            return self._retry(flow, error, now, is_gone=True)
+        return self._fail_with(flow, error, now, gone=sender.key)
+
+    def on_rejected(self, sender: Worker, error: ErrorInfo, now: float) -> list[FlowAction]:
+        """Fail what the worker may have been sent in vain: requests of which it has not shown a token."""
+        flows = [flow for flow in self._flows.values() if not flow.shown and flow.current == sender.key]
+        return [action for flow in flows for action in self._fail_with(flow, error, now)]
+
+    def on_left(self, left: Left, now: float) -> list[FlowAction]:
+        """Let the requests of a lost worker go on without it."""
+        key = left.worker.key
+        flows = [flow for flow in self._flows.values() if key in (flow.prefill, flow.decode)]
+        return [action for flow in flows for action in self._lose(flow, left, now)]
+
+    def on_timer(self, now: float) -> list[FlowAction]:
+        """End requests that are out of time; keep hand-overs alive until they are accepted; try those that wait again."""
+        actions: list[FlowAction] = []
+        renewals: dict[WorkerKey, list[str]] = {}
+        for flow in list(self._flows.values()):
+            if now >= flow.deadline:
+                error = DeadlineExceeded(f"the request took longer than {self._request_timeout_s:g} s")
+                actions += self._fail(flow, error, now)
+            elif flow.phase is Phase.HANDOVER and flow.handoff and flow.prefill and now >= flow.renew_at:
+                renewals.setdefault(flow.prefill, []).append(flow.handoff.transfer_id)
+                flow.renew_at = now + _renew_interval(flow.handoff)
+        actions += [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in renewals.items()]
+        return actions + self.place_waiting(now)
+
+    def place_waiting(self, now: float) -> list[FlowAction]:
+        """Give requests that wait to decode workers that have room by now; call it when there may be some."""
+        actions: list[FlowAction] = []
+        for flow in list(self._waiting.values()):
+            actions += self._hand_over(flow, now)
+        return actions
+
+    # ---- the two legs ------------------------------------------------------------------------------------------------
+
+    def _start(self, flow: Flow, route: Route, now: float) -> Send:
+        """Give a request to a pair, or to an aggregated worker, from its beginning."""
+        flow.phase = Phase.PREFILL if route.prefill else Phase.DECODE
+        flow.prefill = route.prefill.key if route.prefill else None
+        flow.decode = route.decode.key
+        first = route.workers[0]
+        flow.model_fingerprint = first.facts.model_fingerprint
+        self._tries[flow.wire_id] = flow
+        for worker in route.workers:
+            self._claim(flow, worker, flow.submission.n)
+        return Send(first.key, first_message(flow, now))
+
+    def _hand_over(self, flow: Flow, now: float) -> list[FlowAction]:
+        """Give a request with its output so far to a decode worker, or let it wait for one."""
+        if flow.phase is not Phase.HANDOVER and flow.handoff is not None:
+            flow.renew_at = now + _renew_interval(flow.handoff)
+        flow.phase = Phase.HANDOVER
+        try:
+            decode = self._pick_decode(flow)
+        except (NoWorker, Overloaded) as error:
+            return self._wait(flow, error, now)
+        self._waiting.pop(flow.request_id, None)
+        actions = self._keep_or_release_handoff(flow, decode)
+        flow.decode = decode.key
+        flow.is_leg_handed_over = flow.handoff is not None
+        self._claim(flow, decode, len(flow.live_choices))
+        return [*actions, Send(decode.key, successor_message(flow, now))]
+
+    def _pick_decode(self, flow: Flow) -> Worker:
+        """Return the worker that was reserved at submission, else one for the hand-over, else one that computes all itself."""
+        reserved = self._cluster.get(flow.decode)
+        if reserved is not None and not reserved.is_draining and not reserved.is_refusing:
+            return reserved
+        if flow.decode is not None:
+            self._unclaim(flow, flow.decode)
+            flow.decode = None
+        prefill = self._cluster.get(flow.prefill) if flow.handoff is not None else None
+        workers, demand = list(self._cluster.workers), _demand(flow)
+        try:
+            if prefill is not None:
+                return choose_decode(workers, prefill, demand)
+        except (NoWorker, Overloaded):
+            pass  # somebody else may do without the hand-over
+        return choose_successor(workers, flow.model_fingerprint, demand)
+
+    def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
+        """Release the hand-over if the worker that goes on cannot read it."""
+        prefill = self._cluster.get(flow.prefill)
+        can_read = decode.role == "decode" and prefill is not None and mismatch(prefill, decode) is None
+        if flow.handoff is None or can_read:
+            return []
+        releases = _release(flow.prefill, flow.handoff)
+        flow.handoff, flow.fallback_reason = None, "layout"
+        return releases
+
+    def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:
+        """Keep a request until somebody can go on with it; end it if nobody has come for too long."""
+        if flow.request_id not in self._waiting:
+            self._waiting[flow.request_id] = flow
+            flow.waits_since = now
+        if isinstance(error, Overloaded):
+            flow.waits_since = now  # they are there, only busy
+        elif now >= flow.waits_since + self._worker_wait_s:
+            why = flow.setback.message if flow.setback else error.message
+            return self._fail(flow, NoWorker(f"{why}; nobody could go on with the request for {self._worker_wait_s:g} s"), now)
+        return []
+
+    # ---- setbacks ----------------------------------------------------------------------------------------------------
+
+    def _lose(self, flow: Flow, left: Left, now: float) -> list[FlowAction]:
+        """Let a worker go that the request counts on, now or later."""
+        key = left.worker.key
+        if flow.current == key:
+            role = "prefill" if flow.phase is Phase.PREFILL else "decode"
+            error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
+            return self._retry(flow, ErrorInfo.of(error), now, is_gone=not left.is_back)
+        if left.is_back:
+            return []
+        if flow.phase is Phase.PREFILL:  # another one is chosen when the prompt is computed
+            flow.decode = None
+            self._unclaim(flow, key)
+        elif flow.handoff is not None:  # the decode worker finds out by itself whether it still needs it
+            flow.handoff, flow.fallback_reason = None, "peer_lost"
+        return []
+
+    def _retry(self, flow: Flow, error: ErrorInfo, now: float, *, is_gone: bool) -> list[FlowAction]:
+        """Go on with a request that its present worker has failed: elsewhere, or once there is somebody; or end it.
+
+        ``is_gone`` says that the worker holds the request no more, and need not be told.
+        """
+        failed = flow.current
+        assert failed is not None, f"{flow.request_id} has no worker that could have failed it"
+        kind = retries.kind_of(flow)
+        actions: list[FlowAction] = []
+        if not is_gone:
+            actions.append(Send(failed, Abort(request_ids=(flow.wire_id,), reason=error.code)))
+        flow.num_retries += retries.counts(flow, error)
+        self._begin_try(flow, failed, error)
+        if flow.num_retries > self._max_retries:
+            return actions + self._fail_with(flow, error, now)
+        next_actions = self._hand_over(flow, now) if flow.num_output_tokens else self._start_again(flow, error, now)
+        if flow.error is None:
+            flow.retried.append(kind)
+            actions.append(Retried(flow.request_id, kind, error, failed, flow.current))
+        return actions + next_actions
+
+    def _begin_try(self, flow: Flow, failed: WorkerKey, error: ErrorInfo) -> None:
+        """Give the request a new name on the wire, and let go of the workers that have failed it."""
+        self._forget_try(flow)
+        flow.num_tries += 1
+        self._tries[flow.wire_id] = flow
+        flow.setback = error
+        flow.avoid.add(failed)
+        flow.shown.clear()
+        flow.decode = None
+        if flow.phase is Phase.PREFILL:
+            flow.prefill = None
+        self._unclaim_all(flow)
+
+    def _start_again(self, flow: Flow, error: ErrorInfo, now: float) -> list[FlowAction]:
+        """Begin from the start on another pair: the client has nothing yet, and gets the error if there is none."""
+        try:
+            route = choose_route(self._cluster.workers, _demand(flow))
+        except RequestError:
+            return self._fail_with(flow, error, now)
+        return [self._start(flow, route, now)]
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def _unexpected(self, sender: Worker, wire_id: str) -> list[FlowAction]:
+        """Stop a worker that is at work on something nobody waits for, once."""
+        if wire_id in self._ended:
+            return []
+        self._remember(wire_id)
+        return [Send(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
+
+    def _fail(self, flow: Flow, error: KVFerryError, now: float) -> list[FlowAction]:
+        return self._fail_with(flow, ErrorInfo.of(error), now)
+
+    def _fail_with(
+        self, flow: Flow, error: ErrorInfo, now: float, *, gone: WorkerKey | None = None, reason: str = ""
+    ) -> list[FlowAction]:
+        """Stop every leg but the one that is ``gone``, and tell the client."""
+        flow.error = error
+        stops = [action for action in self._stop_workers(flow, reason or error.code) if action.worker != gone]
+        return [*stops, Deliver(flow.request_id, Update(error=error)), self._end(flow, now)]
+
+    def _stop_workers(self, flow: Flow, reason: str) -> list[Send]:
+        """Abort the leg that has the request; release a hand-over that nobody may have read."""
+        current = flow.current
+        aborts = [Send(current, Abort(request_ids=(flow.wire_id,), reason=reason))] if current else []
+        return [*aborts, *_release(flow.prefill, flow.handoff)]
+
+    def _end(self, flow: Flow, now: float) -> Ended:
+        del self._flows[flow.request_id]
+        self._waiting.pop(flow.request_id, None)
+        self._forget_try(flow)
+        self._unclaim_all(flow)
+        return Ended(flow, now)
+
+    def _forget_try(self, flow: Flow) -> None:
+        del self._tries[flow.wire_id]
+        self._remember(flow.wire_id)
+
+    def _remember(self, wire_id: str) -> None:
+        self._ended[wire_id] = None
+        while len(self._ended) > _MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    # ---- places at workers -------------------------------------------------------------------------------------------
+
+    def _claim(self, flow: Flow, worker: Worker, num_choices: int) -> None:
+        """Count the request at a worker; a claim that it has there already is replaced."""
+        self._unclaim(flow, worker.key)
+        self._num_picks += 1
+        worker.last_picked = self._num_picks
+        worker.num_inflight += num_choices
+        flow.claims[worker.key] = Claim(worker, num_choices)
+
+    def _unclaim(self, flow: Flow, key: WorkerKey) -> None:
+        claim = flow.claims.pop(key, None)
+        if claim is not None:
+            claim.worker.num_inflight -= claim.num_choices
+
+    def _unclaim_all(self, flow: Flow) -> None:
+        for key in list(flow.claims):
+            self._unclaim(flow, key)
+
+
+def _demand(flow: Flow) -> Demand:
+    return Demand(num_tokens=flow.submission.num_tokens, num_choices=len(flow.live_choices), avoid=frozenset(flow.avoid))
+
+
+def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:
+    return [Send(prefill, Release(transfer_ids=(handoff.transfer_id,)))] if prefill and handoff else []
+
+
+def _renew_interval(handoff: KVHandoff) -> float:
+    return handoff.lease_ms / 3000  # a third of the lease in seconds: two renewals may get lost

@@ -1,0 +1,97 @@
+"""Who is let in, and how requests are spread."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import ContextTooLong, Overloaded
+from core.wire.messages import Generate
+from router.flow import Phase
+
+
+def test_requests_beyond_the_limit_are_refused(make_bench):
+    bench = make_bench("a0")
+    for number in range(3):
+        bench.submit(f"r{number}")
+    with pytest.raises(Overloaded):
+        bench.submit("r3")
+    bench.do(bench.machine.abort("r0", "client", 0.0))
+    bench.submit("r3")
+
+
+def test_a_refused_request_leaves_no_trace(pair):
+    with pytest.raises(ContextTooLong):
+        pair.submit(prompt=95)
+    pair.assert_idle()
+    assert pair.to("p0", Generate) == []
+
+
+def test_requests_are_spread_over_equal_workers(make_bench):
+    bench = make_bench("p0", "p1", "d0", "d1")
+    bench.submit("r1")
+    bench.submit("r2")
+    assert len(bench.to("p0", Generate)) == len(bench.to("p1", Generate)) == 1
+    bench.prefill_done("r1", "p0")
+    bench.prefill_done("r2", "p1")
+    assert len(bench.to("d0", Generate)) == len(bench.to("d1", Generate)) == 1
+
+
+def test_phases_are_counted(pair):
+    pair.submit("r1")
+    pair.submit("r2")
+    pair.prefill_done("r2")
+    flows = pair.machine.flows
+    assert [flows.count(phase) for phase in Phase] == [1, 1, 0]
+    pair.tokens(1, 51, request_id="r2")
+    assert [flows.count(phase) for phase in Phase] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("full", ["p0", "d0"])
+def test_a_request_is_refused_before_anything_is_computed_if_no_worker_of_a_role_has_room(make_bench, full):
+    bench = make_bench()
+    for name in ("p0", "d0"):
+        bench.join(name, max_num_choices=2 if name == full else 100)
+    bench.submit("r1", n=2)
+    with pytest.raises(Overloaded):
+        bench.submit("r2")
+    assert [message.request_id for message in bench.to("p0", Generate)] == ["r1"]
+    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.submit("r3")
+
+
+def test_choices_count_until_their_worker_is_done_with_them(make_bench):
+    bench = make_bench()
+    bench.join("p0", max_num_choices=2)
+    bench.join("d0", max_num_choices=4)
+    bench.submit("r1", n=2)
+    bench.prefill_done("r1", n=2)
+    bench.submit("r2", n=2)
+    bench.prefill_done("r2", n=2)
+    with pytest.raises(Overloaded):
+        bench.submit("r3")
+    bench.tokens(1, 60, request_id="r1", index=0, finish_reason="stop")
+    with pytest.raises(Overloaded):
+        bench.submit("r3")
+    bench.tokens(1, 60, request_id="r1", index=1, finish_reason="stop")
+    bench.submit("r3")
+
+
+def test_load_that_another_router_has_brought_counts(make_bench):
+    bench = make_bench("p0")
+    bench.join("d0", max_num_choices=10)
+    bench.heartbeat("d0", num_running=4, num_waiting=6)
+    with pytest.raises(Overloaded):
+        bench.submit()
+    bench.heartbeat("d0", num_running=4, num_waiting=5)
+    bench.submit()
+
+
+def test_a_full_decode_worker_is_passed_over(make_bench):
+    bench = make_bench("p0")
+    bench.join("d0", max_num_choices=1, max_num_seqs=1000)
+    bench.join("d1", max_num_choices=10, max_num_seqs=1)
+    for request_id in ("r1", "r2", "r3"):
+        bench.submit(request_id)
+        bench.prefill_done(request_id)
+    assert [message.request_id for message in bench.to("d0", Generate)] == ["r1"]
+    assert [message.request_id for message in bench.to("d1", Generate)] == ["r2", "r3"]

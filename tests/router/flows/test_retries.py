@@ -1,0 +1,509 @@
+"""Workers that are lost, refuse or fail: who goes on, with what, and what the client sees of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import NoWorker
+from core.wire.messages import (
+    Abort,
+    ErrorInfo,
+    Generate,
+    Heartbeat,
+    Registered,
+    Release,
+    Renew,
+    TokenLogprobs,
+    Tokens,
+    TransferUsage,
+    Usage,
+)
+
+FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", http_status=429, retryable=True)
+DRAINING = ErrorInfo(code="no_worker", message="worker is draining", http_status=503, retryable=True)
+DEAD = ErrorInfo(code="engine_dead", message="the engine died", http_status=503, retryable=True)
+STALE = ErrorInfo(code="stale", message="the seal is another one", http_status=502, retryable=True)
+WRONG = ErrorInfo(code="invalid_request", message="no such token", http_status=400)
+BROKEN = ErrorInfo(code="internal_error", message="a bug", http_status=500)
+
+
+# ---- before the first token ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+def test_a_prefill_worker_that_goes_or_refuses_is_replaced_without_the_client_s_notice(make_bench, how):
+    bench = make_bench("p0", "d0", "p1")
+    bench.submit()
+    if how == "lost":
+        bench.leave("p0")
+    else:
+        bench.fails("p0", how)
+    again = bench.generated("p1")
+    assert (again.request_id, again.handoff, again.kv_handoff) == ("r1.2", True, None)
+    assert again.sampling == bench.to("p0", Generate)[0].sampling, "the seed included"
+    bench.prefill_done("r1.2", "p1")
+    bench.tokens(1, 51, request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51]
+    assert bench.ended["r1"].flow.error is None
+    assert bench.kinds() == ["prefill"]
+    bench.assert_idle()
+
+
+def test_the_decode_worker_of_a_pair_is_chosen_again_with_it(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.join("p1", model_fingerprint=b"v2")
+    bench.join("d1", model_fingerprint=b"v2")
+    bench.submit()
+    bench.leave("p0")
+    bench.prefill_done("r1.2", "p1")
+    assert bench.to("d0", Generate) == []
+    assert bench.generated("d1").kv_handoff is not None
+
+
+def test_a_lost_aggregated_worker_is_replaced_before_its_first_token(make_bench):
+    bench = make_bench("a0", "a1")
+    bench.submit()
+    bench.leave("a0")
+    assert (bench.generated("a1").request_id, bench.generated("a1").choices) == ("r1.2", ())
+    bench.tokens(0, 50, peer="a1", request_id="r1.2", finish_reason="stop")
+    assert bench.output() == [50]
+    bench.assert_idle()
+
+
+def test_without_another_pair_the_client_gets_the_error_itself(pair):
+    pair.submit("r1")
+    pair.leave("p0")
+    assert (pair.error("r1").code, pair.error("r1").http_status, pair.error("r1").retryable) == ("peer_lost", 502, True)
+    assert "prefill worker p0 was lost" in pair.error("r1").message
+    pair.join("p0", incarnation=2)
+    pair.submit("r2")
+    pair.fails("p0", FULL, "r2")
+    assert pair.error("r2") == FULL
+    assert pair.retries == []
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("error", [WRONG, BROKEN, STALE], ids=lambda error: error.code)
+@pytest.mark.parametrize("has_first_token", [False, True])
+def test_what_another_worker_would_not_do_better_is_not_retried(make_bench, error, has_first_token):
+    bench = make_bench("p0", "p1", "d0", "d1")
+    bench.submit()
+    if has_first_token:
+        bench.prefill_done()
+    bench.fails("d0" if has_first_token else "p0", error)
+    assert bench.error() == error
+    assert bench.to("p1", Generate) == bench.to("d1", Generate) == []
+    assert len(bench.to("p0", Release)) == has_first_token
+    bench.assert_idle()
+
+
+def test_the_number_of_retries_is_bounded(make_bench):
+    bench = make_bench("p0", "p1", "p2", "p3", "d0", max_retries=2)
+    bench.submit()
+    for number, name in enumerate(["p0", "p1", "p2"]):
+        assert bench.error() is None if bench.updates else True
+        assert bench.generated(name).request_id == ("r1" if not number else f"r1.{number + 1}")
+        bench.leave(name)
+    assert "prefill worker p2 was lost" in bench.error().message
+    assert bench.to("p3", Generate) == []
+    bench.assert_idle()
+
+
+def test_a_worker_that_refused_gets_nothing_until_its_next_heartbeat(make_bench):
+    bench = make_bench("p0", "p1", "d0")
+    bench.submit("r1")
+    bench.fails("p0", FULL)
+    bench.submit("r2")
+    assert [message.request_id for message in bench.to("p0", Generate)] == ["r1"]
+    bench.heartbeat("p0")
+    bench.submit("r3")
+    assert bench.generated("p0").request_id == "r3"
+
+
+def test_the_result_of_a_try_that_was_given_up_is_released(make_bench):
+    bench = make_bench("p0", "p1", "d0")
+    bench.submit()
+    bench.receive("p0-again", Heartbeat(engine_id="p0", incarnation=1))
+    assert bench.to("p0-again", Abort) == [Abort(request_ids=("r1",), reason="peer_lost")]
+    assert bench.generated("p1").request_id == "r1.2"
+    bench.prefill_done("r1", "p0-again", kv_handoff=bench.handoff())
+    assert bench.to("p0-again", Release) == [Release(transfer_ids=("t-r1",))]
+    assert bench.updates == {}
+
+
+def test_a_worker_alone_on_a_new_connection_drops_what_was_lost_and_starts_again(make_bench):
+    bench = make_bench("a0")
+    bench.submit()
+    bench.receive("a0-again", Heartbeat(engine_id="a0", incarnation=1))
+    assert bench.to("a0-again", Abort) == [Abort(request_ids=("r1",), reason="peer_lost")]
+    assert bench.generated("a0-again").request_id == "r1.2"
+    assert bench.to("a0-again", Registered)
+    bench.tokens(0, 9, peer="a0-again", request_id="r1")
+    bench.tokens(0, 50, peer="a0-again", request_id="r1.2", finish_reason="stop")
+    assert bench.output() == [50]
+    bench.assert_idle()
+
+
+def test_an_unreachable_worker_is_dropped_once(make_bench):
+    bench = make_bench("a0")
+    bench.submit()
+    bench.do(bench.machine.on_unreachable(b"a0", 0.0))
+    assert bench.error().code == "peer_lost"
+    assert bench.machine.on_unreachable(b"a0", 0.0) == []
+
+
+# ---- between the first token and the decode worker's ---------------------------------------------------------------------
+
+
+def test_losing_the_prefill_worker_after_the_first_token_leaves_the_request_alone(pair):
+    pair.submit()
+    pair.prefill_done()
+    pair.leave("p0")
+    pair.tick(25.0)
+    pair.tokens(1, 51, finish_reason="length")
+    assert pair.ended["r1"].flow.error is None
+    assert pair.retries == []
+    pair.assert_idle()
+
+
+def test_a_prefill_worker_s_failure_after_the_first_token_is_not_the_client_s_business(pair):
+    pair.submit()
+    pair.prefill_done()
+    pair.fails("p0", BROKEN)
+    pair.tokens(1, 51, finish_reason="length")
+    assert pair.ended["r1"].flow.error is None
+
+
+@pytest.mark.parametrize("how", ["leaves", "drains"])
+def test_a_reserved_decode_worker_that_goes_is_replaced(make_bench, how):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit()
+    if how == "leaves":
+        bench.leave("d0")
+    else:
+        bench.heartbeat("d0", is_draining=True)
+    bench.prefill_done()
+    assert bench.to("d0", Generate) == []
+    assert bench.generated("d1").request_id == "r1", "it is still the first try"
+    bench.tokens(1, 51, peer="d1", finish_reason="length")
+    assert bench.ended["r1"].flow.error is None
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+def test_the_same_hand_over_goes_to_another_decode_worker(make_bench, how):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit()
+    bench.prefill_done()
+    bench.now = 20.0
+    if how == "lost":
+        bench.leave("d0")
+    else:
+        bench.fails("d0", how)
+    again = bench.generated("d1")
+    assert (again.request_id, again.kv_handoff, again.deadline_ms) == ("r1.2", bench.handoff(), 40_000)
+    assert [choice.output_token_ids for choice in again.choices] == [(50,)]
+    assert bench.to("p0", Release) == []
+    bench.tick(21.0)
+    assert bench.to("p0", Renew) == [Renew(transfer_ids=("t-r1",))]
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51]
+    assert bench.kinds() == ["handover"]
+    bench.assert_idle()
+
+
+def test_choices_that_have_begun_go_on_with_the_hand_over_that_the_others_still_need(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit(n=3)
+    bench.prefill_done(n=3)
+    bench.tokens(1, 60, 61, index=0)
+    bench.tokens(1, 70, index=1, finish_reason="stop")
+    bench.leave("d0")
+    again = bench.generated("d1")
+    assert again.kv_handoff == bench.handoff()
+    assert [(choice.index, choice.output_token_ids) for choice in again.choices] == [(0, (50, 60, 61)), (2, (52,))]
+    assert bench.kinds() == ["replay"]
+
+
+def test_a_refusal_by_a_decode_worker_uses_up_no_retry(make_bench):
+    bench = make_bench("p0", "d0", "d1", "d2", max_retries=0)
+    bench.submit()
+    bench.prefill_done()
+    bench.fails("d0", FULL)
+    bench.fails("d1", DRAINING, "r1.2")
+    assert bench.generated("d2").request_id == "r1.3"
+    bench.leave("d2")
+    assert "decode worker d2 was lost" in bench.error().message
+
+
+def test_a_request_with_a_token_waits_for_room_and_keeps_its_lease(make_bench):
+    bench = make_bench("p0", "d0", request_timeout_s=50.0)
+    bench.submit()
+    bench.prefill_done()
+    bench.fails("d0", FULL)
+    assert bench.machine.flows.num_waiting == 1
+    assert "r1" not in bench.ended
+    for now in range(1, 40):
+        bench.now = float(now)
+        bench.heartbeat("p0")
+        bench.heartbeat("d0")
+        bench.machine.cluster.by_peer(b"d0").is_refusing = True
+        bench.do(bench.machine.on_timer(bench.now))
+    assert len(bench.to("p0", Renew)) == 3
+    bench.tick(41.0)
+    assert bench.generated("d0").kv_handoff == bench.handoff()
+    bench.tokens(1, 51, request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51]
+    bench.assert_idle()
+
+
+def test_a_request_that_waits_for_room_ends_at_its_deadline(make_bench):
+    bench = make_bench("p0", "d0", request_timeout_s=15.0)
+    bench.submit()
+    bench.prefill_done()
+    bench.fails("d0", FULL)
+    for now in (5.0, 10.0, 14.0, 15.0):
+        bench.now = now
+        bench.heartbeat("p0")
+        bench.heartbeat("d0")
+        bench.machine.cluster.by_peer(b"d0").is_refusing = True
+        bench.do(bench.machine.on_timer(now))
+    assert bench.error().code == "deadline_exceeded"
+    assert bench.to("p0", Release)
+    bench.assert_idle()
+
+
+def test_a_request_whose_decode_workers_are_all_gone_waits_for_one_to_come(pair):
+    pair.submit()
+    pair.prefill_done()
+    pair.leave("d0")
+    pair.tick(9.0)
+    pair.join("d0", incarnation=2)
+    assert pair.generated("d0").kv_handoff == pair.handoff()
+    pair.tokens(1, 51, request_id="r1.2", finish_reason="length")
+    assert pair.output() == [50, 51]
+    pair.assert_idle()
+
+
+def test_a_request_for_which_nobody_comes_ends_with_the_reason_and_no_lease(pair):
+    pair.submit()
+    pair.prefill_done()
+    pair.leave("d0")
+    pair.tick(9.9)
+    assert "r1" not in pair.ended
+    pair.tick(10.0)
+    assert (pair.error().code, pair.error().http_status) == (NoWorker.code, 503)
+    assert "decode worker d0 was lost" in pair.error().message
+    assert "for 10 s" in pair.error().message
+    assert pair.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    pair.assert_idle()
+
+
+def test_a_request_without_a_decode_worker_from_the_start_of_its_hand_over_waits_as_well(pair):
+    pair.submit()
+    pair.leave("d0")
+    pair.prefill_done()
+    assert pair.output() == [50]
+    pair.tick(10.0)
+    assert pair.error().code == NoWorker.code
+    assert pair.to("p0", Release)
+    pair.assert_idle()
+
+
+def test_waiting_requests_are_served_in_the_order_in_which_they_began_to_wait(make_bench):
+    bench = make_bench("p0", "d0")
+    for request_id in ("r1", "r2"):
+        bench.submit(request_id)
+        bench.prefill_done(request_id)
+    bench.leave("d0")
+    bench.join("d1", max_num_choices=1)
+    assert [message.request_id for message in bench.to("d1", Generate)] == ["r1.2"]
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", finish_reason="stop")
+    bench.tick(1.0)
+    assert [message.request_id for message in bench.to("d1", Generate)] == ["r1.2", "r2.2"]
+
+
+def test_without_its_prefill_worker_the_next_decode_worker_computes_the_prompt(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit()
+    bench.prefill_done()
+    bench.leave("p0")
+    bench.leave("d0")
+    again = bench.generated("d1")
+    assert again.kv_handoff is None
+    assert [choice.output_token_ids for choice in again.choices] == [(50,)]
+    usage = Usage(num_cached_tokens=3, kv_transfer=TransferUsage(queue_ms=1.0))
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=usage)
+    cost = bench.updates["r1"][-1].handover.cost
+    assert (cost.recomputed_tokens, cost.fallback_reason) == (7, "peer_lost")
+
+
+def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
+    bench = make_bench("p0", "d0", "a0")
+    bench.heartbeat("a0", num_running=50)
+    bench.submit()
+    bench.prefill_done()
+    bench.leave("d0")
+    assert bench.generated("a0").kv_handoff is None
+    assert [choice.output_token_ids for choice in bench.generated("a0").choices] == [(50,)]
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    bench.tokens(1, 51, peer="a0", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
+    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "layout"
+
+
+# ---- in mid-stream: replay -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["lost", DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+def test_a_stream_goes_on_with_another_decode_worker_that_computes_all_of_it(make_bench, how):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit(max_tokens=9)
+    bench.prefill_done()
+    bench.tokens(1, 51, 52)
+    if how == "lost":
+        bench.join("d0", incarnation=2, model_fingerprint=b"another model")
+    else:
+        bench.fails("d0", how)
+    again = bench.generated("d1")
+    assert (again.request_id, again.kv_handoff, again.handoff) == ("r1.2", None, False)
+    assert [choice.output_token_ids for choice in again.choices] == [(50, 51, 52)]
+    assert (again.sampling, again.prompt_token_ids) == (bench.generated("p0").sampling, bench.generated("p0").prompt_token_ids)
+    assert bench.to("p0", Release) == [], "the lost worker has read and released it"
+    bench.tokens(3, 53, peer="d1", request_id="r1.2")
+    bench.tokens(4, 54, peer="d1", request_id="r1.2", finish_reason="stop")
+    assert bench.output() == [50, 51, 52, 53, 54]
+    assert [update.error for update in bench.updates["r1"]] == [None] * 4
+    assert bench.kinds() == ["replay"]
+    bench.assert_idle()
+
+
+def test_only_live_choices_are_replayed_each_from_its_own_position(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit(n=3)
+    bench.prefill_done(n=3)
+    bench.tokens(1, 60, index=0, finish_reason="stop")
+    bench.tokens(1, 61, index=1)
+    bench.tokens(1, 62, 63, index=2)
+    bench.leave("d0")
+    starts = [(choice.index, choice.output_token_ids) for choice in bench.generated("d1").choices]
+    assert starts == [(1, (51, 61)), (2, (52, 62, 63))]
+    assert bench.machine.cluster.by_peer(b"d1").num_inflight == 2
+    bench.tokens(2, 71, index=1, peer="d1", request_id="r1.2", finish_reason="stop")
+    bench.tokens(3, 72, index=2, peer="d1", request_id="r1.2", finish_reason="length")
+    assert [bench.output(index=index) for index in range(3)] == [[50, 60], [51, 61, 71], [52, 62, 63, 72]]
+    assert bench.ended["r1"].flow.finish_reasons == ["stop", "stop", "length"]
+    bench.assert_idle()
+
+
+def test_an_aggregated_worker_lost_in_mid_stream_is_replaced_by_whoever_can_generate(make_bench):
+    bench = make_bench("a0")
+    bench.submit(n=2, prompt_logprobs=1)
+    bench.tokens(0, 50, peer="a0", usage=Usage(num_cached_tokens=2, prompt_logprobs=(None,)))
+    bench.join("d0")
+    bench.leave("a0")
+    again = bench.generated("d0")
+    assert [(choice.index, choice.output_token_ids) for choice in again.choices] == [(0, (50,)), (1, ())]
+    assert again.sampling.prompt_logprobs is None, "they have been told"
+    bench.tokens(1, 51, request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
+    assert bench.output() == [50, 51]
+    assert bench.updates["r1"][-1].handover is None, "there never was one"
+
+
+def test_a_stream_never_goes_on_with_another_model(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.join("d1", model_fingerprint=b"v2")
+    bench.join("a1", model_fingerprint=b"v2", max_num_seqs=1)
+    bench.heartbeat("a1", num_running=9)
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(1, 51)
+    bench.leave("d0")
+    bench.tick(10.0)
+    assert bench.to("d1", Generate) == bench.to("a1", Generate) == []
+    assert bench.error().code == NoWorker.code
+
+
+def test_lost_tokens_are_computed_again(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(3, 53)
+    assert bench.to("d0", Abort) == [Abort(request_ids=("r1",), reason="protocol_error")]
+    assert "tokens 1 to 2 of choice 0 were lost" in bench.retries[0].error.message
+    assert [choice.output_token_ids for choice in bench.generated("d1").choices] == [(50,)]
+    bench.tokens(4, 54)
+    bench.tokens(1, 51, 52, 53, peer="d1", request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51, 52, 53]
+    bench.assert_idle()
+
+
+def test_what_came_with_a_gap_in_one_frame_is_not_lost_itself(handed_over):
+    frame = [Tokens("r1", 0, 1, (60,)), Tokens("r1", 1, 2, (72,)), Tokens("r1", 0, 2, (61,))]
+    handed_over.receive("d0", frame)
+    assert (handed_over.output(index=0), handed_over.output(index=1)) == ([50, 60], [51])
+    again = handed_over.generated("d0")
+    assert (again.request_id, [choice.output_token_ids for choice in again.choices]) == ("r1.2", [(50, 60), (51,)])
+
+
+def test_a_gap_that_comes_again_and_again_ends_the_request(make_bench):
+    bench = make_bench("p0", "d0", max_retries=1)
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(3, 54)
+    bench.tokens(3, 54, request_id="r1.2")
+    assert bench.error().code == "protocol_error"
+    assert bench.to("d0", Abort)[-1].request_ids == ("r1.2",)
+    bench.assert_idle()
+
+
+def test_late_tokens_of_a_lost_try_are_not_mistaken_for_the_present_one(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(1, 51)
+    bench.receive("d0-again", Heartbeat(engine_id="d0", incarnation=1))
+    bench.tokens(2, 99, peer="d0-again")
+    bench.tokens(2, 52, peer="d0-again", request_id="r1.2")
+    assert bench.output() == [50, 51, 52]
+
+
+def test_a_silent_worker_is_replaced_within_the_heartbeat_timeout(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(1, 51)
+    bench.now = 5.2
+    bench.heartbeat("p0")
+    bench.heartbeat("d1")
+    bench.do(bench.machine.on_timer(5.2))
+    assert "decode worker d0 was lost: no heartbeat" in bench.retries[0].error.message
+    assert bench.generated("d1").request_id == "r1.2"
+
+
+def test_logprobs_of_the_second_worker_continue_those_of_the_first(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit(logprobs=1)
+    bench.prefill_done()
+    entries = [TokenLogprobs((token, token), (-0.5, -0.5), 1) for token in (51, 52)]
+    bench.tokens(1, 51, logprobs=(entries[0],))
+    bench.leave("d0")
+    bench.tokens(1, 51, 52, logprobs=tuple(entries), peer="d1", request_id="r1.2")
+    told = [entry for update in bench.updates["r1"] for choice in update.choices for entry in choice.logprobs or ()]
+    assert told == entries
+
+
+def test_the_report_says_how_often_and_keeps_what_the_first_try_cost(make_bench):
+    bench = make_bench("p0", "d0", "d1", "d2")
+    bench.submit()
+    bench.prefill_done()
+    bench.fails("d0", FULL)
+    loaded = TransferUsage(transport="shm", transferred_tokens=10, transferred_bytes=2048, verified_blocks=1)
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=loaded))
+    bench.leave("d1")
+    usage = Usage(num_cached_tokens=0, kv_transfer=TransferUsage(queue_ms=3.0))
+    bench.tokens(2, 52, peer="d2", request_id="r1.3", usage=usage, finish_reason="length")
+    report = bench.updates["r1"][-1].handover
+    assert report.cost == loaded
+    assert (report.num_retries, report.num_replays) == (2, 1)
+    assert [retried.successor.engine_id for retried in bench.retries] == ["d1", "d2"]
+    assert bench.ended["r1"].flow.retried == ["handover", "replay"]
