@@ -263,7 +263,7 @@ class Flows:
         if flow.handoff is None or can_read:
             return []
         releases = _release(flow.prefill, flow.handoff)
-        flow.handoff, flow.fallback_reason = None, "layout"
+        flow.handoff, flow.fallback_reason = None, "peer_lost" if prefill is None else "layout"
         return releases
 
     def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:

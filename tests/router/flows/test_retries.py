@@ -338,6 +338,18 @@ def test_without_its_prefill_worker_the_next_decode_worker_computes_the_prompt(m
     assert (cost.recomputed_tokens, cost.fallback_reason) == (7, "peer_lost")
 
 
+@pytest.mark.parametrize("workers", [("d0", "p0", "d1"), ("p0", "d0", "d1")], ids="-".join)
+def test_a_pair_that_falls_silent_together_is_lost_whichever_is_missed_first(make_bench, workers):
+    bench = make_bench(*workers)
+    bench.submit()
+    bench.prefill_done()
+    for bench.now in range(1, 7):
+        bench.heartbeat("d1")
+        bench.do(bench.machine.on_timer(bench.now))
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
+    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "peer_lost"
+
+
 def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
     bench = make_bench("p0", "d0", "a0")
     bench.heartbeat("a0", num_running=50)
