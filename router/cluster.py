@@ -103,7 +103,8 @@ ClusterAction = Reply | Joined | Left
 class Cluster:
     """The workers that this router may use.
 
-    ``model`` is the name that clients use; a worker of another model is refused. Times are seconds of one monotonic clock.
+    ``model`` is the name that clients use; a worker of another model is refused. ``welcome`` is what a member is told. Times
+    are seconds of one monotonic clock.
     """
 
     def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
@@ -111,7 +112,7 @@ class Cluster:
         self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
         self._last_tick: float | None = None
-        self._welcome = Registered(
+        self.welcome = Registered(
             router_id=router_id,
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
@@ -157,7 +158,7 @@ class Cluster:
             self._workers[facts.engine_id] = worker
             self._by_peer[peer] = worker
             actions.append(Joined(worker))
-        return [*actions, Reply(peer, self._welcome)]
+        return [*actions, Reply(peer, self.welcome)]
 
     def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[ClusterAction]:
         """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
@@ -173,7 +174,7 @@ class Cluster:
         worker.kv_cache_usage = heartbeat.kv_cache_usage
         worker.is_draining = heartbeat.is_draining
         worker.is_refusing = False
-        return [*actions, Reply(peer, self._welcome)]
+        return [*actions, Reply(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
         """Let a worker go."""

@@ -107,6 +107,10 @@ class RouterMachine:
         worker = self.cluster.by_peer(peer)
         return self._after(self.cluster.on_broken(worker, "its connection is gone"), now) if worker is not None else []
 
+    def greet_all(self) -> list[Action]:
+        """Say something harmless to every worker: a connection that is gone shows when a message cannot be sent."""
+        return [Transmit(worker.peer, self.cluster.welcome) for worker in self.cluster.workers]
+
     # ---- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now: float) -> list[Action]:

@@ -31,6 +31,7 @@ from router.policy import unpaired
 logger = logging.getLogger(__name__)
 
 _FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
+_RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
 _ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -97,6 +98,7 @@ class RouterService:
         self._listeners: dict[str, _Listener] = {}
         self._context: AsyncContext | None = None
         self._socket: AsyncSocket | None = None
+        self._monitor: AsyncSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._unpaired: set[WorkerKey] = set()
         self._is_idle = asyncio.Event()
@@ -119,7 +121,9 @@ class RouterService:
         except KVFerryError:
             self._close()
             raise
-        self._tasks = [asyncio.create_task(self._receive(self._socket)), asyncio.create_task(self._tick())]
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        work = (self._receive(self._socket), self._tick(), self._watch_connections(self._monitor))
+        self._tasks = [asyncio.create_task(task) for task in work]
 
     async def stop(self) -> None:
         """Abort what is left, tell the workers, and close the socket. Idempotent."""
@@ -134,6 +138,10 @@ class RouterService:
         self._close()
 
     def _close(self) -> None:
+        if self._socket is not None and self._monitor is not None:
+            self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
+            self._monitor.close(linger=0)
+            self._monitor = None
         if self._socket is not None:
             self._socket.close(linger=200)  # ms: the last aborts still leave
             self._socket = None
@@ -205,6 +213,18 @@ class RouterService:
         while True:
             await asyncio.sleep(self._tick_s)
             self._guard(self.machine.on_timer, self._clock.now())
+
+    async def _watch_connections(self, monitor: AsyncSocket) -> None:
+        """Notice the death of a worker's process at once, not by its silence.
+
+        ZeroMQ tells that a connection was lost, but not whose; sending to that worker fails from then on.
+        """
+        while True:
+            await monitor.recv_multipart()
+            await asyncio.sleep(_RECONNECT_S)
+            while await monitor.poll(0):
+                await monitor.recv_multipart()
+            self._guard(self.machine.greet_all)
 
     def _on_parts(self, parts: list[bytes]) -> None:
         """Handle one message of a worker; nothing it sends may end the router."""

@@ -165,12 +165,12 @@ async def test_a_worker_that_reconnects_keeps_its_membership_and_starts_its_requ
     assert len(list(under_test.router.service.machine.cluster.workers)) == 1
 
 
-async def test_a_vanished_connection_is_noticed_by_the_next_message(start_router):
+async def test_a_message_that_cannot_be_sent_shows_that_a_worker_is_gone(start_router):
     under_test = await start_router(has_http=False)
     worker = await under_test.add("aggregated")
-    await worker.kill()
     service = under_test.router.service
     (member,) = service.machine.cluster.workers
+    worker.disconnect()
 
     def is_noticed() -> bool:
         service._perform([Transmit(member.peer, Registered(router_id="probe"))])
@@ -178,6 +178,18 @@ async def test_a_vanished_connection_is_noticed_by_the_next_message(start_router
 
     await under_test.until(is_noticed)
     assert "no worker has registered" in (await complete(under_test)).text
+
+
+async def test_a_worker_whose_process_dies_is_missed_at_once_not_by_its_silence(start_router):
+    under_test = await start_router(has_http=False, heartbeat_timeout_s=600.0)
+    prefill, _ = await under_test.pair()
+    prefill.script.is_silent = True
+    call = asyncio.create_task(complete(under_test))
+    await prefill.generated()
+    successor = await under_test.add("prefill")
+    await prefill.kill()
+    assert (await call).status_code == 200
+    assert successor.messages(Generate)
 
 
 async def test_spreads_requests_over_workers(start_router):
