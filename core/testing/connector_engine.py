@@ -127,7 +127,7 @@ class ConnectorEngine:
         self.scheduler.bind_kv_cache_manager(self.manager)
         self.worker.register_kv_caches(self.pool.region)
         loop = asyncio.get_running_loop()
-        self.worker.set_wakeup(lambda: _call_if_open(loop, self._wake.set))
+        self.worker.set_wakeup(lambda: call_if_open(loop, self._wake.set))
 
     # ---- producer ----------------------------------------------------------------------------------------------------
 
@@ -313,6 +313,7 @@ class ConnectorEngine:
         self._aborted.discard(request.request_id)
 
 
-def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+def call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Call back in the event loop, from any thread; not at all once the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

@@ -27,6 +27,7 @@ from core.connector import KVConnectorWorker, KVPoolRegion
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from core.testing.connector_engine import MemoryPool
 from core.wire.kv import KVLayoutInfo
 
 SLOT_BYTES = 8  # of the layout below: a key and a value of one float32 each
@@ -106,7 +107,7 @@ class HashModel:
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
     transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
-    ``incarnation`` is what they say of this life.
+    ``incarnation`` is what they say of this life. ``memory`` holds pool and seals where transports want them: in memory files.
     """
 
     def __init__(
@@ -116,11 +117,20 @@ class HashModel:
         connector_worker: KVConnectorWorker | None = None,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         incarnation: int = 0,
+        memory: MemoryPool | None = None,
     ) -> None:
+        layout = hash_model_layout(block_size)
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.rows: npt.NDArray[np.uint8] = np.full((num_blocks, block_size * SLOT_BYTES), _NEVER_WRITTEN, dtype=np.uint8)
-        self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(hash_model_layout(block_size)))
+        self.rows: npt.NDArray[np.uint8]
+        if memory is not None:
+            self.rows, self.seals = memory.rows, memory.seals
+        else:
+            self.rows = np.empty((num_blocks, layout.block_bytes), dtype=np.uint8)
+            self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(layout))
+        assert self.rows.shape == (num_blocks, layout.block_bytes)
+        self.rows[:] = _NEVER_WRITTEN
+        self._memory = memory
         self._batch: dict[str, _Row] = {}
         self._connector_worker = connector_worker
         if connector_worker is not None:
@@ -129,6 +139,8 @@ class HashModel:
     @property
     def region(self) -> KVPoolRegion:
         """The pool as connectors see it."""
+        if self._memory is not None:
+            return self._memory.region
         num_blocks, block_bytes = self.rows.shape
         return KVPoolRegion(
             base_address=self.rows.ctypes.data,

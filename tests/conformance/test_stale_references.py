@@ -1,0 +1,74 @@
+"""No stale reference changes an output token, over every transport of connector p2p.
+
+To run a transport of your own through it, derive from ``P2PStaleReferences`` and return yours from ``create``; for a connector
+of your own, derive from ``core.testing.stale_reference_suite.StaleReferenceSuite`` and make it there.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.transport.nixl import NixlTransport
+from connectors.p2p.transports import TransportSettings, create_transport
+from connectors.registry import ConnectorContext
+from core.clock import SystemClock
+from core.config import ConnectorSection
+from core.ids import RandomIds
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
+from core.transport import Transport
+
+
+class P2PStaleReferences(StaleReferenceSuite):
+    """The suite over one transport, by the name under which it is configured."""
+
+    transport: ClassVar[str]
+
+    def make_connector(self, worker: SuiteWorker) -> P2PConnector:
+        context = ConnectorContext(
+            role=worker.role,
+            engine_id=f"{worker.role}-{worker.incarnation}",
+            incarnation=worker.incarnation,
+            model_fingerprint=worker.model_fingerprint,
+            layout=worker.layout,
+            config=ConnectorSection(transports=(self.transport,), kv_verify="identity"),
+            control_address="tcp://127.0.0.1:0",
+            advertise_host="",
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+        )
+        return P2PConnector(context, self.create)
+
+    def create(self, name: str, settings: TransportSettings) -> Transport:
+        return create_transport(name, settings)
+
+
+class TestInproc(P2PStaleReferences):
+    transport = "inproc"
+
+    @pytest.fixture(autouse=True)
+    def _fabric(self):
+        self.fabric = InprocFabric()
+
+    def create(self, name, settings):
+        return InprocTransport(self.fabric)
+
+
+class TestTcp(P2PStaleReferences):
+    transport = "tcp"
+
+
+class TestShm(P2PStaleReferences):
+    transport = "shm"
+
+
+@pytest.mark.skipif(
+    NixlTransport(RandomIds(), "probe").unavailable_reason() is not None, reason="NIXL is not installed: the extra 'nixl'"
+)
+class TestNixl(P2PStaleReferences):
+    transport = "nixl"
