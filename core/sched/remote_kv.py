@@ -58,14 +58,14 @@ def update_from_kv_xfer_finished(state: SchedulerState, output: KVConnectorOutpu
     A finished request may wait for both, a load that can still write and a reader; the last one frees. Reports that nobody
     waits for (late, or told twice) are counted and change nothing.
     """
-    for request_id in output.finished_recving:
+    for request_id in sorted(output.finished_recving):  # the order in which blocks are freed must not depend on hashing
         request = state.requests.get(request_id)
         is_loading = request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and request_id not in state.finished_recving_kv_req_ids:
             state.finished_recving_kv_req_ids.add(request_id)
         else:
             _end_wait(state, state.awaiting_recving, request_id)
-    for request_id in output.finished_sending:
+    for request_id in sorted(output.finished_sending):
         _end_wait(state, state.awaiting_sending, request_id)
 
 
