@@ -79,6 +79,10 @@ class Connector(ABC):
         """Return how many blocks are held for readers."""
         return 0
 
+    def longest_lease_s(self) -> float:
+        """Return how long the last of these blocks is held, unless its reader asks for more time."""
+        return 0.0
+
 
 ConnectorFactory = Callable[[ConnectorContext], Connector]
 

@@ -172,6 +172,10 @@ class P2PConnector(Connector):
         """Return how many blocks are held for readers."""
         return self._node.num_leased_blocks if self._node is not None else 0
 
+    def longest_lease_s(self) -> float:
+        """Return how long the last of the blocks is held for readers, unless they renew."""
+        return self._node.longest_lease_s() if self._node is not None else 0.0
+
     def num_loading_blocks(self) -> int:
         """Return how many blocks belong to loads that are not over."""
         return self._node.num_loading_blocks if self._node is not None else 0

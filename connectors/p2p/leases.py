@@ -117,6 +117,11 @@ class LeaseTable:
         """End every lease, in the order of their grants, and return the request ids."""
         return self.release(list(self._leases))
 
+    def longest_left_s(self) -> float:
+        """Return how long the last of the leases may still last if nobody renews it, 0 without any."""
+        now = self._clock.now()
+        return max((lease.expires_at - now for lease in self._leases.values()), default=0.0)
+
     def next_expiry(self) -> float | None:
         """Return the time at which ``expire`` has something to do, or None."""
         while self._expiries:

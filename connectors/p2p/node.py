@@ -56,6 +56,10 @@ class P2PNode:
         """Blocks that are held for readers."""
         return self._leases.num_blocks
 
+    def longest_lease_s(self) -> float:
+        """Return how long readers may still need this worker, unless they renew."""
+        return self._leases.longest_left_s()
+
     @property
     def num_loading_blocks(self) -> int:
         """Blocks of loads that have not been reported."""

@@ -60,12 +60,13 @@ Action = Send | SubmitAdd | SubmitAbort | ReleaseTransfers | RenewTransfers | St
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the engine is, as told to the routers."""
+    """How busy the engine is, as told to the routers. ``longest_lease_s``: how long readers may need its blocks."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_leased_blocks: int = 0
+    longest_lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,9 @@ class ConnectorBundle(ConnectorSides, Protocol):
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
 
+    def longest_lease_s(self) -> float:
+        """Return how long the last of them is held, unless its reader asks for more time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:

@@ -343,6 +343,7 @@ class Worker:
             num_waiting=gauges.num_waiting + gauges.num_loading,
             kv_cache_usage=gauges.kv_cache_usage,
             num_leased_blocks=self._num_leased_blocks(),
+            longest_lease_s=self._connector.longest_lease_s() if self._connector is not None else 0.0,
         )
 
     def _num_leaked_blocks(self) -> int:

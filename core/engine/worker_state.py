@@ -426,8 +426,13 @@ class WorkerState:
     # ---- leaving -----------------------------------------------------------------------------------------------------
 
     def start_drain(self, now: float, timeout_s: float | None = None) -> list[Action]:
-        """Take no new request, finish what runs, wait for readers, then go; 0 = go at once. Idempotent."""
+        """Take no new request, finish what runs, wait for readers, then go; 0 = go at once. Idempotent.
+
+        Readers are waited for at least as long as their leases last: whoever was promised blocks gets them.
+        """
         timeout = self._limits.drain_timeout_s if timeout_s is None else timeout_s
+        if timeout:
+            timeout = max(timeout, self._load().longest_lease_s)
         if not self.is_draining:
             logger.info(event("draining", timeout_s=timeout, requests=self.num_requests))
         self._drain.start(now, timeout)

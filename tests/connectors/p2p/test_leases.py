@@ -47,6 +47,18 @@ def test_gauge_counts_the_blocks_of_what_is_held(table, clock):
     assert table.num_blocks == 0
 
 
+def test_longest_lease_is_what_a_drain_waits_for(table, clock):
+    assert table.longest_left_s() == 0.0
+    table.grant("a", "ra", 1)
+    clock.advance(15)
+    table.grant("b", "rb", 1)
+    assert table.longest_left_s() == 30.0
+    table.release(["b"])
+    assert table.longest_left_s() == 15.0
+    table.renew(["a"])
+    assert table.longest_left_s() == 20.0
+
+
 def test_release_is_idempotent_and_names_the_request_once(table):
     table.grant("t", "r", 1)
     assert table.release(["t", "t"]) == ["r"]

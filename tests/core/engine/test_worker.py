@@ -113,6 +113,9 @@ class RecordingConnector:
     def num_leased_blocks(self):
         return 0
 
+    def longest_lease_s(self):
+        return 0.0
+
 
 class ScriptedRouter:
     """A router's socket; ``expect`` returns the next message of a type and answers membership on the way."""

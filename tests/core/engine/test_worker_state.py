@@ -58,14 +58,20 @@ REGISTERED = Registered(router_id="R1", heartbeat_interval_ms=1000, heartbeat_ti
 class Harness:
     """A worker's state with one or more routers, and what it counted."""
 
-    def __init__(self, num_leased_blocks=0):
+    def __init__(self, num_leased_blocks=0, longest_lease_s=0.0):
         self.registry = CollectorRegistry()
         self.num_leased_blocks = num_leased_blocks
+        self.longest_lease_s = longest_lease_s
         self.state = WorkerState(
             REGISTRATION,
             DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
             AdmissionLimits(max_num_seqs=2, max_waiting_requests=1, drain_timeout_s=10.0),
-            lambda: EngineLoad(num_running=1, kv_cache_usage=0.5, num_leased_blocks=self.num_leased_blocks),
+            lambda: EngineLoad(
+                num_running=1,
+                kv_cache_usage=0.5,
+                num_leased_blocks=self.num_leased_blocks,
+                longest_lease_s=self.longest_lease_s,
+            ),
             WorkerMetrics(self.registry, {}),
         )
 
@@ -346,6 +352,24 @@ def test_draining_worker_waits_for_readers_of_its_blocks():
     assert Stop(0) not in worker.state.on_timer(1.1)
     worker.num_leased_blocks = 0
     assert worker.state.on_timer(1.2)[-1] == Stop(0)
+
+
+def test_drain_lasts_as_long_as_the_longest_lease_of_its_start():
+    worker = Harness(num_leased_blocks=3, longest_lease_s=25.0)
+    worker.join("a")
+    worker.state.start_drain(1.0)
+    worker.longest_lease_s = 25.0  # somebody renews all the while
+    for now in range(2, 26):
+        worker.state.on_router_message("a", Registered(router_id="R0"), float(now))
+        assert Stop(0) not in worker.state.on_timer(float(now))
+    assert worker.state.on_timer(26.0)[-1] == Stop(0)
+
+
+def test_second_signal_waits_for_no_lease():
+    worker = Harness(num_leased_blocks=3, longest_lease_s=25.0)
+    worker.join("a")
+    worker.state.start_drain(1.0)
+    assert worker.state.start_drain(1.5, 0.0)[-1] == Stop(0)
 
 
 def test_drain_deadline_answers_what_is_left_and_leaves(worker):
