@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,6 @@ from core.connector import KVConnectorWorker, KVPoolRegion
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from core.testing.connector_engine import MemoryPool
 from core.wire.kv import KVLayoutInfo
 
 SLOT_BYTES = 8  # of the layout below: a key and a value of one float32 each
@@ -93,6 +92,24 @@ def hash_model_layout(block_size: int) -> KVLayoutInfo:
     )
 
 
+def hash_model_region(
+    num_blocks: int, block_size: int, incarnation: int = 0, digest: Callable[[memoryview], int] | None = None
+) -> KVPoolRegion:
+    """Return memory of this process for a ``HashModel``. ``digest`` goes into the seals; None = they have none."""
+    layout = hash_model_layout(block_size)
+    rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
+    buffer, size = rows.data, layout.block_bytes
+    digest_block = (lambda block_id: digest(buffer[block_id * size : (block_id + 1) * size])) if digest is not None else None
+    return KVPoolRegion(
+        base_address=rows.ctypes.data,
+        num_blocks=num_blocks,
+        block_bytes=size,
+        layout=layout,
+        buffer=buffer,
+        seals=SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(layout), digest_block),
+    )
+
+
 @dataclass(slots=True)
 class _Row:
     """A request in the running batch."""
@@ -107,7 +124,8 @@ class HashModel:
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
     transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
-    ``incarnation`` is what they say of this life. ``memory`` holds pool and seals where transports want them: in memory files.
+    ``incarnation`` is what they say of this life. ``region`` is memory for both that somebody else has made: in memory files,
+    or with digests in its seals.
     """
 
     def __init__(
@@ -117,39 +135,20 @@ class HashModel:
         connector_worker: KVConnectorWorker | None = None,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         incarnation: int = 0,
-        memory: MemoryPool | None = None,
+        region: KVPoolRegion | None = None,
     ) -> None:
-        layout = hash_model_layout(block_size)
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.rows: npt.NDArray[np.uint8]
-        if memory is not None:
-            self.rows, self.seals = memory.rows, memory.seals
-        else:
-            self.rows = np.empty((num_blocks, layout.block_bytes), dtype=np.uint8)
-            self.seals = SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(layout))
-        assert self.rows.shape == (num_blocks, layout.block_bytes)
+        self.region = region if region is not None else hash_model_region(num_blocks, block_size, incarnation)
+        assert self.region.buffer is not None
+        assert self.region.seals is not None
+        self.seals = self.region.seals
+        self.rows: npt.NDArray[np.uint8] = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(num_blocks, -1)
         self.rows[:] = _NEVER_WRITTEN
-        self._memory = memory
         self._batch: dict[str, _Row] = {}
         self._connector_worker = connector_worker
         if connector_worker is not None:
             connector_worker.register_kv_caches(self.region)
-
-    @property
-    def region(self) -> KVPoolRegion:
-        """The pool as connectors see it."""
-        if self._memory is not None:
-            return self._memory.region
-        num_blocks, block_bytes = self.rows.shape
-        return KVPoolRegion(
-            base_address=self.rows.ctypes.data,
-            num_blocks=num_blocks,
-            block_bytes=block_bytes,
-            layout=hash_model_layout(self.block_size),
-            buffer=self.rows.data.cast("B"),
-            seals=self.seals,
-        )
 
     @property
     def failure(self) -> Exception | None:

@@ -82,7 +82,7 @@ class StaleReferenceWorker:
     def __init__(self, worker: SuiteWorker, connector: HostedConnector) -> None:
         self.connector = connector
         self.memory = MemoryPool(NUM_BLOCKS, worker.layout, worker.incarnation)
-        model = HashModel(NUM_BLOCKS, BLOCK_SIZE, connector.worker, memory=self.memory)
+        model = HashModel(NUM_BLOCKS, BLOCK_SIZE, connector.worker, region=self.memory.region)
         hasher = BlockHasher(worker.model_fingerprint)
         self.manager = KVCacheManager(
             hash_model_kv_config(NUM_BLOCKS, BLOCK_SIZE),

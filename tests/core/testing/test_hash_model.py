@@ -5,8 +5,9 @@ from array import array
 import pytest
 
 from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.kv.seals import ExpectedSeal, decode_seal
 from core.request import CachedRequestData, KVConnectorOutput, NewRequestData, SchedulerOutput
-from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv, expected_tokens
+from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv, expected_tokens, hash_model_region
 from core.wire.sampling import SamplingParams
 
 PROMPT = list(range(100, 110))
@@ -112,6 +113,14 @@ def test_connectors_see_the_pool_as_contiguous_blocks(filled):
     assert bytes(region.buffer[start : start + region.block_bytes]) == filled.read_block(2)
     region.buffer[start] ^= 255
     assert decode(filled, "a", 10, 1) != expected_tokens(PROMPT, 2)[1:]
+
+
+def test_seals_hold_digests_of_the_bytes_where_they_are_wanted():
+    region = hash_model_region(4, BLOCK_SIZE, digest=sum)
+    model = HashModel(4, BLOCK_SIZE, region=region)
+    model.rows[2] = 3
+    model.seals.seal(2, ExpectedSeal(1, 0, bytes(16), BLOCK_SIZE))
+    assert decode_seal(model.seals.row(2)).digest == 3 * BLOCK_SIZE * SLOT_BYTES
 
 
 def test_cache_of_a_sequence_is_known_without_blocks(filled):
