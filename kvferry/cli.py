@@ -14,6 +14,7 @@ import typer
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
 from kvferry.bench.command import bench
+from kvferry.sim.command import sim
 
 app = typer.Typer(
     name="kvferry",
@@ -170,6 +171,7 @@ def demo(
 
 
 app.command()(bench)
+app.command()(sim)
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""The deterministic simulation: real schedulers, pools, leases, seals, transfers and routers under one virtual clock."""

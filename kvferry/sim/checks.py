@@ -1,0 +1,190 @@
+"""The invariants of a simulated worker, checked whenever they could break.
+
+- Every row that a transport writes belongs to the block of the load that asked for it, or is quarantined: it has not been
+  freed, allocated anew or prepared for recomputing since the read was posted.
+- After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.integrity``).
+- What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet.
+- An engine that sleeps has nothing that it could do.
+
+``WorkerChecks`` sees one life of one worker. It knows the truth from ``Oracle``: what a cache holds, by block hash.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from connectors.p2p.actions import P2PConnectorMetadata
+from core.config import HASH_BLOCK_SIZE
+from core.engine.core import ScheduledStep
+from core.kv.hashing import BlockHasher
+from core.kv.integrity import find_violations
+from core.kv.seals import BROKEN, decode_seal
+from core.request import RequestStatus
+from core.sched.scheduler import Scheduler
+from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv
+from kvferry.sim.plan import RequestPlan
+
+
+class Oracle:
+    """What the blocks of a run's requests hold in a run without faults, by block hash."""
+
+    def __init__(self, requests: Iterable[RequestPlan], fingerprint: bytes, block_size: int) -> None:
+        self._content: dict[bytes, bytes] = {}
+        self._hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
+        self._block_size = block_size
+        for request in requests:
+            self._add(request)
+
+    def find(self, block_hash: bytes) -> bytes | None:
+        """Return the content of a block from its first slot, as far as it is filled."""
+        return self._content.get(block_hash)
+
+    def _add(self, request: RequestPlan) -> None:
+        tokens = array("i", request.prompt_token_ids + request.expected)
+        extra = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
+        chain = self._hasher.hash_request_blocks(tokens, extra)
+        entries = expected_kv(tokens)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        ends = {*range(self._block_size, len(tokens) + 1, self._block_size), num_prompt_tokens}
+        for end in ends:
+            start = (end - 1) // self._block_size * self._block_size
+            block_hash = self._hasher.prefix_hash(chain, tokens, end, extra)
+            self._content[block_hash] = entries[start * SLOT_BYTES : end * SLOT_BYTES]
+
+
+def _may_load(status: RequestStatus) -> bool:
+    return status is RequestStatus.WAITING_FOR_REMOTE_KVS or status.is_finished
+
+
+class WorkerChecks:
+    """The checks of one life. ``complain`` takes what is wrong."""
+
+    def __init__(self, name: str, oracle: Oracle, complain: Callable[[str], None]) -> None:
+        self._name = name
+        self._oracle = oracle
+        self._complain = complain
+        self._loading: dict[int, int] = {}  # local block → generation that a load was allowed to write
+        self._reads: dict[int, dict[int, int]] = {}  # open read → the same, at its posting
+        self._known_quarantined: set[int] = set()
+        self.num_quarantined = 0  # blocks, over time
+
+    def attach(self, scheduler: Scheduler, model: HashModel) -> None:
+        """Receive what there is to check."""
+        self._scheduler = scheduler
+        self._model = model
+
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+
+    def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
+        """Note which life of each block the read may write."""
+        if region == 0:
+            self._reads[handle] = {row: self._generation_to_write(row) for row in local_rows}
+
+    def _generation_to_write(self, block_id: int) -> int:
+        """Return the generation that a load was given; or the present one, if the load was given up before its read began."""
+        if block_id in self._scheduler.quarantined:
+            return self._scheduler.kv_cache_manager.block_pool.blocks[block_id].generation
+        return self._loading.get(block_id, -1)
+
+    def on_end(self, handle: int) -> None:
+        """Forget a read that is terminal."""
+        self._reads.pop(handle, None)
+
+    def on_landing(self, handle: int, region: int, local_row: int) -> None:
+        """Check that the block still belongs to the load, or to nobody."""
+        if region:
+            return
+        block = self._scheduler.kv_cache_manager.block_pool.blocks[local_row]
+        allowed = self._reads[handle][local_row]
+        if block.generation != allowed or block.ref_cnt == 0:
+            self._complain(f"{self._name}: a transfer wrote {block}, of which it may only write generation {allowed}")
+        elif not self._may_be_written(local_row):
+            self._complain(f"{self._name}: a transfer wrote {block}, which is neither loading nor quarantined")
+
+    def _may_be_written(self, block_id: int) -> bool:
+        """True if the block is quarantined, or held by a request that loads, or did and waits for the end of its load."""
+        scheduler = self._scheduler
+        if block_id in self._scheduler.quarantined:
+            return True
+        manager = scheduler.kv_cache_manager
+        holders = [
+            request for request in scheduler.requests.values() if block_id in manager.get_block_ids(request.request_id)[0]
+        ]
+        return bool(holders) and all(_may_load(request.status) for request in holders)
+
+    # ---- engine ------------------------------------------------------------------------------------------------------
+
+    def on_scheduled(self, step: ScheduledStep) -> None:
+        """Note what the loads of this step may write."""
+        metadata = step.output.kv_connector_metadata
+        if isinstance(metadata, P2PConnectorMetadata):
+            blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+            for pull in metadata.pulls:
+                self._loading.update({row: blocks[row].generation for row in pull.local_rows})
+
+    def on_settled(self, has_work: bool) -> None:
+        """Check everything that must hold between two turns."""
+        scheduler = self._scheduler
+        held = dict.fromkeys(self._scheduler.quarantined, 1)
+        for violation in find_violations(scheduler.kv_cache_manager, held):
+            self._complain(f"{self._name}: {violation}")
+        self._follow_quarantine()
+        self._check_content()
+        if not has_work:
+            self._check_asleep()
+
+    def _follow_quarantine(self) -> None:
+        """A block that was loading becomes another generation's when it goes to quarantine; the read may still write it."""
+        blocks, quarantined = self._scheduler.kv_cache_manager.block_pool.blocks, self._scheduler.quarantined
+        for rows in self._reads.values():
+            for row in rows.keys() & quarantined - self._known_quarantined:
+                rows[row] = blocks[row].generation
+        self.num_quarantined += len(quarantined - self._known_quarantined)
+        self._known_quarantined = set(quarantined)
+
+    def _check_content(self) -> None:
+        """Compare each hashed and each sealed block with the truth."""
+        seals = self._model.seals
+        for block in self._scheduler.kv_cache_manager.block_pool.blocks[1:]:
+            if block.block_hash is not None:
+                self._compare(block.block_id, block.block_hash, "is a hit")
+            sealed = seals.sealed_generation(block.block_id)
+            if sealed == BROKEN:
+                continue
+            seal = decode_seal(seals.row(block.block_id))
+            if seal is None or sealed != block.generation or seal.incarnation != seals.incarnation:
+                self._complain(f"{self._name}: {block} is sealed as {seal}")
+            else:
+                self._compare(block.block_id, seal.block_hash, "is sealed")
+
+    def _compare(self, block_id: int, block_hash: bytes, how: str) -> None:
+        content = self._oracle.find(block_hash)
+        if content is None:
+            self._complain(f"{self._name}: block {block_id} {how} as {block_hash.hex()}, which no request has")
+        elif self._model.rows[block_id, : len(content)].tobytes() != content:
+            self._complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
+
+    def _check_asleep(self) -> None:
+        """A sleeping engine waits for loads or readers; with neither, nothing will ever wake it."""
+        scheduler = self._scheduler
+        if scheduler.running:
+            self._complain(f"{self._name}: asleep with running requests {scheduler.running}")
+        parked = any(request.status.is_finished for request in scheduler.requests.values())
+        if scheduler.waiting and not scheduler.kv_holding_waiting and not parked and not self._scheduler.quarantined:
+            self._complain(f"{self._name}: asleep with waiting requests {list(scheduler.waiting)}")
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def leftovers(self) -> list[str]:
+        """Return what should not be there any more once every request has ended and time has passed."""
+        scheduler = self._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        found = []
+        if scheduler.requests:
+            found.append(f"requests {sorted(scheduler.requests)}")
+        if self._scheduler.quarantined:
+            found.append(f"quarantined blocks {sorted(self._scheduler.quarantined)}")
+        if pool.num_free_blocks != pool.num_usable_blocks:
+            found.append(f"{pool.num_usable_blocks - pool.num_free_blocks} blocks in use")
+        return [f"{self._name}: {what} left" for what in found]

@@ -1,0 +1,107 @@
+"""The clients of a simulation: each sends one request, may leave, and checks every token that it gets.
+
+A client that gets another token than a cluster without faults would give, an error that is not declared, no end or two ends is
+told as a violation. Knows the router's news, nothing of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.errors import Cancelled, KVFerryError, RequestError
+from core.wire.messages import ErrorInfo
+from core.wire.sampling import SamplingParams
+from kvferry.sim.plan import RequestPlan
+from router.accounting import HandoverReport
+from router.news import Submission, Update
+
+ROUTER_LOST = "router_lost"  # the connection to the router broke: what an HTTP client sees when the router dies
+
+
+def _codes(kind: type[KVFerryError]) -> set[str]:
+    return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
+
+
+DECLARED_CODES: frozenset[str] = frozenset(_codes(KVFerryError)) - {KVFerryError.code, RequestError.code} | {ROUTER_LOST}
+
+
+class Client:
+    """One request from its submission to its end. ``complain`` takes violations."""
+
+    def __init__(self, plan: RequestPlan, complain: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.outcome = ""  # error code, or "ok"; empty while it goes on
+        self.message = ""
+        self.has_left = False
+        self.submitted_at: float | None = None
+        self.ended_at: float | None = None
+        self.report: HandoverReport | None = None
+        self._complain = complain
+        self._tokens: list[list[int]] = [[] for _ in range(plan.n)]
+        self._finish_reasons: list[str | None] = [None] * plan.n
+        self._error: ErrorInfo | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True after the end."""
+        return bool(self.outcome)
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why KV was computed that should have been loaded; empty if it was not."""
+        return self.report.cost.fallback_reason if self.report is not None else ""
+
+    def on_update(self, update: Update) -> None:
+        """Check news: each token must be the one of a run without faults."""
+        if self.is_over:
+            self._complain(f"{self.plan.name}: news after its end")
+        if self._error is not None:
+            self._complain(f"{self.plan.name}: news after its error")
+        self.report = update.handover or self.report
+        self._error = update.error
+        for choice in update.choices:
+            if self._finish_reasons[choice.index] is not None:
+                self._complain(f"{self.plan.name}/{choice.index}: tokens after its finish reason")
+            tokens = self._tokens[choice.index]
+            tokens += choice.token_ids
+            self._finish_reasons[choice.index] = choice.finish_reason
+            if tuple(tokens) != self.plan.expected[: len(tokens)]:
+                self._complain(f"{self.plan.name}/{choice.index}: got {tokens}, expected {list(self.plan.expected)}")
+
+    def on_end(self, error: ErrorInfo | None, now: float) -> None:
+        """Check the end: everything was delivered, or an error was."""
+        if error != self._error:
+            self._complain(f"{self.plan.name}: ended with {error}, but was told {self._error}")
+        if error is None:
+            self._check_complete()
+        elif error.code == Cancelled.code and not self.has_left:
+            self._complain(f"{self.plan.name}: cancelled, but nobody left: {error.message}")
+        self.end(error.code if error is not None else "ok", error.message if error is not None else "", now)
+
+    def end(self, outcome: str, message: str, now: float) -> None:
+        """Note the end, once."""
+        if self.is_over:
+            self._complain(f"{self.plan.name}: ended as {self.outcome}, and again as {outcome}")
+        if outcome != "ok" and outcome not in DECLARED_CODES:
+            self._complain(f"{self.plan.name}: ended with the undeclared error {outcome}: {message}")
+        self.outcome, self.message, self.ended_at = outcome, message, now
+
+    def _check_complete(self) -> None:
+        wanted = "stop" if self.plan.stop_token_ids else "length"
+        for index, tokens in enumerate(self._tokens):
+            if tuple(tokens) != self.plan.expected or self._finish_reasons[index] != wanted:
+                got = f"{tokens} ({self._finish_reasons[index]})"
+                self._complain(f"{self.plan.name}/{index}: ended with {got}, expected {list(self.plan.expected)} ({wanted})")
+
+
+def submission_of(plan: RequestPlan) -> Submission:
+    """Return what the router is asked."""
+    return Submission(
+        request_id=plan.name,
+        prompt_token_ids=plan.prompt_token_ids,
+        sampling=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_token_ids),
+        n=plan.n,
+        priority=plan.priority,
+        cache_salt=plan.cache_salt,
+        kv_load_failure_policy=plan.policy,
+    )

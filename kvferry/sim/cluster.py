@@ -1,0 +1,281 @@
+"""A whole cluster in one virtual time: starts the processes, sends the requests, makes the faults, and checks the end.
+
+``SimCluster(plan).run()`` plays one plan and returns what happened. The same plan gives the same events, to the last byte of
+the log. Everything that is checked while it runs is in ``kvferry.sim.checks`` and ``kvferry.sim.client``; here is what must
+hold in the end: every request has ended once and in time, and nothing of it is left anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from core.testing.sim_faults import Fault, FaultEvent
+from core.testing.sim_loop import EventLoop, Process, ProcessClock
+from core.testing.sim_network import Network
+from core.testing.sim_transport import SimFabric
+from kvferry.sim.checks import Oracle, WorkerChecks
+from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.eventlog import EventLog
+from kvferry.sim.excuses import find_unexcused
+from kvferry.sim.host import Host, World
+from kvferry.sim.plan import ROUTER, ClusterPlan, WorkerPlan
+from kvferry.sim.repeatable import may_repeat
+from kvferry.sim.router import SimRouter
+from kvferry.sim.worker import FINGERPRINT, SimWorker
+
+MAX_EVENTS = 400_000  # a run that needs more is stuck in a circle
+_CHECK_END_S = 0.25
+_ANSWER_BOUND_S = 2.0  # how much later than its deadline a request may end
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one run came to. ``log`` is empty unless it was asked for."""
+
+    seed: int
+    kinds: frozenset[Fault]
+    violations: list[str]
+    outcomes: Counter[str]
+    happened: Counter[str]  # events that a run may or may not have, by name
+    num_events: int
+    seconds: float
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """True if nothing was violated."""
+        return not self.violations
+
+
+class SimCluster:
+    """One run of a plan."""
+
+    def __init__(self, plan: ClusterPlan, *, keeps_log: bool = False) -> None:
+        self.plan = plan
+        self.violations: list[str] = []
+        self.loop = EventLoop()
+        self.workers: dict[str, SimWorker] = {}
+        self.router: SimRouter | None = None
+        self.clients = [Client(request, self.complain) for request in plan.requests]
+        self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
+        network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
+        fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
+        self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
+        self._oracle = Oracle(plan.requests, FINGERPRINT, plan.config.cache.block_size)
+        self._num_lives: Counter[str] = Counter()
+        self._lives: list[SimWorker] = []
+        self._retries: Counter[str] = Counter()
+        self._is_over = False
+        self._wait_until = 0.0
+
+    def complain(self, violation: str) -> None:
+        """Note that an invariant is broken; the run ends."""
+        self.log.write("VIOLATION", violation)
+        self.violations.append(violation)
+        self._is_over = True
+
+    def run(self) -> RunResult:
+        """Play the plan to its end, or to the first violation."""
+        for line in self.plan.describe():
+            self.log.write("plan", line)
+        self._plan_events()
+        try:
+            while not self._is_over and self.loop.run_next():
+                if self.loop.num_events > MAX_EVENTS:
+                    self.complain(f"still not at rest after {MAX_EVENTS} events")
+        except Exception as error:
+            self.complain(f"{type(error).__name__}: {error}")
+            raise
+        if not self.violations:
+            self.violations += find_unexcused(self.plan, self.clients)
+        return self._result()
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    def _plan_events(self) -> None:
+        self._start_router()
+        for spec in self.plan.workers:
+            self._start_worker(spec)
+        for client in self.clients:
+            self.loop.call_later(client.plan.at, lambda client=client: self._submit(client))  # type: ignore[misc]
+        for event in self.plan.faults.events:
+            self.loop.call_later(event.at, lambda event=event: self._strike(event))  # type: ignore[misc]
+        self.loop.call_later(self.plan.faults.quiet_at, self._calm_down)
+
+    def _start_worker(self, spec: WorkerPlan) -> None:
+        seed = self._next_life(spec.engine_id)
+        process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
+        checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
+        worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks)
+        self.workers[spec.engine_id] = worker
+        self._lives.append(worker)
+
+    def _start_router(self) -> None:
+        seed = self._next_life(ROUTER)
+        host = Host(self._world, Process(self.loop, ROUTER, ProcessClock(self.loop, 5000.0)))
+        self.router = SimRouter(host, self.plan.config.router, seed, self._retries)
+
+    def _next_life(self, name: str) -> int:
+        """Return a seed that no other life has."""
+        self._num_lives[name] += 1
+        self.log.write(name, f"starts, life {self._num_lives[name]}")
+        return Random(f"{self.plan.seed}/{name}/{self._num_lives[name]}").getrandbits(63)
+
+    def _process(self, name: str) -> Process:
+        assert self.router is not None
+        return self.router.host.process if name == ROUTER else self.workers[name].host.process
+
+    def _spec(self, name: str) -> WorkerPlan:
+        return next(spec for spec in self.plan.workers if spec.engine_id == name)
+
+    # ---- clients -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, client: Client) -> None:
+        client.submitted_at = self.loop.now
+        assert self.router is not None
+        router = self.router
+        if router.host.process.is_alive:
+            router.connect(client)
+        else:
+            client.end(ROUTER_LOST, "connection refused", self.loop.now)
+        if client.plan.abort_at is not None:
+            self.loop.call_later(client.plan.abort_at - client.plan.at, lambda: self._leave(client))
+
+    def _leave(self, client: Client) -> None:
+        """The client closes its connection; the router notices when it next runs."""
+        assert self.router is not None
+        if not client.is_over:
+            client.has_left = True
+            self.router.disconnect(client)
+
+    # ---- faults ------------------------------------------------------------------------------------------------------
+
+    def _strike(self, event: FaultEvent) -> None:
+        self.log.write("FAULT", str(event))
+        match event.kind:
+            case Fault.CUT:
+                self._world.network.cut(*event.targets)
+            case Fault.PARTITION:
+                one, other = event.targets
+                self._world.network.partition(one, other, event.seconds)
+            case Fault.FREEZE:
+                self._freeze(self._process(event.targets[0]), event.seconds)
+            case Fault.CRASH:
+                self._crash(event.targets[0], event.seconds)
+            case Fault.ROUTER_CRASH:
+                self._process(ROUTER).kill()
+                self.loop.call_later(event.seconds, self._start_router)
+            case Fault.DRAIN:
+                self._drain(event.targets[0], event.seconds)
+
+    def _freeze(self, process: Process, seconds: float) -> None:
+        if process.is_alive and not process.is_frozen:
+            process.freeze()
+            self._world.network.note_freeze(process, seconds)
+            self.loop.call_later(seconds, lambda: self._thaw(process))
+
+    def _thaw(self, process: Process) -> None:
+        if process.is_alive:
+            self.log.write(process.name, "thaws")
+            process.thaw()
+
+    def _crash(self, name: str, seconds: float) -> None:
+        worker = self.workers[name]
+        if worker.is_serving:
+            worker.host.process.kill()
+            self.loop.call_later(seconds, lambda: self._start_worker(self._spec(name)))
+
+    def _drain(self, name: str, seconds: float) -> None:
+        """Ask a worker to leave; its supervisor starts another when it has gone."""
+        worker = self.workers[name]
+        process = worker.host.process
+        if not worker.is_serving or worker.state.is_draining:
+            return
+
+        def restart() -> None:
+            if self.workers[name] is worker:
+                self.loop.call_later(seconds, lambda: self._start_worker(self._spec(name)))
+
+        def drain() -> None:
+            process.on_death(restart)
+            worker.drain()
+
+        process.call_later(0.0, drain)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _calm_down(self) -> None:
+        """Nothing more goes wrong. What is left must end now, within bounds."""
+        self.log.write("FAULT", "no more")
+        self.plan.faults.calm_down()
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """End the run once everything has ended; complain when that takes too long."""
+        late = [client for client in self.clients if not client.is_over and self.loop.now > self._latest_end(client)]
+        for client in late:
+            self.complain(f"{client.plan.name}: no end, {self.loop.now - client.plan.at:.1f} s after its submission")
+        is_waiting = [client.plan.name for client in self.clients if not client.is_over]
+        if is_waiting:
+            self._wait_until = 0.0
+        elif not self._wait_until:
+            self._wait_until = self.loop.now + self._rest_s()
+        leftovers = [] if is_waiting else self._leftovers()
+        if not is_waiting and not leftovers:
+            self._is_over = True
+        elif not is_waiting and self.loop.now >= self._wait_until:
+            for leftover in leftovers:
+                self.complain(leftover)
+        else:
+            self.loop.call_later(_CHECK_END_S, self._check_end)
+
+    def _latest_end(self, client: Client) -> float:
+        """Return when a request must have ended. While the router is frozen nobody can tell its client anything."""
+        frozen_s = sum(event.seconds for event in self.plan.faults.events if ROUTER in event.targets)
+        return client.plan.at + self.plan.config.router.request_timeout_s + frozen_s + _ANSWER_BOUND_S
+
+    def _rest_s(self) -> float:
+        """Return how long blocks may be held after the last request has ended: lease and deadline, by the slowest clock."""
+        connector = self.plan.config.connector
+        slowest = max(1 / spec.clock_rate for spec in self.plan.workers)
+        return slowest * (connector.lease_s + 2 * connector.transfer_deadline_s + connector.handshake_timeout_s + 10.0)
+
+    def _leftovers(self) -> list[str]:
+        assert self.router is not None
+        found = [f"router: {self.router.num_requests} requests left"] if self.router.num_requests else []
+        for worker in self.workers.values():
+            if worker.host.process.is_alive:
+                found += worker.leftovers()
+        return found
+
+    def _result(self) -> RunResult:
+        outcomes = Counter(client.outcome or "unfinished" for client in self.clients)
+        for client in self.clients:
+            self.log.write(client.plan.name, f"{client.outcome or 'unfinished'} {client.message}")
+        return RunResult(
+            seed=self.plan.seed,
+            kinds=self.plan.kinds,
+            violations=self.violations,
+            outcomes=outcomes,
+            happened=self._count_what_happened(),
+            num_events=self.loop.num_events,
+            seconds=self.loop.now,
+            log=self.log.lines,
+        )
+
+    def _count_what_happened(self) -> Counter[str]:
+        """Count what makes a run worth its time, so that tests can see that it happens."""
+        reads = self.plan.faults.reads
+        happened = Counter(
+            lost_connections=self._world.network.num_lost_connections,
+            stalled_reads=reads.num_stalled,
+            failed_reads=reads.num_failed,
+            corrupted_reads=reads.num_corrupted,
+        )
+        happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
+        happened.update(self._retries)
+        for worker in self._lives:
+            happened.update(worker.count_what_happened())
+        return +happened

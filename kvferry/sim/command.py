@@ -1,0 +1,74 @@
+"""``kvferry sim``: play simulated clusters by their seeds, print what happened, or what many of them came to."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from core.testing.sim_faults import Fault
+
+
+def sim(
+    seed: Annotated[int, typer.Option(min=0, help="Which run to play; with --runs, the first.")] = 0,
+    runs: Annotated[int, typer.Option(min=1, help="How many seeds, this one and those that follow.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="How many processes share the runs.")] = 1,
+    faults: Annotated[
+        str, typer.Option(help="Kinds of faults that may happen, with commas between: all, none, or some.")
+    ] = "all",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Without the event log of a single run.")] = False,
+) -> None:
+    """Play a whole cluster under virtual time with faults drawn from a seed; the same seed gives the same events."""
+    from kvferry.sim.runs import run_seed, silence
+
+    kinds = parse_kinds(faults)
+    silence()
+    if runs > 1:
+        raise typer.Exit(_play_many(seed, runs, jobs, kinds))
+    result = run_seed(seed, kinds, keeps_log=not quiet)
+    for line in result.log:
+        print(line)
+    for violation in result.violations:
+        print(f"VIOLATION: {violation}")
+    print(f"seed {seed}: {_listed(result.outcomes)} in {result.seconds:.1f} virtual seconds, {result.num_events} events")
+    raise typer.Exit(0 if result.is_good else 1)
+
+
+def _play_many(first: int, num_runs: int, num_processes: int, allowed: tuple[Fault, ...]) -> int:
+    from kvferry.sim.runs import Summary, command, run_in_processes
+
+    total, started_at = Summary(), time.monotonic()
+    for summary in run_in_processes(first, num_runs, allowed, num_processes):
+        total.merge(summary)
+        for failure in summary.failures:
+            print(f"{command(failure.seed, allowed)}\n    {failure.violations[0]}", flush=True)
+    print(f"{total.num_runs} runs, {total.num_events} events, {time.monotonic() - started_at:.0f} s, {len(total.failures)} bad")
+    print(f"requests: {_listed(total.outcomes)}")
+    print(f"happened: {_listed(total.happened)}")
+    return 1 if total.failures else 0
+
+
+def parse_kinds(text: str) -> tuple[Fault, ...]:
+    """Return the kinds of faults that a flag names.
+
+    Raises:
+        ConfigError: one is not known; lists those that are.
+    """
+    from core.testing.sim_faults import Fault
+
+    if text in {"all", "none"}:
+        return tuple(Fault) if text == "all" else ()
+    known = [kind.value for kind in Fault]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--faults: {name!r} is not a kind of fault; known: {', '.join(known)}", param="faults")
+    return tuple(Fault(name) for name in names)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,216 @@
+"""The p2p connector under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.bundle`` does in a worker.
+
+Scheduler side, worker side, node and transfer executor are the real ones; the event loop, the sockets and the transfer thread
+are simulated. The queues between the three threads keep their order, and each takes its time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+
+from connectors.p2p.actions import (
+    Action,
+    CloseControl,
+    LeaseGrant,
+    P2PConnectorMetadata,
+    Reply,
+    Report,
+    SendControl,
+    TransferCommand,
+    TransferEvent,
+)
+from connectors.p2p.bundle import node_settings
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
+from connectors.p2p.node import P2PNode
+from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.transfer import TransferExecutor
+from connectors.p2p.transports import TransportSettings, open_transports
+from connectors.p2p.worker import P2PConnectorWorker
+from core.config import ConnectorSection
+from core.ids import IdSource
+from core.testing.sim_loop import Queue, Timer
+from core.testing.sim_network import Link
+from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
+from core.transport import regions_of
+from core.wire.codec import decode_control_frame, encode_control_message
+from core.wire.kv import ControlMessage
+from kvferry.sim.host import Host
+
+
+class SimConnector:
+    """Producer on prefill workers, consumer on decode workers."""
+
+    def __init__(
+        self, host: Host, identity: WorkerIdentity, config: ConnectorSection, ids: IdSource, control_address: str
+    ) -> None:
+        self.node: P2PNode | None = None
+        self.scheduler = P2PConnectorScheduler(
+            identity,
+            is_producer=bool(control_address),
+            lease_ms=int(1000 * config.lease_s),
+            ids=ids,
+            grant=self._grant,
+        )
+        self.scheduler.control_address = control_address
+        self.worker = P2PConnectorWorker(self._submit)
+        self._host = host
+        self._identity = identity
+        self._config = config
+        self._ids = ids
+        self._control_address = control_address
+        self._links: dict[str, Link] = {}
+        self._timer: Timer | None = None
+        self._to_transfers = Queue(host.process, host.loop, host.thread_delay_s)
+        self._from_transfers = Queue(host.process, host.loop, host.thread_delay_s)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work here."""
+        return tuple(self._config.transports)
+
+    @property
+    def num_open_reads(self) -> int:
+        """Reads that are not terminal."""
+        return sum(transport.num_open_reads for transport in self._transports)
+
+    def start(self, watch: LandingWatch, max_rows_per_read: int) -> None:
+        """Open the transports, answer readers, be ready to read."""
+        pool = self.worker.pool
+        assert pool is not None, "register_kv_caches comes before start"
+        host = self._host
+        self._transports: list[SimTransport] = []
+
+        def create(name: str, settings: TransportSettings) -> SimTransport:
+            transport = SimTransport(host.fabric, host.process, TRAITS[name], self._wake_transfers, watch)
+            self._transports.append(transport)
+            return transport
+
+        settings = TransportSettings(ids=self._ids, engine_id=self._identity.engine_id, bind_address="")
+        opened = open_transports(self.transports, regions_of(pool), settings, bool(self._control_address), create)
+        assert pool.seals is not None
+        self._executor = TransferExecutor(opened.transports, pool.seals, self._digest_block, self._on_transfer)
+        limits = node_settings(self._config, pool.num_blocks)
+        pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
+        responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
+        self.node = P2PNode(
+            self._identity,
+            host.process.clock,
+            self.transports,
+            dataclasses.replace(limits, pull=pull),
+            responder if self._control_address else None,
+        )
+        if self._control_address:
+            self._server = host.network.listen(host.process, self._control_address, self._on_question)
+
+    # ---- leases, as the roles see them -----------------------------------------------------------------------------
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """End these hand-overs, because nobody will read them."""
+        self._tell(lambda node: node.release(transfer_ids))
+
+    def renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep these hand-overs for another while."""
+        self._tell(lambda node: node.renew(transfer_ids))
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+        return self.node.num_leased_blocks if self.node is not None else 0
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def _submit(self, metadata: P2PConnectorMetadata) -> None:
+        self._put(self._host.from_engine, lambda node: node.on_metadata(metadata))
+
+    def _grant(self, grant: LeaseGrant) -> None:
+        self._put(self._host.from_engine, lambda node: node.on_grant(grant))
+
+    def _on_transfer(self, happened: TransferEvent) -> None:
+        self._put(self._from_transfers, lambda node: node.on_transfer(happened))
+
+    def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
+        """Let the node take something in that comes from another thread."""
+
+        def tell() -> None:
+            self._tell(happened)
+
+        queue.put(tell)
+
+    def _on_timer(self) -> None:
+        self._tell(P2PNode.on_timer)
+
+    def _on_question(self, peer: bytes, frame: bytes) -> None:
+        reply = self._tell(lambda node: node.on_question(decode_control_frame(frame)))
+        if reply is not None:
+            self._host.log("answers", reply)
+            self._server.send(peer, encode_control_message(reply))
+
+    def _on_lost(self, address: str, link: Link) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
+            self._host.log(f"loses {address}")
+            self._tell(lambda node: node.on_disconnected(address))
+
+    def _tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
+        """Let the node take something in and carry out what it wants; return its reply, if there is one."""
+        assert self.node is not None
+        actions = happened(self.node)
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
+        return next((action.message for action in actions if isinstance(action, Reply)), None)
+
+    def _arm_timer(self) -> None:
+        assert self.node is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.node.next_timer()
+        self._timer = self._host.process.call_at(due, self._on_timer) if due is not None else None
+
+    # ---- what the node wants ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        if isinstance(action, SendControl):
+            self._host.log(f"asks {action.address}", action.message)
+            link = self._links.get(action.address) or self._open(action.address)
+            link.send(encode_control_message(action.message))
+        elif isinstance(action, CloseControl):
+            link_to_close = self._links.pop(action.address, None)
+            if link_to_close is not None:
+                link_to_close.close()
+        elif isinstance(action, Report):
+            self._host.log("reports", action)
+            self.worker.report(action)
+        elif isinstance(action, TransferCommand):
+            self._to_transfers.put(lambda: self._execute(action))
+
+    def _open(self, address: str) -> Link:
+        def on_frame(frame: bytes) -> None:
+            self._tell(lambda node: node.on_control(address, decode_control_frame(frame)))
+
+        link = Link(self._host.network, self._host.process, address, on_frame, lambda: self._on_lost(address, link))
+        self._links[address] = link
+        return link
+
+    def _execute(self, command: TransferCommand) -> None:
+        self._host.log("transfers", command)
+        self._executor.execute(command)
+        self._executor.poll()
+
+    def _digest_block(self, block_id: int) -> int:
+        pool = self.worker.pool
+        assert pool is not None
+        assert pool.buffer is not None
+        return digest_of(pool.buffer[block_id * pool.block_bytes : (block_id + 1) * pool.block_bytes])
+
+    def _wake_transfers(self) -> None:
+        self._to_transfers.put(self._poll)
+
+    def _poll(self) -> None:
+        self._executor.poll()
+
+
+def digest_of(content: memoryview) -> int:
+    """Return 64 bits that change with the content of a block."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -1,0 +1,87 @@
+"""The engine thread under virtual time: the loop of ``core.engine.thread`` as events.
+
+A step takes time, and the world goes on meanwhile: it is scheduled at one moment, its KV is written at a later one, and its
+outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from core.engine.core import EngineCore, ScheduledStep
+from core.engine.inbox import EngineMessage, Wake, take_in
+from core.request import EngineCoreOutput
+from core.testing.sim_loop import Process
+
+_TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in
+
+
+class EngineWatch(Protocol):
+    """Sees what the engine does; whether it should is its business."""
+
+    def on_scheduled(self, step: ScheduledStep) -> None:
+        """A step was decided and has not run."""
+
+    def on_settled(self, has_work: bool) -> None:
+        """A turn has ended: everything is consistent. Without work the engine sleeps now."""
+
+
+class SimEngine:
+    """Runs an engine. ``step_s`` draws how long a step with tokens takes."""
+
+    def __init__(
+        self,
+        process: Process,
+        engine: EngineCore,
+        on_outputs: Callable[[list[EngineCoreOutput]], None],
+        step_s: Callable[[], float],
+        watch: EngineWatch,
+        log: Callable[[str, object], None],
+    ) -> None:
+        self._log = log
+        self.core = engine
+        self._process = process
+        self._on_outputs = on_outputs
+        self._step_s = step_s
+        self._watch = watch
+        self._inbox: deque[EngineMessage] = deque()
+        self._is_awake = False
+
+    def submit(self, message: EngineMessage) -> None:
+        """Queue a message, and wake the engine."""
+        self._inbox.append(message)
+        if not self._is_awake:
+            self._is_awake = True
+            self._process.call_later(_TURN_S, self._turn)
+
+    def wake(self) -> None:
+        """Say that the connector has something to report."""
+        self.submit(Wake())
+
+    def _turn(self) -> None:
+        outputs: list[EngineCoreOutput] = []
+        while self._inbox:
+            outputs += take_in(self.core, self._inbox.popleft())
+        if not self.core.has_work():
+            self._end_turn(outputs)
+            return
+        step = self.core.schedule_step()
+        self._watch.on_scheduled(step)
+        self._log("steps", step.output.num_scheduled_tokens)
+        duration_s = self._step_s() if step.output.total_num_scheduled_tokens else _TURN_S
+        self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
+
+    def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
+        runner_output = self.core.run_step(step)
+        self._process.call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
+
+    def _end_turn(self, outputs: list[EngineCoreOutput]) -> None:
+        if outputs:
+            self._on_outputs(outputs)
+        has_work = self.core.has_work()
+        self._watch.on_settled(has_work)
+        self._is_awake = has_work or bool(self._inbox)
+        if self._is_awake:
+            self._process.call_later(0.0, self._turn)

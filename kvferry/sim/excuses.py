@@ -1,0 +1,62 @@
+"""Which outcomes the faults of a run excuse: an error or a recomputation that nothing has caused is a violation too.
+
+The table of failures in ``docs/kv-handover.md``, read from the other side. Judges whole runs by their kinds of faults, so a run
+with few kinds tells most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.testing.sim_faults import Fault
+from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.plan import ClusterPlan
+
+_LOST_WORKERS = frozenset({Fault.CRASH, Fault.FREEZE, Fault.PARTITION, Fault.CUT, Fault.DRAIN, Fault.ROUTER_CRASH})
+_BAD_TIMING = frozenset({Fault.SHORT_LEASE, Fault.DRIFT, Fault.SLOW, Fault.STALL, Fault.DELAY, Fault.PRESSURE, Fault.DEADLINE})
+
+# outcome → kinds of faults of which the run must have one
+_OUTCOMES: dict[str, frozenset[Fault]] = {
+    "cancelled": frozenset({Fault.ABORT}),
+    "deadline_exceeded": _LOST_WORKERS | {Fault.DEADLINE},
+    "no_worker": _LOST_WORKERS,
+    "peer_lost": _LOST_WORKERS,
+    "protocol_error": frozenset({Fault.CUT, Fault.PARTITION, Fault.FREEZE}),
+    ROUTER_LOST: frozenset({Fault.ROUTER_CRASH}),
+}
+# why KV was not used → kinds of faults of which the run must have one
+_FALLBACKS: dict[str, frozenset[Fault]] = {
+    "stale": _LOST_WORKERS | _BAD_TIMING | {Fault.CORRUPT},
+    "digest": frozenset({Fault.CORRUPT}),
+    "peer_lost": _LOST_WORKERS | _BAD_TIMING | {Fault.READ_ERROR},
+    "deadline": _LOST_WORKERS | _BAD_TIMING,
+    "rejected": _LOST_WORKERS | {Fault.READ_ERROR},
+}
+# errors that a client gets for a load only if it asks for them
+_LOAD_ERRORS = {
+    "stale": "stale",
+    "lease_expired": "stale",
+    "digest": "digest",
+    "deadline": "deadline",
+    "peer_lost": "peer_lost",
+    "transfer_error": "rejected",
+}
+
+
+def find_unexcused(plan: ClusterPlan, clients: Sequence[Client]) -> list[str]:
+    """Return the outcomes that the plan's faults do not explain."""
+    return [problem for client in clients if (problem := _judge(plan, client)) is not None]
+
+
+def _judge(plan: ClusterPlan, client: Client) -> str | None:
+    name, reason = client.plan.name, client.fallback_reason
+    if reason and not _FALLBACKS.get(reason, frozenset()) & plan.kinds:
+        return f"{name}: its KV was not used ({reason}), which nothing in this run explains"
+    if client.outcome == "ok":
+        return None
+    causes = _OUTCOMES.get(client.outcome, frozenset())
+    if client.plan.policy == "fail" and client.outcome in _LOAD_ERRORS:
+        causes |= _FALLBACKS[_LOAD_ERRORS[client.outcome]]
+    if causes & plan.kinds:
+        return None
+    return f"{name}: ended with {client.outcome} ({client.message}), which nothing in this run explains"

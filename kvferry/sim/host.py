@@ -1,0 +1,58 @@
+"""What a simulated process runs on: the loop, the network, the memory of others, and the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from core.testing.sim_loop import EventLoop, Process, Queue
+from core.testing.sim_network import Network
+from core.testing.sim_transport import SimFabric
+from kvferry.sim.eventlog import EventLog
+
+
+@dataclass(slots=True)
+class World:
+    """What all processes of a simulation share."""
+
+    loop: EventLoop
+    network: Network
+    fabric: SimFabric
+    random: Random  # of whatever takes time inside a process
+    log: EventLog
+
+
+@dataclass(slots=True)
+class Host:
+    """One process's view of the world. ``from_engine`` is the queue from its engine thread to its event loop."""
+
+    world: World
+    process: Process
+    from_engine: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set the queue up."""
+        self.from_engine = Queue(self.process, self.world.loop, self.thread_delay_s)
+
+    @property
+    def loop(self) -> EventLoop:
+        """The virtual time."""
+        return self.world.loop
+
+    @property
+    def network(self) -> Network:
+        """The links."""
+        return self.world.network
+
+    @property
+    def fabric(self) -> SimFabric:
+        """The memory that can be read."""
+        return self.world.fabric
+
+    def log(self, what: str, value: object = None) -> None:
+        """Write a line of the event log about this process."""
+        self.world.log.write(self.process.name, what, value)
+
+    def thread_delay_s(self) -> float:
+        """Draw how long something takes from one thread to another."""
+        return self.world.random.uniform(0.0, 0.0005)

@@ -1,0 +1,213 @@
+"""What one simulated run consists of, drawn from its seed: a cluster, its requests, and what goes wrong.
+
+Everything that is random about a run and not drawn while it runs is drawn here, so a plan can be printed and read. Called by
+``kvferry.sim.cluster``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from connectors.p2p.handshake import verifies_digests
+from core.config import (
+    CacheSection,
+    ConnectorSection,
+    KVFerryConfig,
+    RouterSection,
+    SchedulerSection,
+    WorkerSection,
+)
+from core.testing.hash_model import expected_tokens
+from core.testing.sim_faults import Fault, FaultSchedule, draw_faults, draw_kinds
+from core.wire.messages import LoadFailurePolicy
+
+ROUTER = "router"
+ROUTER_ADDRESS = "tcp://router:5570"
+MODEL = "hash-model"
+MAX_MODEL_LEN = 128  # tokens
+REQUESTS_WITHIN_S = 6.0  # all requests arrive in the first seconds
+_FIRST_REQUEST_S = 1.5  # by then the workers have registered
+_MAX_PROMPT_TOKENS = 90
+_MAX_OUTPUT_TOKENS = 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """One client's request, and what a cluster without faults answers to each choice."""
+
+    name: str
+    at: float
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    policy: LoadFailurePolicy | None = None
+    abort_at: float | None = None  # when the client leaves, unless it has its answer by then
+    expected: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        details = [f"{len(self.prompt_token_ids)}+{self.max_tokens} tokens", f"n={self.n}" if self.n > 1 else ""]
+        details += [f"policy={self.policy}" if self.policy else "", f"salt={self.cache_salt}" if self.cache_salt else ""]
+        details += ["stop token" if self.stop_token_ids else "", f"abort at {self.abort_at:.3f}" if self.abort_at else ""]
+        return f"{self.at:.3f} {self.name}: {', '.join(detail for detail in details if detail)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker. Its clock begins anywhere and runs at ``clock_rate`` times the simulation's."""
+
+    engine_id: str
+    role: Literal["prefill", "decode"]
+    num_blocks: int
+    clock_origin: float
+    clock_rate: float
+    step_s: float  # of a step with tokens, up to
+
+    @property
+    def control_address(self) -> str:
+        """Where a prefill worker can be reached."""
+        return f"tcp://{self.engine_id}:7000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """A whole run."""
+
+    seed: int
+    config: KVFerryConfig
+    workers: tuple[WorkerPlan, ...]
+    requests: tuple[RequestPlan, ...]
+    faults: FaultSchedule
+    max_rows_per_read: int
+
+    @property
+    def makes_digests(self) -> bool:
+        """True if the seals of the workers hold digests."""
+        connector = self.config.connector
+        return connector.kv_verify == "digest" or (connector.kv_verify == "auto" and "tcp" in connector.transports)
+
+    @property
+    def kinds(self) -> frozenset[Fault]:
+        """What goes wrong."""
+        return self.faults.kinds
+
+    def describe(self) -> list[str]:
+        """Return the plan as lines of text."""
+        connector, scheduler = self.config.connector, self.config.scheduler
+        lines = [
+            f"seed {self.seed}: faults {', '.join(sorted(self.kinds)) or 'none'}",
+            f"blocks of {self.config.cache.block_size} tokens, steps of {scheduler.max_num_batched_tokens} tokens and "
+            f"{scheduler.max_num_seqs} requests, {scheduler.policy}",
+            f"transport {connector.transports[0]}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
+            f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
+            f"request timeout {self.config.router.request_timeout_s:.3g} s",
+        ]
+        for worker in self.workers:
+            lines.append(f"{worker.engine_id}: {worker.num_blocks} blocks, clock rate {worker.clock_rate:.3f}")
+        return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
+
+
+def draw_plan(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> ClusterPlan:
+    """Return the plan of a seed. Leaving kinds of faults out gives another run, not a part of the same."""
+    random = Random(seed)
+    kinds = draw_kinds(random, allowed)
+    config = _draw_config(random, kinds)
+    workers = _draw_workers(random, kinds, config)
+    faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], ROUTER, REQUESTS_WITHIN_S)
+    # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
+    faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
+    return ClusterPlan(
+        seed=seed,
+        config=config,
+        workers=workers,
+        requests=_draw_requests(random, kinds),
+        faults=faults,
+        max_rows_per_read=random.choice((1, 2, 100)),
+    )
+
+
+def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
+    lease_s, deadline_s = (random.uniform(0.5, 2.0), random.uniform(0.2, 1.5)) if Fault.SHORT_LEASE in kinds else (8.0, 3.0)
+    return KVFerryConfig(
+        cache=CacheSection(block_size=random.choice((16, 16, 32))),
+        scheduler=SchedulerSection(
+            max_num_batched_tokens=random.choice((16, 48, 128)),
+            max_num_seqs=random.choice((2, 4, 8)),
+            policy=random.choice(("fcfs", "fcfs", "priority")),
+        ),
+        worker=WorkerSection(router_addresses=(ROUTER_ADDRESS,), drain_timeout_s=6.0),
+        connector=ConnectorSection(
+            transports=(random.choice(("tcp", "nixl", "shm")),),
+            kv_verify=random.choice(("auto", "auto", "identity", "digest")),
+            transfer_deadline_s=deadline_s,
+            handshake_timeout_s=1.0,
+            lease_s=lease_s,
+            lease_renew_interval_s=lease_s / 4,
+            lease_max_s=4 * lease_s,
+        ),
+        router=RouterSection(
+            worker_address=ROUTER_ADDRESS,
+            heartbeat_interval_s=0.5,
+            heartbeat_timeout_s=3.0,
+            request_timeout_s=random.uniform(0.5, 4.0) if Fault.DEADLINE in kinds else 60.0,
+        ),
+    )
+
+
+def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig) -> tuple[WorkerPlan, ...]:
+    num_needed = -(-(_MAX_PROMPT_TOKENS + _MAX_OUTPUT_TOKENS) // config.cache.block_size) + 1  # and the null block
+
+    def draw(role: Literal["prefill", "decode"], index: int) -> WorkerPlan:
+        spare = random.randint(1, 4) if Fault.PRESSURE in kinds else 40
+        return WorkerPlan(
+            engine_id=f"{role}-{index}",
+            role=role,
+            num_blocks=num_needed + spare,
+            clock_origin=random.uniform(0.0, 1e5),
+            clock_rate=random.uniform(0.75, 1.3) if Fault.DRIFT in kinds else 1.0,
+            step_s=random.choice((0.2, 0.8)) if Fault.SLOW in kinds and random.random() < 0.7 else random.choice((0.005, 0.03)),
+        )
+
+    num_prefill, num_decode = random.choice(((1, 1), (1, 2), (2, 1), (2, 2)))
+    return (
+        *[draw("prefill", index) for index in range(num_prefill)],
+        *[draw("decode", index) for index in range(num_decode)],
+    )
+
+
+def _draw_requests(random: Random, kinds: frozenset[Fault]) -> tuple[RequestPlan, ...]:
+    documents = [[random.randrange(50_000) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
+    return tuple(_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 14)))
+
+
+def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[int]], index: int) -> RequestPlan:
+    """Prompts begin alike, so that they meet in the prefix cache, and often end differently."""
+    num_shared = random.choice((0, 16, 32, 64, random.randint(0, 80)))
+    num_own = random.randint(0 if num_shared else 1, _MAX_PROMPT_TOKENS - num_shared) if random.random() < 0.7 else 0
+    own = [random.randrange(50_000) for _ in range(num_own)]
+    prompt = (random.choice(documents)[: num_shared or 1] + own)[:_MAX_PROMPT_TOKENS]
+    max_tokens = random.randint(1, _MAX_OUTPUT_TOKENS)
+    output = expected_tokens(prompt, max_tokens)
+    stop_at = random.randrange(max_tokens) if random.random() < 0.15 else None
+    if stop_at is not None:
+        output = output[: output.index(output[stop_at]) + 1]
+    at = random.uniform(_FIRST_REQUEST_S, REQUESTS_WITHIN_S) if random.random() < 0.7 else random.choice((2.0, 2.5, 3.0))
+    leaves = Fault.ABORT in kinds and random.random() < 0.4
+    return RequestPlan(
+        name=f"r{index:02d}",
+        at=at,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        n=random.choice((1, 1, 1, 2, 3)),
+        stop_token_ids=(output[-1],) if stop_at is not None else (),
+        priority=random.randint(0, 2),
+        cache_salt=random.choice(("", "", "", "tenant")),
+        policy=random.choice((None, None, None, "recompute", "fail")),
+        abort_at=at + random.choice((0.0, random.uniform(0.0, 0.2), random.uniform(0.0, 2.0))) if leaves else None,
+        expected=tuple(output),
+    )

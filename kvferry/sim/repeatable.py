@@ -1,0 +1,36 @@
+"""Which messages may arrive twice: those that say of themselves that a repetition changes nothing.
+
+ZeroMQ repeats no frame; peers repeat what was not answered, and a message of one connection can be followed by its repetition
+on the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from core.wire.codec import (
+    KIND_CONTROL,
+    KIND_ROUTER,
+    KIND_TOKENS,
+    KIND_WORKER,
+    decode_control_frame,
+    decode_router_frame,
+    decode_worker_frame,
+)
+from core.wire.kv import Handshake, LeaseRelease
+from core.wire.messages import Abort, Goodbye, Heartbeat, Refused, Register, Registered, Release, Renew
+
+_DECODERS: Mapping[int, Callable[[bytes], object]] = {
+    KIND_WORKER: decode_worker_frame,
+    KIND_ROUTER: decode_router_frame,
+    KIND_CONTROL: decode_control_frame,
+}
+_REPEATABLE = (Abort, Goodbye, Handshake, Heartbeat, LeaseRelease, Refused, Register, Registered, Release, Renew)
+
+
+def may_repeat(frame: bytes) -> bool:
+    """True if nothing may change when the frame arrives twice in a row."""
+    kind = frame[1]
+    if kind == KIND_TOKENS:
+        return True  # each says its position
+    return isinstance(_DECODERS[kind](frame), _REPEATABLE)

@@ -1,0 +1,110 @@
+"""One life of a simulated router: a real ``RouterMachine`` on the simulated network, and its clients.
+
+Takes the place of ``router.service``. When the process dies its clients lose their connections; the next life is another object
+with another router id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from core.config import RouterSection
+from core.errors import RequestError
+from core.ids import SeededIds, new_hex_id
+from core.wire.codec import decode_worker_frame, encode_router_message
+from kvferry.sim.client import ROUTER_LOST, Client, submission_of
+from kvferry.sim.host import Host
+from kvferry.sim.plan import MODEL
+from router.cluster import Joined, Left
+from router.flow import Deliver, Ended, Retried
+from router.machine import Action, RouterLimits, RouterMachine, Transmit
+
+
+class SimRouter:
+    """A router from its start to its end. ``retries`` counts what it does about lost workers."""
+
+    def __init__(self, host: Host, config: RouterSection, ids_seed: int, retries: Counter[str]) -> None:
+        self.host = host
+        self._retries = retries
+        limits = RouterLimits(
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            max_requests=config.max_requests,
+        )
+        self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
+        self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
+        self._clients: dict[str, Client] = {}
+        self._server = host.network.listen(host.process, config.worker_address, self._on_frame)
+        host.process.on_death(self._drop_clients)
+        self._tick()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._clients)
+
+    def connect(self, client: Client) -> None:
+        """A client has connected and sent its request; a router that is frozen reads it later."""
+        self._clients[client.plan.name] = client
+        self.host.process.call_later(0.0, lambda: self._submit(client))
+
+    def disconnect(self, client: Client) -> None:
+        """A client has left."""
+        self.host.process.call_later(0.0, lambda: self._abort(client))
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def _submit(self, client: Client) -> None:
+        try:
+            actions = self.machine.submit(submission_of(client.plan), self._now())
+        except RequestError as error:
+            del self._clients[client.plan.name]
+            client.end(error.code, error.message, self.host.loop.now)
+            return
+        self._perform(actions)
+
+    def _abort(self, client: Client) -> None:
+        if client.plan.name in self._clients:
+            self._perform(self.machine.abort(client.plan.name, "client", self._now()))
+
+    def _on_frame(self, peer: bytes, frame: bytes) -> None:
+        self._perform(self.machine.on_message(peer, decode_worker_frame(frame), self._now()))
+
+    def _tick(self) -> None:
+        self._perform(self.machine.on_timer(self._now()))
+        self.host.process.call_at(self._now() + self._tick_s, self._tick)
+
+    def _drop_clients(self) -> None:
+        for client in self._clients.values():
+            client.end(ROUTER_LOST, "the router died", self.host.loop.now)
+        self._clients.clear()
+
+    # ---- carrying actions out ----------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Carry out actions, and those that follow from peers found gone on the way."""
+        queue = list(actions)
+        for action in queue:  # grows while it is walked
+            match action:
+                case Transmit(peer, message):
+                    self.host.log(f"sends to {peer.hex()}", message)
+                    if not self._server.send(peer, encode_router_message(message)):
+                        queue += self.machine.on_unreachable(peer, self._now())
+                case Deliver(request_id, update):
+                    self.host.log(f"delivers {request_id}", update)
+                    self._clients[request_id].on_update(update)
+                case Ended(flow):
+                    self.host.log(f"ends {flow.request_id}", flow.error)
+                    self._clients.pop(flow.request_id).on_end(flow.error, self.host.loop.now)
+                case Retried(kind=kind):
+                    self.host.log("retries", action)
+                    self._retries[f"retry_{kind}"] += 1
+                case Joined(worker):
+                    self.host.log(f"takes in {worker.key.engine_id}")
+                case Left(worker, reason):
+                    self.host.log(f"loses {worker.key.engine_id}: {reason}")
+
+    def _now(self) -> float:
+        return self.host.process.clock.now()

@@ -1,0 +1,75 @@
+"""Many simulated runs: one after the other, or spread over processes; and what they came to together."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from core.testing.sim_faults import Fault
+from kvferry.sim.cluster import RunResult, SimCluster
+from kvferry.sim.plan import draw_plan
+
+_SEEDS_PER_TASK = 50
+
+
+@dataclass(slots=True)
+class Summary:
+    """What many runs came to."""
+
+    num_runs: int = 0
+    num_events: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    happened: Counter[str] = field(default_factory=Counter)
+    failures: list[RunResult] = field(default_factory=list)
+
+    def add(self, result: RunResult) -> None:
+        """Count a run."""
+        self.num_runs += 1
+        self.num_events += result.num_events
+        self.outcomes += result.outcomes
+        self.happened += result.happened
+        if not result.is_good:
+            self.failures.append(result)
+
+    def merge(self, other: Summary) -> None:
+        """Count the runs of another summary."""
+        self.num_runs += other.num_runs
+        self.num_events += other.num_events
+        self.outcomes += other.outcomes
+        self.happened += other.happened
+        self.failures += other.failures
+
+
+def run_seed(seed: int, allowed: Collection[Fault] = tuple(Fault), *, keeps_log: bool = False) -> RunResult:
+    """Play one seed."""
+    return SimCluster(draw_plan(seed, allowed), keeps_log=keeps_log).run()
+
+
+def run_seeds(seeds: Iterable[int], allowed: Collection[Fault] = tuple(Fault)) -> Summary:
+    """Play seeds one after the other."""
+    summary = Summary()
+    for seed in seeds:
+        summary.add(run_seed(seed, allowed))
+    return summary
+
+
+def run_in_processes(first: int, num_runs: int, allowed: Collection[Fault], num_processes: int) -> Iterator[Summary]:
+    """Play seeds on several cores; yields a summary of each portion, in the order of the seeds."""
+    ends = range(first + _SEEDS_PER_TASK, first + num_runs + _SEEDS_PER_TASK, _SEEDS_PER_TASK)
+    portions = [range(end - _SEEDS_PER_TASK, min(end, first + num_runs)) for end in ends]
+    with ProcessPoolExecutor(num_processes, initializer=silence) as pool:
+        yield from pool.map(run_seeds, portions, [tuple(allowed)] * len(portions))
+
+
+def silence() -> None:
+    """Let the code under simulation log nothing: what it warns of is what is simulated."""
+    logging.disable(logging.CRITICAL)
+
+
+def command(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> str:
+    """Return what replays a seed."""
+    kinds = [] if set(allowed) == set(Fault) else [f"--faults {','.join(sorted(allowed)) or 'none'}"]
+    return " ".join(["kvferry sim", f"--seed {seed}", *kinds])

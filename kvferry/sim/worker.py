@@ -1,0 +1,232 @@
+"""One life of a simulated worker: real protocol, hands, engine, scheduler and connector around a ``HashModel``.
+
+Takes the place of ``core.engine.worker``: carries out what ``WorkerState`` asks for, over the simulated network, by the
+process's own clock. A crash ends the life; the next one is another object with another incarnation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.handshake import WorkerIdentity
+from core.config import HASH_BLOCK_SIZE, KVFerryConfig
+from core.engine.actions import (
+    Action,
+    AdmissionLimits,
+    EngineLoad,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
+from core.engine.core import EngineCore
+from core.engine.hands import EngineFacts
+from core.engine.inbox import Abort, Add
+from core.engine.worker_state import WorkerState
+from core.ids import SeededIds, new_incarnation
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheManager
+from core.metrics import WorkerMetrics
+from core.request import EngineCoreOutput
+from core.sched.scheduler import Scheduler
+from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
+from core.testing.sim_loop import Timer
+from core.testing.sim_network import Link
+from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.messages import Register
+from decode.worker import DecodeHands
+from kvferry.sim.checks import WorkerChecks
+from kvferry.sim.connector import SimConnector, digest_of
+from kvferry.sim.engine import SimEngine
+from kvferry.sim.host import Host
+from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ROUTER_ADDRESS, ClusterPlan, WorkerPlan
+from prefill.worker import PrefillHands
+
+FINGERPRINT = b"hash-model fingerprint"
+LINGER_S = 1.0  # for the last replies and the goodbye
+_SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
+
+
+class SimWorker:
+    """A worker from its start to its end. ``checks`` sees everything that could break an invariant."""
+
+    def __init__(self, host: Host, plan: ClusterPlan, spec: WorkerPlan, ids_seed: int, checks: WorkerChecks) -> None:
+        self.host = host
+        self.spec = spec
+        self.checks = checks
+        self.is_stopped = False
+        self._random = Random(ids_seed)
+        ids = SeededIds(ids_seed)
+        self.incarnation = new_incarnation(ids)
+        config = plan.config
+        identity = WorkerIdentity(
+            engine_id=spec.engine_id,
+            incarnation=self.incarnation,
+            model_fingerprint=FINGERPRINT,
+            layout=hash_model_layout(config.cache.block_size),
+            host_id="sim",
+        )
+        address = spec.control_address if spec.role == "prefill" else ""
+        self.connector = SimConnector(host, identity, config.connector, ids, address)
+        digest = digest_of if plan.makes_digests else None
+        memory = hash_model_region(spec.num_blocks, config.cache.block_size, self.incarnation, digest)
+        self.model = HashModel(spec.num_blocks, config.cache.block_size, self.connector.worker, region=memory)
+        core = self._build_engine(config)
+        self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
+        self.connector.worker.set_wakeup(self.engine.wake)
+        checks.attach(core.scheduler, self.model)
+        self.connector.start(checks, plan.max_rows_per_read)
+        self.hands = self._make_hands()
+        self.state = self._make_state(config, core.scheduler.max_model_len)
+        self._timer: Timer | None = None
+        self._link = Link(host.network, host.process, ROUTER_ADDRESS, self._on_frame)
+        self._perform(self.state.connect(ROUTER_ADDRESS, self._now()))
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the process lives and has not left."""
+        return self.host.process.is_alive and not self.is_stopped
+
+    def drain(self) -> None:
+        """Leave in good order."""
+        self._perform(self.state.start_drain(self._now()))
+
+    def leftovers(self) -> list[str]:
+        """Return what is left of requests that have all ended."""
+        node = self.connector.node
+        assert node is not None
+        counts = {
+            "requests in the protocol": self.state.num_requests,
+            "blocks under lease": node.num_leased_blocks,
+            "blocks being loaded": node.num_loading_blocks,
+            "open reads": self.connector.num_open_reads,
+        }
+        found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in counts.items() if count]
+        return found + self.checks.leftovers()
+
+    def count_what_happened(self) -> dict[str, int]:
+        """Count what need not happen in a run."""
+        assert self.connector.node is not None
+        counts = self.connector.node.counts()
+        gauges = self.engine.core.gauges
+        return {
+            "preemptions": gauges.num_preemptions,
+            "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
+            "quarantined_blocks": self.checks.num_quarantined,
+            "expired_leases": counts["lease_expired"],
+            "late_lease_messages": counts["lease_late"],
+            "fenced_peers": counts["fenced_peers"],
+        }
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _build_engine(self, config: KVFerryConfig) -> EngineCore:
+        manager = KVCacheManager(
+            hash_model_kv_config(self.spec.num_blocks, config.cache.block_size),
+            MAX_MODEL_LEN,
+            scheduler_block_size=config.cache.block_size,
+            hash_block_size=HASH_BLOCK_SIZE,
+            max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
+            seals=self.model.seals,
+        )
+        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, self.connector.scheduler, self.host.process.clock)
+        return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
+
+    def _make_hands(self) -> PrefillHands | DecodeHands:
+        facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
+        return PrefillHands(facts) if self.spec.role == "prefill" else DecodeHands(facts)
+
+    def _make_state(self, config: KVFerryConfig, max_model_len: int) -> WorkerState:
+        registration = Register(
+            engine_id=self.spec.engine_id,
+            incarnation=self.incarnation,
+            role=self.spec.role,
+            model=MODEL,
+            model_fingerprint=FINGERPRINT,
+            layout=self.model.region.layout,
+            max_model_len=max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_blocks=self.spec.num_blocks,
+            max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
+            connector=config.connector.name,
+            transports=self.connector.transports,
+        )
+        limits = AdmissionLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_waiting_requests=config.worker.max_waiting_requests,
+            drain_timeout_s=config.worker.drain_timeout_s,
+        )
+        return WorkerState(registration, self.hands, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def _on_frame(self, frame: bytes) -> None:
+        self._perform(self.state.on_router_message(ROUTER_ADDRESS, decode_router_frame(frame), self._now()))
+
+    def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._perform(self.state.on_timer(self._now()))
+
+    # ---- carrying actions out ----------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(_, message):
+                self.host.log("sends", message)
+                self._link.send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
+            case SubmitAdd(requests):
+                self.engine.submit(Add(requests))
+            case SubmitAbort(engine_request_ids):
+                self.engine.submit(Abort(engine_request_ids))
+            case ReleaseTransfers(transfer_ids):
+                self.connector.release(transfer_ids)
+            case RenewTransfers(transfer_ids):
+                self.connector.renew(transfer_ids)
+            case Stop():
+                self.is_stopped = True
+                self.host.process.call_later(LINGER_S, self.host.process.kill)
+
+    def _arm_timer(self) -> None:
+        due = self.state.next_timer(self._now())
+        if due is None or (self._timer is not None and not self._timer.is_over and self._timer.due <= self._loop_time(due)):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.host.process.call_at(due, self._on_timer)
+
+    # ---- details -----------------------------------------------------------------------------------------------------
+
+    def _load(self) -> EngineLoad:
+        gauges = self.engine.core.gauges
+        return EngineLoad(
+            num_running=gauges.num_running,
+            num_waiting=gauges.num_waiting + gauges.num_loading,
+            kv_cache_usage=gauges.kv_cache_usage,
+            num_leased_blocks=self.connector.num_leased_blocks(),
+        )
+
+    def _draw_step_s(self) -> float:
+        longest = self.spec.step_s
+        return longest if self._random.random() < _SLOW_STEP_RATE else self._random.uniform(0.1, 0.6) * longest
+
+    def _now(self) -> float:
+        return self.host.process.clock.now()
+
+    def _loop_time(self, when: float) -> float:
+        return self.host.loop.now + self.host.process.clock.delay_until(when)
+
+
+WorkerFactory = Callable[[WorkerPlan, int], SimWorker]
