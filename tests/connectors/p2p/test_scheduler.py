@@ -12,6 +12,7 @@ from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
+from core.kv.seals import find_mismatch, layout_fingerprint
 from core.request import NewRequest, Request, RequestStatus, SchedulerOutput
 from core.testing.connector_engine import ConnectorEngine, small_layout
 from core.transport import PeerId
@@ -193,6 +194,34 @@ async def test_whole_hand_over_is_read_into_the_requests_blocks(producer, consum
     assert (pull.request_id, pull.handoff, pull.num_tokens) == ("d", ref_of(handoff), num_tokens)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 70])
+async def test_expected_seals_are_exactly_what_the_owner_has_sealed(producer, consumer, num_tokens):
+    handoff = producer.engine.prefill("p", prompt_of(num_tokens))
+    consumer.engine.admit(consumer.engine.add("d", prompt_of(num_tokens), handoff))
+    (pull,) = consumer.step().pulls
+    seals, version = producer.engine.pool.seals, layout_fingerprint(LAYOUT)
+    for remote, expected in zip(pull.remote_rows, pull.expected, strict=True):
+        assert find_mismatch(seals.row(remote), expected, seals.incarnation, version) is None
+    assert sum(expected.num_tokens for expected in pull.expected) == num_tokens
+
+
+async def test_only_generations_are_taken_from_the_hand_over(producer, consumer):
+    handoff = producer.engine.prefill("p", prompt_of(70))
+    forged = replaced_group(handoff, generations=(7, 8, 9), group_id=5)
+    consumer.engine.admit(consumer.engine.add("d", prompt_of(70), forged))
+    (pull,) = consumer.step().pulls
+    assert [(seal.generation, seal.group_id) for seal in pull.expected] == [(7, 0), (8, 0), (9, 0)]
+
+
+async def test_load_gets_the_deadline_of_its_request(producer, consumer):
+    handoff = producer.engine.prefill("p", prompt_of(40))
+    request = consumer.request("d", prompt_of(40), handoff)
+    request.deadline = 123.0
+    consumer.engine.admit(request)
+    (pull,) = consumer.step().pulls
+    assert pull.deadline == 123.0
+
+
 async def test_lease_is_held_from_the_arrival_of_the_request(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     consumer.engine.add("d", prompt_of(40), handoff)
@@ -248,6 +277,8 @@ async def test_partial_local_hit_reads_only_the_suffix(producer, consumer):
     assert pull.remote_rows == handoff.groups[0].block_ids[2:4]
     assert list(pull.local_rows) == local_ids[2:4]
     assert pull.num_tokens == 40
+    assert [seal.block_hash for seal in pull.expected] == list(handoff.groups[0].block_hashes[2:4])
+    assert [seal.num_tokens for seal in pull.expected] == [32, 8]
 
 
 async def test_full_local_hit_reads_nothing_and_lets_go(producer, consumer):
