@@ -91,8 +91,10 @@ def draw_kinds(random: Random, allowed: Collection[Fault] = tuple(Fault)) -> fro
     return frozenset(kinds)
 
 
-def draw_faults(random: Random, kinds: frozenset[Fault], workers: Sequence[str], router: str, seconds: float) -> FaultSchedule:
-    """Draw the faults of a run whose requests arrive within ``seconds``."""
+def draw_faults(
+    random: Random, kinds: frozenset[Fault], workers: Sequence[str], router: str, moments: Sequence[float]
+) -> FaultSchedule:
+    """Draw the faults of a run in which something begins at these ``moments``: shortly after is when it hurts."""
     found = FaultSchedule(kinds)
     _draw_weather(random, found)
     everyone = [*workers, router]
@@ -101,7 +103,8 @@ def draw_faults(random: Random, kinds: frozenset[Fault], workers: Sequence[str],
     def draw(kind: Fault, most: int, targets: Sequence[tuple[str, ...]], shortest_s: float, longest_s: float) -> None:
         for _ in range(random.randint(1, most) if kind in kinds else 0):
             duration_s = random.uniform(shortest_s, longest_s)
-            found.events.append(FaultEvent(random.uniform(0.2, seconds), kind, random.choice(targets), duration_s))
+            at = random.choice(moments) + random.choice((0.1, 0.5, 2.0)) * random.random()
+            found.events.append(FaultEvent(at, kind, random.choice(targets), duration_s))
 
     each_worker = [(worker,) for worker in workers]
     draw(Fault.CUT, 8, pairs, 0.0, 0.0)
@@ -111,7 +114,7 @@ def draw_faults(random: Random, kinds: frozenset[Fault], workers: Sequence[str],
     draw(Fault.FREEZE, 3, [*each_worker, (router,)], 0.1, 8.0)
     draw(Fault.DRAIN, 2, each_worker, 0.1, 2.0)
     found.events.sort()
-    found.quiet_at = max([seconds, *(event.end for event in found.events)])
+    found.quiet_at = max([*moments, *(event.end for event in found.events)]) + 1.0
     return found
 
 

@@ -297,17 +297,16 @@ class Link:
         if self._is_closed or self._connection is not None:
             return
         server = self._network.server_at(self._address)
-        if server is not None and (server.process.is_frozen or self._network.open_in(*self._pair(server))):
-            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)  # no answer, and no refusal
-        elif server is None and self._on_lost is not None:
+        if server is None and self._on_lost is not None:
             self._tell_loss()  # connection refused
-        elif server is None:
+            return
+        if server is None or server.process.is_frozen or self._network.open_in(*self._pair(server)):
             self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)
-        else:
-            self._connection = self._network.new_connection(self, server)
-            server.accept(self._connection)
-            while self._queue:
-                self._connection.to_server(self._queue.popleft())
+            return
+        self._connection = self._network.new_connection(self, server)
+        server.accept(self._connection)
+        while self._queue:
+            self._connection.to_server(self._queue.popleft())
 
     def _give_up(self) -> None:
         if self._connection is None and not self._is_closed:

@@ -13,7 +13,7 @@ from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from kvferry.sim.plan import RequestPlan
 from router.accounting import HandoverReport
-from router.news import Submission, Update
+from router.news import ChoiceUpdate, Submission, Update
 
 ROUTER_LOST = "router_lost"  # the connection to the router broke: what an HTTP client sees when the router dies
 
@@ -36,6 +36,7 @@ class Client:
         self.submitted_at: float | None = None
         self.ended_at: float | None = None
         self.report: HandoverReport | None = None
+        self.ended_choices: list[int] = []  # by their text, since the router was told last
         self._complain = complain
         self._tokens: list[list[int]] = [[] for _ in range(plan.n)]
         self._finish_reasons: list[str | None] = [None] * plan.n
@@ -60,13 +61,19 @@ class Client:
         self.report = update.handover or self.report
         self._error = update.error
         for choice in update.choices:
-            if self._finish_reasons[choice.index] is not None:
-                self._complain(f"{self.plan.name}/{choice.index}: tokens after its finish reason")
-            tokens = self._tokens[choice.index]
-            tokens += choice.token_ids
-            self._finish_reasons[choice.index] = choice.finish_reason
-            if tuple(tokens) != self.plan.expected[: len(tokens)]:
-                self._complain(f"{self.plan.name}/{choice.index}: got {tokens}, expected {list(self.plan.expected)}")
+            self._on_choice(choice)
+
+    def _on_choice(self, choice: ChoiceUpdate) -> None:
+        index, name, tokens = choice.index, f"{self.plan.name}/{choice.index}", self._tokens[choice.index]
+        if self._finish_reasons[index] is not None and not self._has_text_ended(index):
+            self._complain(f"{name}: tokens after its finish reason")
+        tokens += choice.token_ids
+        if tuple(tokens) != self.plan.expected[: len(tokens)]:
+            self._complain(f"{name}: got {tokens}, expected {list(self.plan.expected)}")
+        self._finish_reasons[index] = self._finish_reasons[index] or choice.finish_reason
+        if self._finish_reasons[index] is None and self._has_text_ended(index):
+            self._finish_reasons[index] = "stop"
+            self.ended_choices.append(index)
 
     def on_end(self, error: ErrorInfo | None, now: float) -> None:
         """Check the end: everything was delivered, or an error was."""
@@ -86,9 +93,15 @@ class Client:
             self._complain(f"{self.plan.name}: ended with the undeclared error {outcome}: {message}")
         self.outcome, self.message, self.ended_at = outcome, message, now
 
+    def _has_text_ended(self, index: int) -> bool:
+        """True if the client saw the end of a choice before its worker did."""
+        return self.plan.text_ends_after is not None and len(self._tokens[index]) >= self.plan.text_ends_after
+
     def _check_complete(self) -> None:
         wanted = "stop" if self.plan.stop_token_ids else "length"
         for index, tokens in enumerate(self._tokens):
+            if self._has_text_ended(index):
+                continue
             if tuple(tokens) != self.plan.expected or self._finish_reasons[index] != wanted:
                 got = f"{tokens} ({self._finish_reasons[index]})"
                 self._complain(f"{self.plan.name}/{index}: ended with {got}, expected {list(self.plan.expected)} ({wanted})")

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from connectors.p2p.actions import (
     Action,
     CloseControl,
     LeaseGrant,
+    LoadEnded,
     P2PConnectorMetadata,
+    QuarantineEnded,
     Reply,
     Report,
     SendControl,
+    SendingEnded,
     TransferCommand,
     TransferEvent,
 )
@@ -61,6 +66,7 @@ class SimConnector:
         self._ids = ids
         self._control_address = control_address
         self._links: dict[str, Link] = {}
+        self._ended_loads: Counter[str] = Counter()  # by how they ended
         self._timer: Timer | None = None
         self._to_transfers = Queue(host.process, host.loop, host.thread_delay_s)
         self._from_transfers = Queue(host.process, host.loop, host.thread_delay_s)
@@ -69,11 +75,6 @@ class SimConnector:
     def transports(self) -> tuple[str, ...]:
         """Transports that work here."""
         return tuple(self._config.transports)
-
-    @property
-    def num_open_reads(self) -> int:
-        """Reads that are not terminal."""
-        return sum(transport.num_open_reads for transport in self._transports)
 
     def start(self, watch: LandingWatch, max_rows_per_read: int) -> None:
         """Open the transports, answer readers, be ready to read."""
@@ -117,6 +118,27 @@ class SimConnector:
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
         return self.node.num_leased_blocks if self.node is not None else 0
+
+    def longest_lease_s(self) -> float:
+        """Return how long readers may still need this worker."""
+        return self.node.longest_lease_s() if self.node is not None else 0.0
+
+    def leftovers(self) -> dict[str, int]:
+        """Count what must be gone once every request has ended."""
+        assert self.node is not None
+        return {
+            "blocks under lease": self.node.num_leased_blocks,
+            "blocks being loaded": self.node.num_loading_blocks,
+            "quarantined blocks": self.node.num_quarantined_blocks,
+            "open reads": sum(transport.num_open_reads for transport in self._transports),
+        }
+
+    def count_what_happened(self) -> dict[str, int]:
+        """Count what need not happen in a run."""
+        assert self.node is not None
+        counts = self.node.counts()
+        names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late", "fenced_peers": "fenced_peers"}
+        return {name: counts[key] for name, key in names.items()} | self._ended_loads
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -171,19 +193,26 @@ class SimConnector:
     # ---- what the node wants ---------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
-        if isinstance(action, SendControl):
-            self._host.log(f"asks {action.address}", action.message)
-            link = self._links.get(action.address) or self._open(action.address)
-            link.send(encode_control_message(action.message))
-        elif isinstance(action, CloseControl):
-            link_to_close = self._links.pop(action.address, None)
-            if link_to_close is not None:
-                link_to_close.close()
-        elif isinstance(action, Report):
-            self._host.log("reports", action)
-            self.worker.report(action)
-        elif isinstance(action, TransferCommand):
-            self._to_transfers.put(lambda: self._execute(action))
+        match action:
+            case SendControl(address, message):
+                self._host.log(f"asks {address}", message)
+                link = self._links.get(address) or self._open(address)
+                link.send(encode_control_message(message))
+            case CloseControl(address):
+                if address in self._links:
+                    self._links.pop(address).close()
+            case Reply():
+                pass  # ``_tell`` returns it
+            case LoadEnded() | QuarantineEnded() | SendingEnded():
+                self._report(action)
+            case _:
+                self._to_transfers.put(partial(self._execute, action))
+
+    def _report(self, report: Report) -> None:
+        self._host.log("reports", report)
+        if isinstance(report, LoadEnded) and report.usage is not None:
+            self._ended_loads[f"load_{report.error.code if report.error is not None else 'ok'}"] += 1
+        self.worker.report(report)
 
     def _open(self, address: str) -> Link:
         def on_frame(frame: bytes) -> None:

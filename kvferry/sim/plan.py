@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 from connectors.p2p.handshake import verifies_digests
 from core.config import (
@@ -22,7 +21,7 @@ from core.config import (
 )
 from core.testing.hash_model import expected_tokens
 from core.testing.sim_faults import Fault, FaultSchedule, draw_faults, draw_kinds
-from core.wire.messages import LoadFailurePolicy
+from core.wire.messages import LoadFailurePolicy, Role
 
 ROUTER = "router"
 ROUTER_ADDRESS = "tcp://router:5570"
@@ -30,8 +29,9 @@ MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
 REQUESTS_WITHIN_S = 6.0  # all requests arrive in the first seconds
 _FIRST_REQUEST_S = 1.5  # by then the workers have registered
-_MAX_PROMPT_TOKENS = 90
-_MAX_OUTPUT_TOKENS = 14
+_BURSTS_S = (2.0, 3.0, 4.5)  # when many come at once
+_MAX_PROMPT_TOKENS = 80
+_MAX_OUTPUT_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,14 @@ class RequestPlan:
     cache_salt: str = ""
     policy: LoadFailurePolicy | None = None
     abort_at: float | None = None  # when the client leaves, unless it has its answer by then
+    text_ends_after: int | None = None  # tokens after which the text of a choice has ended, which only the router can know
     expected: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         details = [f"{len(self.prompt_token_ids)}+{self.max_tokens} tokens", f"n={self.n}" if self.n > 1 else ""]
         details += [f"policy={self.policy}" if self.policy else "", f"salt={self.cache_salt}" if self.cache_salt else ""]
         details += ["stop token" if self.stop_token_ids else "", f"abort at {self.abort_at:.3f}" if self.abort_at else ""]
+        details += [f"text ends after {self.text_ends_after}" if self.text_ends_after else ""]
         return f"{self.at:.3f} {self.name}: {', '.join(detail for detail in details if detail)}"
 
 
@@ -62,7 +64,7 @@ class WorkerPlan:
     """One worker. Its clock begins anywhere and runs at ``clock_rate`` times the simulation's."""
 
     engine_id: str
-    role: Literal["prefill", "decode"]
+    role: Role
     num_blocks: int
     clock_origin: float
     clock_rate: float
@@ -118,14 +120,16 @@ def draw_plan(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> ClusterPl
     kinds = draw_kinds(random, allowed)
     config = _draw_config(random, kinds)
     workers = _draw_workers(random, kinds, config)
-    faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], ROUTER, REQUESTS_WITHIN_S)
+    requests = _draw_requests(random, kinds)
+    moments = [request.at for request in requests]
+    faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], ROUTER, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
     return ClusterPlan(
         seed=seed,
         config=config,
         workers=workers,
-        requests=_draw_requests(random, kinds),
+        requests=requests,
         faults=faults,
         max_rows_per_read=random.choice((1, 2, 100)),
     )
@@ -162,27 +166,30 @@ def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
 def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig) -> tuple[WorkerPlan, ...]:
     num_needed = -(-(_MAX_PROMPT_TOKENS + _MAX_OUTPUT_TOKENS) // config.cache.block_size) + 1  # and the null block
 
-    def draw(role: Literal["prefill", "decode"], index: int) -> WorkerPlan:
-        spare = random.randint(1, 4) if Fault.PRESSURE in kinds else 40
+    def draw(role: Role, index: int) -> WorkerPlan:
+        spare = random.randint(1, 4) if Fault.PRESSURE in kinds else 60
+        steps_s = (0.2, 0.6) if Fault.SLOW in kinds and random.random() < 0.7 else (0.005, 0.02, 0.08)
         return WorkerPlan(
             engine_id=f"{role}-{index}",
             role=role,
             num_blocks=num_needed + spare,
             clock_origin=random.uniform(0.0, 1e5),
             clock_rate=random.uniform(0.75, 1.3) if Fault.DRIFT in kinds else 1.0,
-            step_s=random.choice((0.2, 0.8)) if Fault.SLOW in kinds and random.random() < 0.7 else random.choice((0.005, 0.03)),
+            step_s=random.choice(steps_s),
         )
 
-    num_prefill, num_decode = random.choice(((1, 1), (1, 2), (2, 1), (2, 2)))
+    num_prefill, num_decode = random.choice(((1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)))
+    num_aggregated = random.choice((0, 0, 0, 0, 0, 1))
     return (
         *[draw("prefill", index) for index in range(num_prefill)],
         *[draw("decode", index) for index in range(num_decode)],
+        *[draw("aggregated", index) for index in range(num_aggregated)],
     )
 
 
 def _draw_requests(random: Random, kinds: frozenset[Fault]) -> tuple[RequestPlan, ...]:
     documents = [[random.randrange(50_000) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
-    return tuple(_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 14)))
+    return tuple(_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 20)))
 
 
 def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[int]], index: int) -> RequestPlan:
@@ -191,12 +198,12 @@ def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[
     num_own = random.randint(0 if num_shared else 1, _MAX_PROMPT_TOKENS - num_shared) if random.random() < 0.7 else 0
     own = [random.randrange(50_000) for _ in range(num_own)]
     prompt = (random.choice(documents)[: num_shared or 1] + own)[:_MAX_PROMPT_TOKENS]
-    max_tokens = random.randint(1, _MAX_OUTPUT_TOKENS)
+    max_tokens = random.choice((1, 2, random.randint(3, 14), random.randint(3, 14), random.randint(15, _MAX_OUTPUT_TOKENS)))
     output = expected_tokens(prompt, max_tokens)
     stop_at = random.randrange(max_tokens) if random.random() < 0.15 else None
     if stop_at is not None:
         output = output[: output.index(output[stop_at]) + 1]
-    at = random.uniform(_FIRST_REQUEST_S, REQUESTS_WITHIN_S) if random.random() < 0.7 else random.choice((2.0, 2.5, 3.0))
+    at = random.uniform(_FIRST_REQUEST_S, REQUESTS_WITHIN_S) if random.random() < 0.6 else random.choice(_BURSTS_S)
     leaves = Fault.ABORT in kinds and random.random() < 0.4
     return RequestPlan(
         name=f"r{index:02d}",
@@ -209,5 +216,6 @@ def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[
         cache_salt=random.choice(("", "", "", "tenant")),
         policy=random.choice((None, None, None, "recompute", "fail")),
         abort_at=at + random.choice((0.0, random.uniform(0.0, 0.2), random.uniform(0.0, 2.0))) if leaves else None,
+        text_ends_after=random.randint(1, len(output)) if random.random() < 0.1 else None,
         expected=tuple(output),
     )

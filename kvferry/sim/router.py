@@ -76,6 +76,16 @@ class SimRouter:
         self._perform(self.machine.on_timer(self._now()))
         self.host.process.call_at(self._now() + self._tick_s, self._tick)
 
+    def _end_choices(self, client: Client) -> None:
+        """Tell the workers, in a moment, that choices have ended by their text."""
+        indices, client.ended_choices = client.ended_choices, []
+
+        def tell() -> None:
+            for index in indices:
+                self._perform(self.machine.finish_choice(client.plan.name, index, self._now()))
+
+        self.host.process.call_later(0.0, tell)
+
     def _drop_clients(self) -> None:
         for client in self._clients.values():
             client.end(ROUTER_LOST, "the router died", self.host.loop.now)
@@ -94,7 +104,10 @@ class SimRouter:
                         queue += self.machine.on_unreachable(peer, self._now())
                 case Deliver(request_id, update):
                     self.host.log(f"delivers {request_id}", update)
-                    self._clients[request_id].on_update(update)
+                    client = self._clients[request_id]
+                    client.on_update(update)
+                    if client.ended_choices:
+                        self._end_choices(client)
                 case Ended(flow):
                     self.host.log(f"ends {flow.request_id}", flow.error)
                     self._clients.pop(flow.request_id).on_end(flow.error, self.host.loop.now)

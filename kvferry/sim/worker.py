@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
+from core.connector import KVConnectorWorker
 from core.engine.actions import (
     Action,
     AdmissionLimits,
@@ -64,23 +65,14 @@ class SimWorker:
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
-        identity = WorkerIdentity(
-            engine_id=spec.engine_id,
-            incarnation=self.incarnation,
-            model_fingerprint=FINGERPRINT,
-            layout=hash_model_layout(config.cache.block_size),
-            host_id="sim",
-        )
-        address = spec.control_address if spec.role == "prefill" else ""
-        self.connector = SimConnector(host, identity, config.connector, ids, address)
-        digest = digest_of if plan.makes_digests else None
-        memory = hash_model_region(spec.num_blocks, config.cache.block_size, self.incarnation, digest)
-        self.model = HashModel(spec.num_blocks, config.cache.block_size, self.connector.worker, region=memory)
-        core = self._build_engine(config)
+        self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
+        self.model = self._make_model(plan)
+        core = self._make_engine(config)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
-        self.connector.worker.set_wakeup(self.engine.wake)
         checks.attach(core.scheduler, self.model)
-        self.connector.start(checks, plan.max_rows_per_read)
+        if self.connector is not None:
+            self.connector.worker.set_wakeup(self.engine.wake)
+            self.connector.start(checks, plan.max_rows_per_read)
         self.hands = self._make_hands()
         self.state = self._make_state(config, core.scheduler.max_model_len)
         self._timer: Timer | None = None
@@ -98,34 +90,46 @@ class SimWorker:
 
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
-        node = self.connector.node
-        assert node is not None
-        counts = {
-            "requests in the protocol": self.state.num_requests,
-            "blocks under lease": node.num_leased_blocks,
-            "blocks being loaded": node.num_loading_blocks,
-            "open reads": self.connector.num_open_reads,
-        }
-        found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in counts.items() if count]
+        left = {"requests in the protocol": self.state.num_requests}
+        if self.connector is not None:
+            left |= self.connector.leftovers()
+        found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
         return found + self.checks.leftovers()
 
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
-        assert self.connector.node is not None
-        counts = self.connector.node.counts()
         gauges = self.engine.core.gauges
-        return {
+        happened = {
             "preemptions": gauges.num_preemptions,
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
             "quarantined_blocks": self.checks.num_quarantined,
-            "expired_leases": counts["lease_expired"],
-            "late_lease_messages": counts["lease_late"],
-            "fenced_peers": counts["fenced_peers"],
+            "ignored_reports": gauges.num_ignored_reports,
         }
+        return happened | (self.connector.count_what_happened() if self.connector is not None else {})
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _build_engine(self, config: KVFerryConfig) -> EngineCore:
+    def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
+        identity = WorkerIdentity(
+            engine_id=self.spec.engine_id,
+            incarnation=self.incarnation,
+            model_fingerprint=FINGERPRINT,
+            layout=hash_model_layout(config.cache.block_size),
+            host_id="sim",
+        )
+        address = self.spec.control_address if self.spec.role == "prefill" else ""
+        return SimConnector(self.host, identity, config.connector, ids, address)
+
+    def _make_model(self, plan: ClusterPlan) -> HashModel:
+        num_blocks, block_size = self.spec.num_blocks, plan.config.cache.block_size
+        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest_of if plan.makes_digests else None)
+        return HashModel(num_blocks, block_size, self._connector_worker, region=memory)
+
+    @property
+    def _connector_worker(self) -> KVConnectorWorker | None:
+        return self.connector.worker if self.connector is not None else None
+
+    def _make_engine(self, config: KVFerryConfig) -> EngineCore:
         manager = KVCacheManager(
             hash_model_kv_config(self.spec.num_blocks, config.cache.block_size),
             MAX_MODEL_LEN,
@@ -134,7 +138,8 @@ class SimWorker:
             max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
             seals=self.model.seals,
         )
-        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, self.connector.scheduler, self.host.process.clock)
+        connector = self.connector.scheduler if self.connector is not None else None
+        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 
     def _make_hands(self) -> PrefillHands | DecodeHands:
@@ -148,13 +153,13 @@ class SimWorker:
             role=self.spec.role,
             model=MODEL,
             model_fingerprint=FINGERPRINT,
-            layout=self.model.region.layout,
+            layout=hash_model_layout(config.cache.block_size),
             max_model_len=max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
             num_blocks=self.spec.num_blocks,
             max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
-            connector=config.connector.name,
-            transports=self.connector.transports,
+            connector=config.connector.name if self.connector is not None else "",
+            transports=self.connector.transports if self.connector is not None else (),
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -191,9 +196,9 @@ class SimWorker:
                 self.engine.submit(Add(requests))
             case SubmitAbort(engine_request_ids):
                 self.engine.submit(Abort(engine_request_ids))
-            case ReleaseTransfers(transfer_ids):
+            case ReleaseTransfers(transfer_ids) if self.connector is not None:
                 self.connector.release(transfer_ids)
-            case RenewTransfers(transfer_ids):
+            case RenewTransfers(transfer_ids) if self.connector is not None:
                 self.connector.renew(transfer_ids)
             case Stop():
                 self.is_stopped = True
@@ -215,7 +220,8 @@ class SimWorker:
             num_running=gauges.num_running,
             num_waiting=gauges.num_waiting + gauges.num_loading,
             kv_cache_usage=gauges.kv_cache_usage,
-            num_leased_blocks=self.connector.num_leased_blocks(),
+            num_leased_blocks=self.connector.num_leased_blocks() if self.connector is not None else 0,
+            longest_lease_s=self.connector.longest_lease_s() if self.connector is not None else 0.0,
         )
 
     def _draw_step_s(self) -> float:
