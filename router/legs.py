@@ -122,7 +122,7 @@ def _check(flow: Flow, item: Tokens) -> None:
     if item.finish_reason in ("abort", "error"):
         raise ProtocolError(f"the worker ended choice {item.index} by itself ({item.finish_reason})")
     num_known = len(flow.output_token_ids[item.index])
-    if item.position > num_known:
+    if item.position > num_known and flow.finish_reasons[item.index] is None:
         raise TokensLost(f"tokens {num_known} to {item.position - 1} of choice {item.index} were lost on the way")
 
 

@@ -111,6 +111,19 @@ def test_a_choice_stopped_after_a_retry_is_named_by_the_present_try(make_bench):
     assert bench.to("d1", Abort) == [Abort(request_ids=("r1.2/1",), reason="stop")]
 
 
+def test_tokens_of_a_stopped_choice_that_are_under_way_are_no_gap(pair):
+    pair.submit(n=2)
+    pair.prefill_done(n=2)
+    pair.tokens(1, 60, index=1)
+    pair.do(pair.machine.finish_choice("r1", 1, 0.0))
+    for position in (2, 3, 4):
+        pair.tokens(position, 60 + position, index=1)
+    pair.tokens(1, 70, index=0, finish_reason="length")
+    assert pair.kinds() == []
+    assert pair.output(index=1) == [51, 60]
+    assert pair.ended["r1"].flow.error is None
+
+
 def test_the_last_choice_stopped_while_the_request_waits_ends_it_well(pair):
     pair.submit()
     pair.leave("d0")
