@@ -24,6 +24,7 @@ STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supe
 
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
+DIGEST_TRANSPORTS = frozenset({"tcp"})  # where connector.kv_verify = "auto" checks the bytes as well
 
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
 

@@ -31,7 +31,8 @@ class KVPoolRegion:
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
-    ``seals`` is the table of the pool's seals, None on engines that make none.
+    ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
+    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own.
     """
 
     base_address: int
@@ -42,6 +43,7 @@ class KVPoolRegion:
     buffer: memoryview | None = None
     memory_fd: int | None = None
     seals: SealTable | None = None
+    new_digester: Callable[[], Callable[[int], int]] | None = None
 
 
 class KVConnectorScheduler(ABC):

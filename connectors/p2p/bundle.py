@@ -131,7 +131,7 @@ class P2PConnector(Connector):
         executor = TransferExecutor(
             self._transport_set.transports,
             pool.seals,
-            _no_digest,
+            pool.new_digester() if pool.new_digester is not None else _no_digest,
             lambda happened: self._call_soon(self._on_transfer, happened),
         )
         self._transfers = TransferThread(executor, self.worker.fail)
@@ -330,4 +330,4 @@ def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
 
 
 def _no_digest(block_id: int) -> int:
-    raise NotImplementedError("no owner makes digests")
+    raise NotImplementedError("the engine computes no digests of its blocks")

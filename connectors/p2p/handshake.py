@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from core.config import DIGEST_TRANSPORTS
 from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo, KVVerify
 from core.wire.messages import ErrorInfo
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
-DIGEST_TRANSPORTS: frozenset[str] = frozenset()  # where ``auto`` checks the bytes as well
 
 UNKNOWN_CODE = "other"
 MAX_PEER_MESSAGE_CHARS = 500

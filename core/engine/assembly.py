@@ -90,7 +90,9 @@ def assemble(
         return connector
 
     factory = make_connector if build_connector is not None else None
-    built = build_engine(context.config, context.clock, factory, context.incarnation)
+    built = build_engine(
+        context.config, context.clock, factory, incarnation=context.incarnation, has_readers=context.role == "prefill"
+    )
     facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
     return Assembled(built, connector, hands(facts))
 

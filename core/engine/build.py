@@ -19,7 +19,7 @@ import torch
 from core.attention.base import AttentionBackend, AttentionSpec
 from core.attention.select import AttentionProblem, select_backend
 from core.clock import Clock
-from core.config import HASH_BLOCK_SIZE, KVFerryConfig, ModelSection, WorkerSection
+from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE, ConnectorSection, KVFerryConfig, ModelSection, WorkerSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.inputs import InputBatch
@@ -75,11 +75,14 @@ def build_engine(
     config: KVFerryConfig,
     clock: Clock,
     connector_factory: Callable[[KVLayoutInfo, bytes], ConnectorSides] | None = None,
+    *,
     incarnation: int = 0,
+    has_readers: bool = False,
 ) -> BuiltEngine:
     """Load the model and build everything around it; without a factory the engine serves alone.
 
-    ``incarnation`` names this life of the worker in the seals of its blocks.
+    ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
+    the seals hold digests where the configuration calls for them.
 
     The pool is registered with the connector; the connector's own ``start`` is the worker's task, and so is
     ``KVConnectorWorker.set_wakeup``.
@@ -96,7 +99,10 @@ def build_engine(
     max_model_len = _max_model_len(config.model, arch, cache_config)
     backend = _select_attention(arch, cache_config, dtype, device)
     fingerprint = model_fingerprint(arch, files.weights_id)
-    pool = allocate_kv_pool(cache_config, dtype, backend.preferred_layout, device, incarnation)
+    makes_digests = has_readers and _readers_demand_digests(config.connector, device)
+    pool = allocate_kv_pool(
+        cache_config, dtype, backend.preferred_layout, device, incarnation=incarnation, makes_digests=makes_digests
+    )
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
@@ -127,6 +133,12 @@ def build_engine(
         pool=pool,
         max_model_len=scheduler.max_model_len,
     )
+
+
+def _readers_demand_digests(section: ConnectorSection, device: torch.device) -> bool:
+    """Say whether a reader may demand digests; those that demand them of themselves read host memory only (tcp)."""
+    is_automatic = device.type == "cpu" and not DIGEST_TRANSPORTS.isdisjoint(section.transports)
+    return section.kv_verify == "digest" or (section.kv_verify == "auto" and is_automatic)
 
 
 def apply_cpu_threads(section: WorkerSection) -> int:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from core.attention.base import KVLayout, PagedKVCache
 from core.config import CacheSection
 from core.connector import KVPoolRegion
+from core.digest import BlockDigester, digest_tensor
 from core.errors import ConfigError
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -123,9 +125,17 @@ class KVPool:
 
 
 def allocate_kv_pool(
-    config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout, device: torch.device, incarnation: int = 0
+    config: KVCacheConfig,
+    dtype: torch.dtype,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    incarnation: int = 0,
+    makes_digests: bool = False,
 ) -> KVPool:
-    """Allocate the pool, zeroed, with every page present, and the table of its seals, which state ``incarnation``.
+    """Allocate the pool, zeroed, with every page present, and the table of its seals.
+
+    Seals state ``incarnation`` and, if it ``makes_digests``, the digest of each block.
 
     Raises:
         ConfigError: the memory is not there.
@@ -142,7 +152,8 @@ def allocate_kv_pool(
         device=str(pool.device),
         buffer=buffer,
         memory_fd=memory_fd,
-        seals=_allocate_seals(info, config.num_blocks, incarnation),
+        seals=_allocate_seals(info, config.num_blocks, incarnation, _digester(pool) if makes_digests else None),
+        new_digester=partial(_digester, pool),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 
@@ -170,9 +181,21 @@ def _pool_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -
         raise _no_memory(math.prod(shape) * dtype.itemsize, error) from None
 
 
-def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int) -> SealTable:
+def _digester(pool: torch.Tensor) -> Callable[[int], int]:
+    """Return a function that computes the digest of a block of this pool, for the use of one thread."""
+    if pool.device.type == "cpu":
+        rows = pool.flatten(1).view(torch.uint8).numpy()
+        digester = BlockDigester(rows.shape[1])
+        return lambda block_id: digester.digest(rows[block_id])
+    words = pool.flatten(1).view(torch.int64)
+    return lambda block_id: digest_tensor(words[block_id : block_id + 1])[0]
+
+
+def _allocate_seals(
+    layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_block: Callable[[int], int] | None
+) -> SealTable:
     memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks))
-    return SealTable(map_seal_memory(num_blocks, memory_fd), incarnation, layout_fingerprint(layout))
+    return SealTable(map_seal_memory(num_blocks, memory_fd), incarnation, layout_fingerprint(layout), digest_block)
 
 
 def _memory_file(name: str, num_bytes: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
@@ -46,17 +47,18 @@ def small_layout(block_size: int = 32, num_layers: int = 2) -> KVLayoutInfo:
 
 
 class MemoryPool:
-    """A KV pool in an anonymous memory file, and its seals in another. ``rows`` is [num_blocks, block_bytes] uint8."""
+    """A KV pool and its seals, with digests, in two memory files. ``rows`` is [num_blocks, block_bytes] uint8."""
 
     def __init__(self, num_blocks: int, layout: KVLayoutInfo, incarnation: int = 0) -> None:
         num_bytes = num_blocks * layout.block_bytes
         self.fd = _memory_file("kvferry-test-pool", num_bytes)
         self._seals_fd = _memory_file("kvferry-test-seals", seal_memory_bytes(num_blocks))
-        self.seals = SealTable(map_seal_memory(num_blocks, self._seals_fd), incarnation, layout_fingerprint(layout))
         self._memory = mmap.mmap(self.fd, num_bytes)
         flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.rows = flat.reshape(num_blocks, layout.block_bytes)
         self.rows[:] = 0
+        memory, layout_version = map_seal_memory(num_blocks, self._seals_fd), layout_fingerprint(layout)
+        self.seals = SealTable(memory, incarnation, layout_version, self._new_digester())
         self.region = KVPoolRegion(
             base_address=flat.ctypes.data,
             num_blocks=num_blocks,
@@ -65,7 +67,12 @@ class MemoryPool:
             buffer=memoryview(self._memory),
             memory_fd=self.fd,
             seals=self.seals,
+            new_digester=self._new_digester,
         )
+
+    def _new_digester(self) -> Callable[[int], int]:
+        digester = BlockDigester(self.rows.shape[1])
+        return lambda block_id: digester.digest(self.rows[block_id])
 
     def close(self) -> None:
         """Close the files; the memory goes with the last reference."""

@@ -18,7 +18,7 @@ def owner(make_identity) -> WorkerIdentity:
 
 @pytest.fixture
 def responder(owner) -> HandshakeResponder:
-    return HandshakeResponder(owner, 512, OFFERS)
+    return HandshakeResponder(owner, 512, OFFERS, has_digests=True)
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def test_compatible_reader_gets_all_it_needs_to_read(responder, owner, question)
         transport="shm",
         transport_metadata=b"a file",
         num_blocks=512,
+        has_digests=True,
     )
 
 

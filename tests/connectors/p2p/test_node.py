@@ -27,7 +27,8 @@ def clock() -> FakeClock:
 @pytest.fixture
 def owner(clock, make_identity) -> P2PNode:
     identity = make_identity("prefill-0", 42)
-    return P2PNode(identity, clock, ("shm", "tcp"), SETTINGS, HandshakeResponder(identity, 512, {"tcp": b"an address"}))
+    responder = HandshakeResponder(identity, 512, {"tcp": b"an address"}, has_digests=True)
+    return P2PNode(identity, clock, ("shm", "tcp"), SETTINGS, responder)
 
 
 @pytest.fixture

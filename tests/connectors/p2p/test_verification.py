@@ -138,6 +138,7 @@ def test_digests_are_asked_for_and_right_ones_accepted(digesting):
         ("identity", "tcp", False),
         ("digest", "shm", True),
         ("auto", "shm", False),
+        ("auto", "tcp", True),
     ],
 )
 def test_what_is_verified_follows_setting_and_transport(make_pull, kv_verify, transport, demanded):

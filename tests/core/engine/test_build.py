@@ -1,6 +1,7 @@
 import gc
 import os
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from core.engine.build import apply_cpu_threads, build_engine
 from core.engine.core import EngineCore
 from core.errors import ConfigError, ConnectorUnavailable
 from core.kv.hashing import BlockHasher
+from core.kv.seals import decode_seal
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
 
 
 def on_a_thread(function):
@@ -78,6 +82,36 @@ def test_connector_gets_layout_fingerprint_and_the_pool(build_tiny, copy_connect
 def pool_files():
     folder = Path("/proc/self/fd")
     return sum("kvferry-kv" in os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink())
+
+
+@pytest.mark.parametrize(
+    ("has_readers", "settings", "makes_digests"),
+    [
+        (True, {}, True),  # shm and tcp
+        (True, {"connector__transports": ["shm"]}, False),
+        (True, {"connector__transports": ["shm"], "connector__kv_verify": "digest"}, True),
+        (True, {"connector__kv_verify": "identity"}, False),
+        (False, {"connector__kv_verify": "digest"}, False),
+    ],
+)
+def test_digests_are_made_where_readers_may_demand_them(build_tiny, has_readers, settings, makes_digests):
+    seals = build_tiny(has_readers=has_readers, **settings).pool.seals
+    assert seals.has_digests is makes_digests
+    assert seals.incarnation == 5
+
+
+def test_the_engine_seals_what_it_computes(build_tiny):
+    built = build_tiny(has_readers=True)
+    request = NewRequest(request_id="a", prompt_token_ids=range(3, 35), sampling=SamplingParams(max_tokens=1))
+    built.engine.add_request(request)
+    built.engine.step()
+    pool = built.pool
+    rows = [decode_seal(pool.seals.row(block_id)) for block_id in range(pool.config.num_blocks)]
+    sealed = {block_id: seal for block_id, seal in enumerate(rows) if seal is not None}
+    chain = BlockHasher(built.model_fingerprint).hash_request_blocks(array("i", request.prompt_token_ids))
+    assert sorted(seal.block_hash for seal in sealed.values()) == sorted(chain)
+    digest_block = pool.region.new_digester()
+    assert all(seal.digest == digest_block(block_id) for block_id, seal in sealed.items())
 
 
 def test_a_build_that_fails_gives_the_pool_back(build_tiny):

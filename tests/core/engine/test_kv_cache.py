@@ -6,6 +6,7 @@ import torch
 
 from core.attention.base import KVLayout
 from core.config import CacheSection
+from core.digest import BlockDigester
 from core.engine.kv_cache import allocate_kv_pool, kv_cache_config
 from core.errors import ConfigError
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal, layout_fingerprint
@@ -143,6 +144,24 @@ def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout()
     assert (seals.num_blocks, seals.num_rows) == (5, 10)
     assert os.fstat(seals.memory.memory_fd).st_size == 10 * SEAL_BYTES
     pool.close()
+
+
+def test_digests_are_those_of_the_blocks_bytes_and_enter_the_seals_if_asked_for():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.bfloat16)
+    pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.HND, torch.device("cpu"), makes_digests=True)
+    pool.cache.pool[3] = 1.5
+    size = pool.region.block_bytes
+    expected = BlockDigester(size).digest(pool.region.buffer[3 * size : 4 * size])
+    pool.seals.seal(3, ExpectedSeal(generation=1, group_id=0, block_hash=bytes(16), num_tokens=16))
+    assert decode_seal(pool.seals.row(3)).digest == expected
+    digest_block = pool.region.new_digester()
+    assert digest_block(3) == expected
+    assert digest_block(2) != expected
+    pool.close()
+
+
+def test_seals_hold_no_digests_unless_asked_for(pool):
+    assert not pool.seals.has_digests
 
 
 def test_closing_gives_both_memory_files_back():

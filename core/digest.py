@@ -1,0 +1,146 @@
+"""The digest of a block's bytes: what the seal of a block says of them, and what a reader computes of what has arrived.
+
+Owns the definition and two ways to compute it: with numpy, for blocks in host memory, and with torch, on any device. Both give
+the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret. Called by owners when a block is
+sealed and by readers when its bytes are there.
+
+A multilinear hash in two levels over the little-endian 64-bit words of the block, all arithmetic modulo 2**64:
+
+    words   | w00 w01 ... w0C |      C = 512; the last row may be shorter
+            | w10 w11 ...     |
+    row     y[r] = sum over c of  a[c] * w[r,c]  +  b[c] * (w[r,c] >> 32)
+    digest  = k * num_bytes  +  sum over r of  A[r] * y[r]  +  B[r] * (y[r] >> 32)
+
+Two different blocks of one size collide with a probability of at most 2**-32 over the choice of the keys, whatever the
+difference; most differences, one odd word among them is enough, with 2**-63. Multiplied by a random key, a difference that
+is 2**t times something odd is spread over the multiples of 2**t only, so upper bits of words count for little: two flipped
+sign bits would cancel each other every second time. Hence the second term, in which the upper half of a word is a number below
+2**32: one of the two differences is never a multiple of 2**32. Each level thus errs with at most 2**-33.
+
+Sources: D. Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014 (multilinear); G. Steele, D. Lea and
+C. Flood, "Fast splittable pseudorandom number generators", 2014 (the key stream).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+WORD_BYTES = 8
+ROW_WORDS = 512  # the keys of a row stay in the first-level cache
+CHUNK_ROWS = 64  # a chunk and its upper halves, 256 KiB each, stay in the second-level cache
+
+_MASK = (1 << 64) - 1
+_HALF = 0xFFFF_FFFF
+_STREAM = 0x6B76_6665_7272_7931  # where the key stream starts: "kvferry1"
+
+Words = npt.NDArray[np.uint64]
+
+
+class BlockDigester:
+    """Digests of blocks of one size in host memory. Holds scratch memory, so each thread needs one of its own.
+
+    Raises: ValueError for blocks that are no whole number of words.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._num_rows = _num_rows(block_bytes)
+        self._low_keys, self._high_keys = _row_keys()
+        self._outer = _outer_keys(self._num_rows)
+        self._length_term = _length_term(block_bytes)
+        self._rows = np.empty((2, self._num_rows), dtype=np.uint64)
+        self._upper = np.empty((min(CHUNK_ROWS, self._num_rows), ROW_WORDS), dtype=np.uint64)
+
+    def digest(self, block: memoryview | npt.NDArray[np.uint8]) -> int:
+        """Return the digest of a block: ``block_bytes`` contiguous bytes.
+
+        Raises: ValueError for another size.
+        """
+        words = np.frombuffer(block, dtype="<u8")
+        if words.nbytes != self.block_bytes:
+            raise ValueError(f"a block of {words.nbytes} bytes, not {self.block_bytes}")
+        num_full = len(words) // ROW_WORDS
+        full = words[: num_full * ROW_WORDS].reshape(num_full, ROW_WORDS)
+        for start in range(0, num_full, CHUNK_ROWS):
+            self._reduce(full[start : start + CHUNK_ROWS], start)
+        if num_full < self._num_rows:
+            self._reduce(words[num_full * ROW_WORDS :].reshape(1, -1), num_full)
+        low, high = self._rows
+        low += high
+        np.right_shift(low, np.uint64(32), out=high)
+        return (int(np.einsum("lr,lr->", self._outer, self._rows)) + self._length_term) & _MASK
+
+    def _reduce(self, rows: Words, start: int) -> None:
+        """Compute both sums of these rows, the first of which is row ``start`` of the block."""
+        num_rows, num_words = rows.shape
+        out = slice(start, start + num_rows)
+        np.einsum("rc,c->r", rows, self._low_keys[:num_words], out=self._rows[0, out])
+        upper = self._upper[:num_rows, :num_words]
+        np.right_shift(rows, np.uint64(32), out=upper)
+        np.einsum("rc,c->r", upper, self._high_keys[:num_words], out=self._rows[1, out])
+
+
+def digest_tensor(words: torch.Tensor) -> list[int]:
+    """Return the digests of blocks in the memory of any device. ``words`` [num_blocks, num_words] int64."""
+    num_bytes = words.shape[1] * WORD_BYTES
+    num_full = words.shape[1] // ROW_WORDS
+    split = num_full * ROW_WORDS
+    full, tail = words[:, :split].reshape(words.shape[0], num_full, ROW_WORDS), words[:, None, split:]
+    inner = words.new_tensor(np.stack(_row_keys()).view(np.int64))
+    rows = _multilinear(full, inner)
+    if split < words.shape[1]:
+        rows = _concatenated(rows, _multilinear(tail, inner[:, : tail.shape[2]]))
+    outer = words.new_tensor(_outer_keys(_num_rows(num_bytes)).view(np.int64))
+    sums: list[int] = _multilinear(rows, outer).tolist()
+    return [(value + _length_term(num_bytes)) & _MASK for value in sums]
+
+
+def _multilinear(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Reduce the last dimension. ``keys`` [2, n]: of whole words, and of their upper halves."""
+    upper = (words >> 32) & _HALF  # the shift of a signed number brings its sign along
+    return (words * keys[0]).sum(-1) + (upper * keys[1]).sum(-1)
+
+
+def _concatenated(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return [num_blocks, n + 1] of [num_blocks, n] and [num_blocks, 1]."""
+    both = first.new_empty((first.shape[0], first.shape[1] + second.shape[1]))
+    both[:, : first.shape[1]] = first
+    both[:, first.shape[1] :] = second
+    return both
+
+
+def _num_rows(block_bytes: int) -> int:
+    if block_bytes <= 0 or block_bytes % WORD_BYTES:
+        raise ValueError(f"a digest is made of whole words of {WORD_BYTES} bytes, not of {block_bytes} bytes")
+    return -(-block_bytes // (ROW_WORDS * WORD_BYTES))
+
+
+def _row_keys() -> tuple[Words, Words]:
+    """Return the keys of a row: of its words, and of their upper halves."""
+    keys = _key_stream(1, 2 * ROW_WORDS)
+    return keys[:ROW_WORDS], keys[ROW_WORDS:]
+
+
+def _outer_keys(num_rows: int) -> Words:
+    """Return the keys of the rows, [2, num_rows]. Those of a row are the same however many rows there are."""
+    keys = _key_stream(1 + 2 * ROW_WORDS, 2 * num_rows)
+    return np.ascontiguousarray(keys.reshape(num_rows, 2).T)
+
+
+def _length_term(num_bytes: int) -> int:
+    return int(_key_stream(0, 1)[0]) * num_bytes & _MASK
+
+
+def _key_stream(start: int, count: int) -> Words:
+    """Return keys ``start`` to ``start + count - 1`` of the endless stream: SplitMix64 of their numbers."""
+    z = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    z += np.uint64(_STREAM)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return z ^ (z >> np.uint64(31))
