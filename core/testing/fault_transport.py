@@ -21,9 +21,7 @@ class FaultPlan:
 
     refuse: set[int] = field(default_factory=set)  # posting raises PeerUnreachable
     fail: set[int] = field(default_factory=set)  # ends in an error although the bytes have come
-    stall: set[int] = field(
-        default_factory=set
-    )  # its end is not reported until it is taken out of here, or its peer is removed
+    stall: set[int] = field(default_factory=set)  # its end is only reported once it is out of here, or its peer removed
     corrupt: set[int] = field(default_factory=set)  # one byte of its first row is wrong
     ignore_cancel: bool = False  # a cancelled read stays open, as with NIXL
 
@@ -87,10 +85,12 @@ class FaultTransport(Transport):
             self.plan.stall.discard(self._numbers[handle])
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Fence: stalled reads of the peer end as well."""
+        """Fence: stalled reads of the peer end as well, and as badly, although their bytes have come."""
         self.inner.remove_peer(peer)
         for handle in [handle for handle in self._numbers if self._targets[handle][0] == peer]:
             self.plan.stall.discard(self._numbers[handle])
+            if handle in self._stalled:
+                self._stalled[handle] = ReadResult(handle, PeerUnreachable(f"{peer.address} was removed"))
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
         """Pass on."""
