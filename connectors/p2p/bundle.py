@@ -25,7 +25,7 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.control import ControlClients, ControlServer
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, verifies_digests
 from connectors.p2p.host import host_id
 from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.metrics import P2PMetrics
@@ -37,6 +37,7 @@ from connectors.p2p.transports import TransportFactory, TransportSet, TransportS
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
 from core.config import ConnectorSection
+from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable
 from core.log import event
 from core.transport import regions_of
@@ -101,7 +102,7 @@ class P2PConnector(Connector):
 
         Raises:
             ConfigError: peers could not be told where to connect, or an address cannot be bound.
-            ConnectorUnavailable: no transport works here, or the engine makes no seals.
+            ConnectorUnavailable: no transport works here, or the engine lacks seals or digests that are needed.
         """
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
@@ -109,6 +110,7 @@ class P2PConnector(Connector):
             raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
         if self._is_producer:  # before anything is open
             advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
+        digest_block = self._block_digester(pool)
         self._loop = asyncio.get_running_loop()
         # Loading a transport's library can take seconds.
         self._transport_set = await asyncio.to_thread(
@@ -131,7 +133,7 @@ class P2PConnector(Connector):
         executor = TransferExecutor(
             self._transport_set.transports,
             pool.seals,
-            pool.new_digester() if pool.new_digester is not None else _no_digest,
+            digest_block,
             lambda happened: self._call_soon(self._on_transfer, happened),
         )
         self._transfers = TransferThread(executor, self.worker.fail)
@@ -271,6 +273,18 @@ class P2PConnector(Connector):
         host, port = split_tcp(self._server.start(self._context.control_address))
         self.scheduler.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
 
+    def _block_digester(self, pool: KVPoolRegion) -> Callable[[int], int]:
+        """Return what computes the digests of blocks that have been read, for the transfer thread."""
+        if pool.new_digester is not None:
+            return pool.new_digester()
+        kv_verify, transports = self._context.config.kv_verify, self._context.config.transports
+        if any(verifies_digests(kv_verify, transport) for transport in transports):
+            raise ConnectorUnavailable(
+                f"connector.kv_verify = {kv_verify} with {', '.join(transports)} verifies digests, "
+                "and the engine computes none: set it to identity"
+            )
+        return _no_digest
+
     def _transport_settings(self) -> TransportSettings:
         host, _ = split_tcp(self._context.control_address)
         return TransportSettings(
@@ -314,6 +328,10 @@ class P2PConnector(Connector):
         return counts
 
 
+def _no_digest(block_id: int) -> int:
+    raise AssertionError(f"the digest of block {block_id} is verified though none is demanded")
+
+
 def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
     """Return what a configuration means for a node whose pool has ``num_blocks`` blocks."""
     return NodeSettings(
@@ -327,7 +345,3 @@ def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )
-
-
-def _no_digest(block_id: int) -> int:
-    raise NotImplementedError("the engine computes no digests of its blocks")

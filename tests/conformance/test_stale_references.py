@@ -21,12 +21,14 @@ from core.ids import RandomIds
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
 from core.transport import Transport
+from core.wire.kv import KVVerify
 
 
 class P2PStaleReferences(StaleReferenceSuite):
     """The suite over one transport, by the name under which it is configured."""
 
     transport: ClassVar[str]
+    kv_verify: ClassVar[KVVerify] = "auto"
 
     def make_connector(self, worker: SuiteWorker) -> P2PConnector:
         context = ConnectorContext(
@@ -35,7 +37,7 @@ class P2PStaleReferences(StaleReferenceSuite):
             incarnation=worker.incarnation,
             model_fingerprint=worker.model_fingerprint,
             layout=worker.layout,
-            config=ConnectorSection(transports=(self.transport,), kv_verify="identity"),
+            config=ConnectorSection(transports=(self.transport,), kv_verify=self.kv_verify),
             control_address="tcp://127.0.0.1:0",
             advertise_host="",
             clock=SystemClock(),
@@ -65,6 +67,11 @@ class TestTcp(P2PStaleReferences):
 
 class TestShm(P2PStaleReferences):
     transport = "shm"
+
+
+class TestShmWithDigests(P2PStaleReferences):
+    transport = "shm"
+    kv_verify = "digest"
 
 
 @pytest.mark.skipif(

@@ -61,6 +61,14 @@ async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is
     await connector.stop()
 
 
+async def test_engine_without_digests_is_refused_where_they_are_verified(pool):
+    connector = P2PConnector(context_of(role="decode", transports=("tcp",)), never)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
+    with pytest.raises(ConnectorUnavailable, match=r"connector.kv_verify = auto with tcp .* set it to identity"):
+        await connector.start()
+    await connector.stop()
+
+
 async def test_engine_without_seals_is_refused(pool):
     connector = P2PConnector(context_of(), never)
     connector.worker.register_kv_caches(dataclasses.replace(pool.region, seals=None))

@@ -115,6 +115,32 @@ def test_readers_without_a_common_transport_are_refused_with_both_lists(responde
     assert hosts in answer.message
 
 
+@pytest.mark.parametrize(
+    ("kv_verify", "transports", "is_refused"),
+    [
+        ("auto", ("tcp",), True),
+        ("auto", ("shm",), False),
+        ("auto", ("nixl",), False),
+        ("digest", ("shm",), True),
+        ("digest", ("nixl",), True),
+        ("identity", ("tcp",), False),
+    ],
+)
+@pytest.mark.parametrize("has_digests", [False, True])
+def test_reader_that_verifies_digests_needs_an_owner_that_makes_them(
+    owner, question, kv_verify, transports, is_refused, has_digests
+):
+    responder = HandshakeResponder(owner, 512, OFFERS, has_digests)
+    answer = responder.answer(question(kv_verify=kv_verify, transports=transports))
+    if is_refused and not has_digests:
+        assert isinstance(answer, HandshakeRefused)
+        assert answer.code == "connector_unavailable"
+        assert f"kv_verify = {kv_verify} over {transports[0]}" in answer.message
+        assert "the owner's seals have none" in answer.message
+    else:
+        assert (answer.transport, answer.has_digests) == (transports[0], has_digests)
+
+
 def test_what_a_peer_reports_is_bounded():
     assert peer_error("layout", "short") == ErrorInfo(code="layout", message="short", http_status=502)
     strange = peer_error("made-up-17", "x" * 5000)
