@@ -27,7 +27,7 @@ import zmq
 from common import Machine, Outcome, Spread, Table, make_parser, publish
 from transport_factories import make
 
-from core.testing.transport_owner import HostRows, ProcessOwner, row_content
+from core.testing.transport_owner import HostRegions, ProcessOwner, row_content
 from core.transport import PeerId
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 2_949_120
@@ -49,11 +49,12 @@ class Link:
     def __init__(self, name: str, num_blocks: int, resources: ExitStack) -> None:
         owner = ProcessOwner(f"{FACTORIES}:make_{name}", num_blocks, BLOCK_BYTES, SALT)
         resources.callback(owner.close)
-        self._memory = HostRows(num_blocks, BLOCK_BYTES)
-        resources.callback(self._memory.close)
+        regions = HostRegions(num_blocks, BLOCK_BYTES)
+        resources.callback(regions.close)
+        self._memory = regions.pool
         self._transport = make(name)
         resources.callback(self._transport.close)
-        self._transport.register([self._memory.region])
+        self._transport.register(regions.regions)
         self._transport.add_peer(PEER, owner.metadata)
 
     def read_ms(self, remote_rows: Sequence[int], local_rows: Sequence[int]) -> float:

@@ -1,7 +1,8 @@
 """A process that owns rows and serves them by a transport, for tests that kill, freeze or restart it.
 
 Run as ``python -P -m core.testing.transport_owner FACTORY NUM_ROWS ROW_BYTES SALT``; FACTORY is
-``/path/to/file.py:function`` and the function takes no argument and returns a transport. Prints its metadata as one line of
+``/path/to/file.py:function`` and the function takes no argument and returns a transport. It owns two regions, as a worker
+does: its rows and, for each of them, two short rows of the size of a seal. Prints its metadata as one line of
 hex, then serves until its standard input ends. ``ProcessOwner`` is the parent's end.
 """
 
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from core.transport import RowRegion, Transport
+from core.kv.seals import SEAL_BYTES
+from core.transport import POOL_REGION, SEAL_REGION, RowRegion, Transport
 
 START_TIMEOUT_S = 60.0
 IDLE_CHECK_MS = 200  # how often a served process looks whether its transport wants to be polled
@@ -38,19 +40,38 @@ class HostRows:
         self.rows[:] = 0
         self.region = RowRegion(flat.ctypes.data, num_rows, row_bytes, memoryview(self._memory), self.fd)
 
-    def fill(self, salt: int) -> None:
+    def fill(self, salt: int, region: int = POOL_REGION) -> None:
         """Give every row its content."""
         for row in range(len(self.rows)):
-            self.rows[row] = row_content(salt, row, self.rows.shape[1])
+            self.rows[row] = row_content(salt, row, self.rows.shape[1], region)
 
     def close(self) -> None:
         """Close the file; the memory goes with the last reference."""
         os.close(self.fd)
 
 
-def row_content(salt: int, row: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+class HostRegions:
+    """Both regions of a worker: rows, and two short rows for each of them. ``regions`` is what a transport registers."""
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        self.pool = HostRows(num_rows, row_bytes)
+        self.seals = HostRows(2 * num_rows, SEAL_BYTES)
+        self.regions = [self.pool.region, self.seals.region]
+
+    def fill(self, salt: int) -> None:
+        """Give every row of both its content."""
+        self.pool.fill(salt, POOL_REGION)
+        self.seals.fill(salt, SEAL_REGION)
+
+    def close(self) -> None:
+        """Close the files; the memory goes with the last reference."""
+        self.pool.close()
+        self.seals.close()
+
+
+def row_content(salt: int, row: int, row_bytes: int, region: int = POOL_REGION) -> npt.NDArray[np.uint8]:
     """Return what an owner filled with ``salt`` holds in a row."""
-    return np.random.default_rng((salt, row)).integers(0, 256, row_bytes, np.uint8)
+    return np.random.default_rng((salt, row, region)).integers(0, 256, row_bytes, np.uint8)
 
 
 class ProcessOwner:
@@ -145,10 +166,10 @@ def serve(transport: Transport) -> None:
 def main(arguments: list[str]) -> None:
     """Own and serve rows."""
     factory, num_rows, row_bytes, salt = arguments
-    memory = HostRows(int(num_rows), int(row_bytes))
+    memory = HostRegions(int(num_rows), int(row_bytes))
     memory.fill(int(salt))
     transport = load_factory(factory)()
-    transport.register([memory.region])
+    transport.register(memory.regions)
     os.write(sys.stdout.fileno(), f"metadata {transport.describe().hex()}\n".encode())
     serve(transport)
     transport.close()

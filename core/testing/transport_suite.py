@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zmq
 
 from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
-from core.testing.transport_owner import HostRows, ProcessOwner, load_factory, row_content
-from core.transport import PeerId, ReadResult, Transport
+from core.kv.seals import SEAL_BYTES
+from core.testing.transport_owner import HostRegions, HostRows, ProcessOwner, load_factory, row_content
+from core.transport import POOL_REGION, SEAL_REGION, PeerId, ReadResult, Transport
 
 NUM_ROWS = 40
 ROW_BYTES = 64 << 10
@@ -47,13 +49,15 @@ class Owner(Protocol):
 
 
 class Reader:
-    """A transport under test with rows of its own, and what its polls reported."""
+    """A transport under test with rows of its own, and what its polls reported. Methods mean region 0 if they are told none."""
 
     def __init__(self, transport: Transport, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> None:
         self.transport = transport
-        self.memory = HostRows(num_rows, row_bytes)
-        self.memory.rows[:] = UNTOUCHED
-        transport.register([self.memory.region])
+        self._regions = HostRegions(num_rows, row_bytes)
+        self.memory, self.seals = self._regions.pool, self._regions.seals
+        for rows in (self.memory, self.seals):
+            rows.rows[:] = UNTOUCHED
+        transport.register(self._regions.regions)
         self.results: dict[int, ReadResult] = {}
 
     def poll(self, timeout_s: float = 0.0) -> None:
@@ -77,29 +81,36 @@ class Reader:
         self.until(lambda: self.results.keys() >= set(handles))
         return [self.results[handle].error for handle in handles]
 
-    def read(self, remote_rows: Sequence[int], local_rows: Sequence[int], peer: PeerId = PEER) -> KVFerryError | None:
+    def read(
+        self, remote_rows: Sequence[int], local_rows: Sequence[int], peer: PeerId = PEER, region: int = POOL_REGION
+    ) -> KVFerryError | None:
         """Read and wait; return the error, also one that posting raised."""
         try:
-            handle = self.transport.post_read(peer, 0, remote_rows, local_rows)
+            handle = self.transport.post_read(peer, region, remote_rows, local_rows)
         except KVFerryError as error:
             return error
         return self.wait(handle)[0]
 
-    def assert_rows(self, salt: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
+    def assert_rows(self, salt: int, remote_rows: Sequence[int], local_rows: Sequence[int], region: int = POOL_REGION) -> None:
         """Check that the local rows hold what the owner holds."""
+        rows = self._rows_of(region)
         for remote, local in zip(remote_rows, local_rows, strict=True):
-            content = row_content(salt, remote, self.memory.rows.shape[1])
-            assert np.array_equal(self.memory.rows[local], content), f"row {local} is not the owner's row {remote}"
+            content = row_content(salt, remote, rows.shape[1], region)
+            assert np.array_equal(rows[local], content), f"row {local} is not the owner's row {remote}"
 
-    def assert_untouched(self, rows: Sequence[int]) -> None:
+    def assert_untouched(self, rows: Sequence[int], region: int = POOL_REGION) -> None:
         """Check that nothing was ever written there."""
         for row in rows:
-            assert (self.memory.rows[row] == UNTOUCHED).all(), f"row {row} was written"
+            assert (self._rows_of(region)[row] == UNTOUCHED).all(), f"row {row} was written"
+
+    def _rows_of(self, region: int) -> npt.NDArray[np.uint8]:
+        rows: HostRows = (self.memory, self.seals)[region]
+        return rows.rows
 
     def close(self) -> None:
         """Close the transport, then the memory."""
         self.transport.close()
-        self.memory.close()
+        self._regions.close()
 
 
 class TransportSuite:
@@ -114,7 +125,7 @@ class TransportSuite:
 
     @classmethod
     def start_owner(cls, salt: int, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> Owner:
-        """Start an owner whose rows hold ``row_content(salt, row)``."""
+        """Start an owner with both regions, whose rows hold ``row_content(salt, row, row_bytes, region)``."""
         return ProcessOwner(cls.factory, num_rows, row_bytes, salt)
 
     @pytest.fixture
@@ -208,6 +219,76 @@ class TransportSuite:
         assert connected.transport.poll() == []
         assert not ready or connected.transport.max_wait_s() is None
 
+    # ---- the second region ---------------------------------------------------------------------------------------------
+
+    def test_reads_scattered_short_rows_exactly_and_touches_nothing_else(self, connected: Reader) -> None:
+        remote, local = [7, 3, 79, 0], [30, 2, 11, 79]
+        assert connected.read(remote, local, region=SEAL_REGION) is None
+        connected.assert_rows(1, remote, local, SEAL_REGION)
+        connected.assert_untouched([row for row in range(2 * NUM_ROWS) if row not in local], SEAL_REGION)
+        connected.assert_untouched(range(NUM_ROWS))
+
+    def test_reads_adjacent_short_rows(self, connected: Reader) -> None:
+        remote, local = list(range(4, 36)), list(range(NUM_ROWS + 2, NUM_ROWS + 34))
+        assert connected.read(remote, local, region=SEAL_REGION) is None
+        connected.assert_rows(1, remote, local, SEAL_REGION)
+        connected.assert_untouched([NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 34], SEAL_REGION)
+
+    def test_reads_more_short_rows_than_fit_one_request(self) -> None:
+        num_rows = 1500
+        owner = self.start_owner(5, num_rows, SEAL_BYTES)
+        reader = Reader(self.make_transport(), num_rows, SEAL_BYTES)
+        try:
+            reader.transport.add_peer(PEER, owner.metadata)
+            order = np.random.default_rng(3).permutation(2 * num_rows).tolist()
+            assert reader.read(order, range(2 * num_rows), region=SEAL_REGION) is None
+            reader.assert_rows(5, order, range(2 * num_rows), SEAL_REGION)
+        finally:
+            reader.close()
+            owner.close()
+
+    def test_reads_both_regions_at_once(self, connected: Reader) -> None:
+        long = connected.transport.post_read(PEER, POOL_REGION, [1, 2], [3, 4])
+        short = connected.transport.post_read(PEER, SEAL_REGION, [1, 2], [43, 44])
+        assert connected.wait(long, short) == [None, None]
+        connected.assert_rows(1, [1, 2], [3, 4])
+        connected.assert_rows(1, [1, 2], [43, 44], SEAL_REGION)
+
+    def test_refuses_rows_outside_the_region_that_is_read(self, connected: Reader) -> None:
+        """The second region has more rows than the first."""
+        for remote, local in (([NUM_ROWS], [0]), ([0], [NUM_ROWS])):
+            with pytest.raises(ProtocolError):
+                connected.transport.post_read(PEER, POOL_REGION, remote, local)
+            assert connected.read(remote, local, region=SEAL_REGION) is None
+        for remote, local in (([2 * NUM_ROWS], [0]), ([0], [2 * NUM_ROWS])):
+            with pytest.raises(ProtocolError):
+                connected.transport.post_read(PEER, SEAL_REGION, remote, local)
+        connected.assert_untouched(range(NUM_ROWS))
+
+    def test_refuses_a_second_region_of_another_shape_with_both_values(self, owner: Owner) -> None:
+        transport, memory = self.make_transport(), HostRegions(NUM_ROWS, ROW_BYTES)
+        wider = HostRows(NUM_ROWS, 2 * SEAL_BYTES)
+        try:
+            transport.register([memory.pool.region, wider.region])
+            with pytest.raises(LayoutMismatch, match=rf"{2 * SEAL_BYTES}.*{SEAL_BYTES}"):
+                transport.add_peer(PEER, owner.metadata)
+            with pytest.raises(PeerUnreachable):
+                transport.post_read(PEER, SEAL_REGION, [0], [0])
+        finally:
+            transport.close()
+            memory.close()
+            wider.close()
+
+    def test_refuses_an_owner_with_other_regions(self, owner: Owner) -> None:
+        transport, memory = self.make_transport(), HostRows(NUM_ROWS, ROW_BYTES)
+        try:
+            transport.register([memory.region])
+            with pytest.raises(LayoutMismatch):
+                transport.add_peer(PEER, owner.metadata)
+        finally:
+            transport.close()
+            memory.close()
+
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
@@ -228,7 +309,7 @@ class TransportSuite:
         assert connected.read([1], [1]) is None
         connected.assert_untouched([row for row in range(NUM_ROWS) if row != 1])
 
-    @pytest.mark.parametrize("region", [-1, 1])
+    @pytest.mark.parametrize("region", [-1, 2])
     def test_refuses_a_region_that_does_not_exist(self, connected: Reader, region: int) -> None:
         with pytest.raises(ProtocolError):
             connected.transport.post_read(PEER, region, [1], [1])

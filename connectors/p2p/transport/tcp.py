@@ -2,7 +2,8 @@
 
 The owner binds a ROUTER socket and answers chunk requests; it keeps no state per reader. The reader opens one DEALER per
 peer, keeps a window of requests in flight and receives every frame straight into its row. The owner sends frames that point
-into its pool (no copy in this process). A connection is never re-established: one DEALER lives as long as its peer's
+into its pool (no copy in this process). Short rows, the seals, are packed: all rows of a chunk in one frame, since a frame
+costs more than copying them. A connection is never re-established: one DEALER lives as long as its peer's
 incarnation, so closing it is an exact fence.
 
 Both ends check everything: rows are bounds-checked by the owner, frame sizes by the reader, and a request names the
@@ -25,10 +26,11 @@ from core.ids import IdSource
 from core.transport import PeerId, ReadResult, RowRegion, Transport
 from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
 MAX_CHUNK_ROWS = 1024
+MAX_PACKED_ROW_BYTES = 1024  # longer rows get a frame each
 MAX_REQUEST_BYTES = 64 << 10
 MAX_HEADER_BYTES = 4 << 10
 REQUESTS_PER_POLL = 16
@@ -55,7 +57,7 @@ class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Reader → owner: send these rows, one frame each."""
+    """Reader → owner: send these rows, one frame each or, if they are short, all in one."""
 
     version: int
     token: int
@@ -162,7 +164,7 @@ class TcpTransport(Transport):
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
         socket.rcvbuf = SOCKET_BUFFER_BYTES
-        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(shape.row_bytes for shape in owner.shapes)])
+        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(_max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
         monitor = socket.get_monitor_socket(_LOST_EVENTS)
         try:
             socket.connect(owner.address)
@@ -293,8 +295,8 @@ class TcpTransport(Transport):
         except zmq.ZMQError:
             self.num_bad_requests += 1  # the reader is gone, or takes nothing: its deadline ends the read
 
-    def _rows_of(self, request: ChunkRequest) -> list[memoryview]:
-        """Return views into the pool, one per row."""
+    def _rows_of(self, request: ChunkRequest) -> Sequence[memoryview | bytes]:
+        """Return views into the pool, one per row, or a copy of all rows if they are short."""
         if request.version != FORMAT_VERSION:
             raise ProtocolError(f"format {request.version} of data requests is not spoken here, only {FORMAT_VERSION}")
         if request.token != self._token:
@@ -304,7 +306,8 @@ class TcpTransport(Transport):
         region = region_at(self._regions, request.region)
         check_rows(request.rows, region.num_rows, "requested")
         size, buffer = region.row_bytes, self._buffers[request.region]
-        return [buffer[row * size : (row + 1) * size] for row in request.rows]
+        rows = [buffer[row * size : (row + 1) * size] for row in request.rows]
+        return [b"".join(rows)] if size <= MAX_PACKED_ROW_BYTES else rows
 
     # ---- reader ----------------------------------------------------------------------------------------------------
 
@@ -351,7 +354,7 @@ class TcpTransport(Transport):
         try:
             if header.refusal:
                 raise ProtocolError(f"{read.peer_id.address} refused a read: {header.refusal}")
-            self._take_rows(peer.socket, chunk)
+            self._take_chunk(peer.socket, chunk)
         except ProtocolError as error:
             _discard_frames(peer.socket)
             peer.waiting = deque(other for other in peer.waiting if other.handle != chunk.handle)
@@ -361,6 +364,14 @@ class TcpTransport(Transport):
         if not read.num_chunks_left:
             self._end(chunk.handle, None)
 
+    def _take_chunk(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
+        if self._regions[chunk.region].row_bytes <= MAX_PACKED_ROW_BYTES:
+            self._take_packed_rows(socket, chunk)
+        else:
+            self._take_rows(socket, chunk)
+        if socket.rcvmore:
+            raise ProtocolError("an answer holds more frames than requested")
+
     def _take_rows(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
         size, buffer = self._regions[chunk.region].row_bytes, self._buffers[chunk.region]
         for row in chunk.local_rows:
@@ -369,8 +380,15 @@ class TcpTransport(Transport):
             num_bytes = socket.recv_into(buffer[row * size : (row + 1) * size], flags=zmq.NOBLOCK)
             if num_bytes != size:
                 raise ProtocolError(f"a row of {size} bytes came as a frame of {num_bytes} bytes")
-        if socket.rcvmore:
-            raise ProtocolError("an answer holds more rows than requested")
+
+    def _take_packed_rows(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
+        """Take all rows of a chunk out of one frame; nothing is written if it has another length."""
+        size, buffer = self._regions[chunk.region].row_bytes, self._buffers[chunk.region]
+        packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
+        if len(packed) != chunk.num_bytes:
+            raise ProtocolError(f"rows of {chunk.num_bytes} bytes came as a frame of {len(packed)} bytes")
+        for position, row in enumerate(chunk.local_rows):
+            buffer[row * size : (row + 1) * size] = packed[position * size : (position + 1) * size]
 
     def _lose(self, peer_id: PeerId, reason: str) -> None:
         """End all reads of a peer; nothing is received from it any more."""
@@ -384,6 +402,11 @@ class TcpTransport(Transport):
     def _end(self, handle: int, error: KVFerryError | None) -> None:
         del self._reads[handle]
         self._ended.append(ReadResult(handle, error))
+
+
+def _max_frame_bytes(row_bytes: int) -> int:
+    """Return the longest frame of rows that an owner may send."""
+    return MAX_CHUNK_ROWS * row_bytes if row_bytes <= MAX_PACKED_ROW_BYTES else row_bytes
 
 
 def _connection_is_lost(monitor: zmq.Socket[bytes]) -> bool:

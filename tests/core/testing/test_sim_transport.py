@@ -9,7 +9,7 @@ from core.errors import PeerUnreachable, TransferError
 from core.testing.sim_loop import EventLoop, Process
 from core.testing.sim_network import Network, NetworkWeather
 from core.testing.sim_transport import TRAITS, ReadWeather, SimFabric, SimTransport
-from core.testing.transport_owner import HostRows
+from core.testing.transport_owner import HostRegions, HostRows
 from core.testing.transport_suite import NUM_ROWS, ROW_BYTES, TransportSuite
 from core.transport import PeerId
 
@@ -33,11 +33,11 @@ class PolledTransport(SimTransport):
 
 
 class SimOwner:
-    def __init__(self, fabric: SimFabric, traits, memory: HostRows) -> None:
+    def __init__(self, fabric: SimFabric, traits, memory: HostRegions) -> None:
         self.process = Process(fabric.loop, "owner")
         self._memory = memory
         transport = SimTransport(fabric, self.process, traits, lambda: None)
-        transport.register([memory.region])
+        transport.register(memory.regions)
         self.metadata = transport.describe()
 
     def kill(self) -> None:
@@ -64,7 +64,7 @@ class SimTransportSuite(TransportSuite):
 
     @classmethod
     def start_owner(cls, salt, num_rows=NUM_ROWS, row_bytes=ROW_BYTES):
-        memory = HostRows(num_rows, row_bytes)
+        memory = HostRegions(num_rows, row_bytes)
         memory.fill(salt)
         return SimOwner(cls.fabric, TRAITS[cls.traits], memory)
 

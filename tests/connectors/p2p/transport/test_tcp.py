@@ -19,7 +19,8 @@ from connectors.p2p.transport.tcp import (
 )
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
-from core.testing.transport_owner import HostRows
+from core.kv.seals import SEAL_BYTES
+from core.testing.transport_owner import HostRegions
 from core.testing.transport_suite import PEER, ROW_BYTES, Reader, TransportSuite
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
@@ -34,10 +35,11 @@ class LocalOwner:
     """A transport that serves rows from this process, when it is told to."""
 
     def __init__(self, address="tcp://127.0.0.1:0", salt=1, advertise_host=""):
-        self.memory = HostRows(NUM_OWNER_ROWS, ROW_BYTES)
-        self.memory.fill(salt)
+        self._regions = HostRegions(NUM_OWNER_ROWS, ROW_BYTES)
+        self._regions.fill(salt)
+        self.memory, self.seals = self._regions.pool, self._regions.seals
         self.transport = TcpTransport(RandomIds(), address, advertise_host)
-        self.transport.register([self.memory.region])
+        self.transport.register(self._regions.regions)
         self.metadata = self.transport.describe()
         self.described = msgspec.msgpack.decode(self.metadata, type=TcpMetadata)
 
@@ -52,7 +54,7 @@ class LocalOwner:
 
     def close(self):
         self.transport.close()
-        self.memory.close()
+        self._regions.close()
 
 
 @pytest.fixture
@@ -123,6 +125,12 @@ def test_owner_answers_a_proper_request_with_a_header_and_the_rows(local_owner, 
     assert rows == [local_owner.memory.rows[4].tobytes(), local_owner.memory.rows[2].tobytes()]
 
 
+def test_owner_packs_short_rows_into_one_frame(local_owner, context):
+    header, packed = ask(local_owner, context, [request_to(local_owner, region=1, rows=(4, 2))])
+    assert msgspec.msgpack.decode(header, type=ChunkHeader) == ChunkHeader(FORMAT_VERSION, 9)
+    assert packed == local_owner.seals.rows[[4, 2]].tobytes()
+
+
 @pytest.mark.parametrize(
     "frames",
     [
@@ -145,9 +153,9 @@ def test_owner_counts_nonsense_and_goes_on(local_owner, context, reader, frames)
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"version": FORMAT_VERSION + 1}, "format 2"),
+        ({"version": FORMAT_VERSION + 1}, f"format {FORMAT_VERSION + 1}"),
         ({"token": 12345}, "another incarnation"),
-        ({"region": 1}, "region 1"),
+        ({"region": 2}, "region 2"),
         ({"region": -1}, "region -1"),
         ({"rows": (NUM_OWNER_ROWS,)}, "row 8"),
         ({"rows": (0, -1)}, "row -1"),
@@ -249,7 +257,7 @@ class LyingOwner:
     def __init__(self, context):
         self.socket = context.socket(zmq.ROUTER)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES),)
+        shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES), RowShape(2 * NUM_OWNER_ROWS, SEAL_BYTES))
         self.metadata = msgspec.msgpack.encode(TcpMetadata(address=f"tcp://127.0.0.1:{port}", token=1, shapes=shapes))
 
     def take(self):
@@ -293,6 +301,30 @@ def test_reader_ends_a_read_that_is_answered_wrongly_and_goes_on(context, reader
     owner.answer(lambda chunk_id: [header_of(chunk_id), ROW])
     assert reader.wait(handle) == [None]
     assert (reader.memory.rows[2] == 7).all()
+
+
+SEALS = b"\x05" * SEAL_BYTES + b"\x06" * SEAL_BYTES
+PACKED_LIES = {
+    "a frame for each row": lambda chunk_id: [header_of(chunk_id), SEALS[:SEAL_BYTES], SEALS[SEAL_BYTES:]],
+    "no rows": lambda chunk_id: [header_of(chunk_id)],
+    "a row too many": lambda chunk_id: [header_of(chunk_id), SEALS + SEALS[:SEAL_BYTES]],
+    "a short row": lambda chunk_id: [header_of(chunk_id), SEALS[:-1]],
+    "a frame too many": lambda chunk_id: [header_of(chunk_id), SEALS, b""],
+}
+
+
+@pytest.mark.parametrize("lie", PACKED_LIES)
+def test_reader_ends_a_read_of_short_rows_that_is_answered_wrongly_and_goes_on(context, reader, lie):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    handle = reader.transport.post_read(PEER, 1, [1, 2], [5, 9])
+    owner.answer(PACKED_LIES[lie])
+    assert isinstance(reader.wait(handle)[0], ProtocolError)
+    reader.assert_untouched([row for row in range(2 * NUM_OWNER_ROWS) if row not in (5, 9)], region=1)
+    handle = reader.transport.post_read(PEER, 1, [1, 2], [5, 9])
+    owner.answer(lambda chunk_id: [header_of(chunk_id), SEALS])
+    assert reader.wait(handle) == [None]
+    assert reader.seals.rows[[5, 9]].tobytes() == SEALS
 
 
 NONSENSE = {
@@ -357,7 +389,7 @@ def test_answer_to_a_cancelled_read_is_thrown_away(context, reader):
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:notaport", "nonsense", "", "ftp://127.0.0.1:1"])
 def test_reader_refuses_a_data_address_that_makes_no_sense(reader, address):
-    shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES),)
+    shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES), RowShape(2 * NUM_OWNER_ROWS, SEAL_BYTES))
     with pytest.raises(ProtocolError, match="unusable"):
         reader.transport.add_peer(PEER, msgspec.msgpack.encode(TcpMetadata(address=address, token=1, shapes=shapes)))
 
