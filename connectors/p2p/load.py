@@ -81,10 +81,10 @@ class Load:
         self._num_rows_read += len(rows.indices)
 
     def spoil(self, indices: Iterable[int], error: ErrorInfo) -> None:
-        """Note that these rows must not be used; the first reason counts."""
+        """Note that these rows must not be used."""
         for index in indices:
             self._arrived.discard(index)
-            self._spoiled.setdefault(index, error)
+            self._spoiled[index] = error
 
     def spoil_waiting(self, error: ErrorInfo) -> None:
         """Give the rows up that have not been asked for."""

@@ -41,7 +41,7 @@ class P2PConformance(ConnectorConformance):
         return create_transport(name, settings)
 
     def num_loading_blocks(self, connector):
-        return connector.num_loading_blocks()
+        return connector.num_loading_blocks() + connector.num_quarantined_blocks()
 
 
 class TestInproc(P2PConformance):

@@ -174,6 +174,23 @@ def test_peer_is_shaken_hands_with_again_after_a_fence(pull, address):
     assert pull.open_peers == {PeerId(address, 1)}
 
 
+def test_peer_that_came_back_is_not_fenced_for_the_reads_of_its_lost_connection(pull, address):
+    pull.start_reading("a")
+    pull.abort("a")
+    pull.disconnect()
+    pull.start("b")
+    pull.accept()
+    assert pull.open_peers == {PeerId(address, 1)}
+    pull.tick(29)
+    pull.grant()
+    pull.end_reads()
+    assert pull.usable_rows("b") == {3, 4, 5}
+    pull.start_reading("c", transfer_id="u")
+    pull.tick(1)
+    assert pull.open_peers == {PeerId(address, 1)}
+    assert pull.protocol.counts.fenced_peers == 0
+
+
 def test_open_reads_are_cancelled_when_their_load_is_over(pull):
     pull.start_reading(num_rows=4)
     pull.end_read(1, PeerUnreachable("gone"))

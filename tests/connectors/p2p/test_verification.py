@@ -155,6 +155,7 @@ def test_corrupt_blocks_alone_are_read_once_more_bytes_first_and_then_seals(dige
     (again,) = pull.end_read(pull.end_data_reads(), digests={501: 1, 502: 2})
     assert isinstance(again, PostRead)
     assert (again.remote_rows, again.local_rows) == ((501, 502), (1, 2))
+    pull.clock.advance(1)
     (seals,) = pull.end_read(again.read_id)
     assert isinstance(seals, PostSealRead)
     assert seals.local_rows == (1, 2)
@@ -164,7 +165,7 @@ def test_corrupt_blocks_alone_are_read_once_more_bytes_first_and_then_seals(dige
     assert ended.error is None
     assert pull.usable_rows("r") == {0, 1, 2, 3}
     assert (ended.usage.transferred_bytes, ended.usage.verified_blocks) == (6 * 1024, 4)
-    assert (ended.usage.transfer_ms, ended.usage.verify_ms) == (1000, 1000)
+    assert (ended.usage.transfer_ms, ended.usage.verify_ms) == (1000, 2000)
     assert pull.protocol.counts.blocks_read_again == 2
 
 
