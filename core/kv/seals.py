@@ -8,8 +8,7 @@ allocated again loses its seal before anything can write it. Knows no requests, 
     magic version group_id incarnation   block_hash   digest   num_tokens   flags   layout_version  generation
 
 Fields are written first and ``generation`` last, as one aligned 8-byte store; breaking a seal is one such store of ``BROKEN``,
-and sealing begins with it.
-That order holds on x86; another CPU needs a fence between the two.
+and sealing begins with it. That order holds on x86; another CPU needs a fence between the two.
 """
 
 from __future__ import annotations
@@ -172,6 +171,22 @@ def decode_seal(row: bytes) -> Seal | None:
 
 def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:
     """Say, with both values, why a seal is not the expected one; None if it is. Digests are not looked at."""
+    magic, version, group_id, sealed_by, block_hash, _, num_tokens, _, layout, generation = _ROW.unpack(row)
+    if (
+        generation == expected.generation != BROKEN
+        and block_hash == expected.block_hash
+        and num_tokens == expected.num_tokens
+        and group_id == expected.group_id
+        and sealed_by == incarnation
+        and layout == layout_version
+        and magic == _MAGIC
+        and version == _VERSION
+    ):
+        return None
+    return _describe_mismatch(row, expected, incarnation, layout_version)
+
+
+def _describe_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str:
     seal = decode_seal(row)
     if seal is None:
         return "the block has no seal: it was reused, or is being rewritten"
@@ -181,9 +196,7 @@ def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_v
         found, wanted = getattr(seal, name), getattr(expected, name)
         if found != wanted:
             return f"{name} {_shown(found)} instead of {_shown(wanted)}"
-    if seal.layout_version != layout_version:
-        return f"layout {seal.layout_version:016x} instead of {layout_version:016x}"
-    return None
+    return f"layout {seal.layout_version:016x} instead of {layout_version:016x}"
 
 
 def layout_fingerprint(layout: KVLayoutInfo) -> int:

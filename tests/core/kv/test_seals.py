@@ -99,6 +99,13 @@ def test_a_difference_is_named_with_both_values(table, changed, named):
     assert find_mismatch(table.row(0), dataclasses.replace(EXPECTED, **changed), INCARNATION, LAYOUT_VERSION) == named
 
 
+def test_a_hand_over_that_names_no_generation_is_refused(table):
+    """A broken row would be what it names."""
+    table.seal(0, EXPECTED)
+    table.break_seals([0])
+    assert find_mismatch(table.row(0), dataclasses.replace(EXPECTED, generation=BROKEN), INCARNATION, LAYOUT_VERSION)
+
+
 def test_another_life_and_another_layout_are_named_with_both_values(table):
     table.seal(0, EXPECTED)
     assert find_mismatch(table.row(0), EXPECTED, 1, LAYOUT_VERSION) == f"incarnation {INCARNATION:016x} instead of {1:016x}"
