@@ -68,8 +68,15 @@ class RouterLink:
         self._heard_at = now
 
     def lose_if_silent(self, now: float) -> bool:
-        """Forget a router that has been silent for its timeout; returns True at the moment of losing it."""
-        if not self.is_registered or now < self._heard_at + self._timeout_s:
+        """Forget a router that has been silent for its timeout; returns True at the moment of losing it.
+
+        Call it when ``next_timer`` says so. If that was some time ago this worker stood still: what the router said meanwhile
+        may lie unread, and is no silence of its.
+        """
+        if not self.is_registered:
+            return False
+        self._heard_at = min(now, self._heard_at + max(0.0, now - self._due_at))
+        if now < self._heard_at + self._timeout_s:
             return False
         self.router_id = ""
         self._due_at = now

@@ -33,6 +33,7 @@ from core.errors import (
     KVFerryError,
     NoWorker,
     Overloaded,
+    PeerUnreachable,
     ProtocolError,
     RequestError,
 )
@@ -266,6 +267,13 @@ class WorkerState:
             logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
         return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
 
+    def _give_up_requests_of(self, link: str) -> list[Action]:
+        """The router is silent. If it lives all the same, it must hear that nobody is at work on its requests any more."""
+        orphans = [request_id for request_id, served in self._served.items() if served.link == link]
+        logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
+        error = PeerUnreachable(f"worker {self._registration.engine_id} heard nothing from the router for too long")
+        return [action for request_id in orphans for action in self._fail(request_id, error)]
+
     def _forget(self, request_id: str) -> _Served | None:
         served = self._served.pop(request_id, None)
         if served is not None:
@@ -387,8 +395,7 @@ class WorkerState:
         actions: list[Action] = []
         for key, link in self._links.items():
             if link.lose_if_silent(now):
-                logger.warning(event("router_silent", router=key))
-                actions += self._abort_requests_of(key, now)
+                actions += self._give_up_requests_of(key)
         actions += self._expire(now)
         actions += self._do_duties(now)
         return actions + self._leave_if_done(now)

@@ -126,12 +126,33 @@ def test_timer_is_due_exactly_when_there_is_something_to_do():
 def test_silent_router_loses_its_requests_and_is_asked_again(worker):
     worker.generate("mine", "a")
     worker.generate("other", "b")
-    worker.state.on_router_message("b", REGISTERED, 4.9)
-    actions = worker.state.on_timer(5.0)
+    actions = hear_only_from("b", worker, until=5)
     assert [action for action in actions if isinstance(action, SubmitAbort)] == [SubmitAbort(["mine/0"])]
     assert REGISTRATION in sent(actions, "a")
     assert worker.state.num_requests == 1
     assert worker.state.num_registered_routers == 1
+
+
+def test_silent_router_is_told_what_it_has_lost_in_case_it_lives(worker):
+    worker.generate("mine", "a")
+    (failed,) = [message for message in sent(hear_only_from("b", worker, until=5), "a") if isinstance(message, RequestFailed)]
+    assert (failed.request_id, failed.error.code, failed.error.retryable) == ("mine", "peer_lost", True)
+
+
+def test_worker_that_stood_still_does_not_take_its_own_silence_for_the_routers(worker):
+    worker.generate("r", "a")
+    hear_only_from("b", worker, until=3)
+    assert not [action for action in worker.state.on_timer(60.0) if isinstance(action, SubmitAbort)]  # the fourth second
+    assert SubmitAbort(["r/0"]) in worker.state.on_timer(61.0)
+
+
+def hear_only_from(link, worker, until):
+    """Let seconds pass in which one router answers; return what happened in the last one."""
+    actions = []
+    for now in range(1, until + 1):
+        worker.state.on_router_message(link, REGISTERED, float(now))
+        actions = worker.state.on_timer(float(now))
+    return actions
 
 
 def test_answered_heartbeats_keep_a_quiet_router(worker):
