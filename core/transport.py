@@ -73,7 +73,10 @@ def regions_of(pool: KVPoolRegion) -> list[RowRegion]:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A read that is terminal: nothing is written into its rows any more.
+    """A read that is terminal: nothing is written into its rows any more, whether it ended well or with an error.
+
+    The rows are given to somebody else on the strength of it. A transport that cannot know after a failure that no byte is
+    under way fences the peer before it reports; all reads of that peer end then, and the peer is as after ``remove_peer``.
 
     ``error`` is None if every byte has arrived. After an error the content of the rows is undefined.
     """

@@ -440,6 +440,27 @@ class TransportSuite:
         facing.poll(0.05)
         assert np.array_equal(facing.memory.rows, before), "bytes arrived after the fence"
 
+    @pytest.mark.parametrize("end", ["cancel", "death"])
+    def test_no_byte_arrives_for_a_read_that_has_ended(self, facing: Reader, mortal: Owner, end: str) -> None:
+        """However it ended: its rows are somebody else's by then."""
+        assert facing.read([0], [0]) is None
+        mortal.freeze()
+        handles = {facing.transport.post_read(PEER, 0, [row], [row]): row for row in range(1, NUM_ROWS)}
+        if end == "death":
+            mortal.kill()
+            facing.wait(*handles)
+        for handle in list(handles)[::2]:
+            facing.transport.cancel(handle)
+        for _ in range(10):
+            facing.poll(0.01)
+        ended = [row for handle, row in handles.items() if handle in facing.results]
+        facing.memory.rows[ended] = UNTOUCHED
+        if end == "cancel":
+            mortal.thaw()
+        facing.wait(*handles)
+        facing.poll(0.05)
+        facing.assert_untouched(ended)
+
     def test_a_frozen_owner_stops_no_other(self, facing: Reader, mortal: Owner) -> None:
         assert facing.read([0], [0]) is None
         second = self.start_owner(2)

@@ -5,7 +5,8 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
 - Releasing a handle does not cancel its read: its bytes land later. So a handle in progress is never released, and a read has
   no early end. The reader makes **one agent per peer and incarnation**; destroying that agent is the fence, and touches no
   other peer. The owner has one agent for all readers, which take no part of its time.
-- Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well; both are failures.
+- Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well. None of them says that the
+  read writes nothing more, so the first failure of a peer's read fences the peer, before any of its reads is reported.
 - After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
 - An agent's progress thread spins unless it is told to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from connectors.p2p.transport.base import RowShape, check_read, check_shapes, decode_metadata, region_at
 from core.config import set_default_environment
-from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
+from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
 from core.transport import PeerId, ReadResult, RowRegion, Transport
 
@@ -79,8 +80,10 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Read:
+    """A read in progress. The library's handle of it keeps the agent alive, so it is held nowhere else."""
+
     peer_id: PeerId
-    xfer: XferHandle
+    xfer: XferHandle = None
 
 
 class NixlTransport(Transport):
@@ -157,26 +160,17 @@ class NixlTransport(Transport):
             raise PeerUnreachable(f"no NIXL agent for {peer.address}")
         local = region_at(self._regions, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
-        agent = owner.agent
         self._last_handle += 1
         self._backoff_s = FIRST_BACKOFF_S
-        try:
-            xfer = agent.make_prepped_xfer(
-                "READ", owner.local[region], _indices(local_rows), owner.remote[region], _indices(remote_rows)
-            )
-            self._reads[self._last_handle] = _Read(peer, xfer)
-            self._settle(self._last_handle, agent.transfer(xfer))
-        except self._errors as error:
-            self._fail(self._last_handle, error)
+        self._reads[self._last_handle] = _Read(peer)
+        self._fence_after(peer, self._start(self._last_handle, region, remote_rows, local_rows))
         return self._last_handle
 
     def poll(self) -> list[ReadResult]:
         """Ask for the state of every read in progress."""
-        for handle, read in list(self._reads.items()):
-            try:
-                self._settle(handle, self._peers[read.peer_id].agent.check_xfer_state(read.xfer))
-            except self._errors as error:
-                self._fail(handle, error)
+        for handle, peer in [(handle, read.peer_id) for handle, read in self._reads.items()]:
+            if handle in self._reads:  # else it has ended with its peer
+                self._fence_after(peer, self._look(handle))
         ended, self._ended = self._ended, []
         self._backoff_s = FIRST_BACKOFF_S if ended else min(LAST_BACKOFF_S, 2 * self._backoff_s)
         return ended
@@ -186,16 +180,7 @@ class NixlTransport(Transport):
 
     def remove_peer(self, peer: PeerId) -> None:
         """Destroy the peer's agent, and with it everything that could still write."""
-        owner = self._peers.pop(peer, None)
-        if owner is None:
-            return
-        for handle in [handle for handle, read in self._reads.items() if read.peer_id == peer]:
-            del self._reads[handle]
-            self._ended.append(ReadResult(handle, PeerUnreachable(f"{peer.address} was removed")))
-        owner.local.clear()
-        owner.remote.clear()
-        owner.agent = None
-        gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
+        self._fence(peer, f"{peer.address} was removed")
 
     def max_wait_s(self) -> float | None:
         """Back off while reads are in progress; nothing else needs polling."""
@@ -251,24 +236,55 @@ class NixlTransport(Transport):
             peer.remote.append(agent.prep_xfer_dlist(remote_name, remote_rows, mem_type=remote.memory_type))
         return peer
 
-    def _settle(self, handle: int, state: str) -> None:
-        """Take the state of a transfer. Only a terminal one is released."""
-        if state == "PROC":
-            return
-        read = self._reads.pop(handle)
-        error: KVFerryError | None = None
-        if state != "DONE":
-            error = PeerUnreachable(f"a NIXL read from {read.peer_id.address} ended in state {state}")
-        else:
-            read.xfer.release()
-        self._ended.append(ReadResult(handle, error))
+    def _start(self, handle: int, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> str:
+        """Post a transfer; return why it failed, empty if it did not."""
+        read = self._reads[handle]
+        owner = self._peers[read.peer_id]
+        try:
+            read.xfer = owner.agent.make_prepped_xfer(
+                "READ", owner.local[region], _indices(local_rows), owner.remote[region], _indices(remote_rows)
+            )
+            return self._settle(handle, owner.agent.transfer(read.xfer))
+        except self._errors as error:
+            return f"{type(error).__name__}: {error}"
 
-    def _fail(self, handle: int, error: Exception) -> None:
-        read = self._reads.pop(handle, None)
-        address = read.peer_id.address if read is not None else "the peer"
-        self._ended.append(
-            ReadResult(handle, PeerUnreachable(f"a NIXL read from {address} failed: {type(error).__name__}: {error}"))
-        )
+    def _look(self, handle: int) -> str:
+        """Take the state of a transfer; return why it failed, empty if it did not."""
+        read = self._reads[handle]
+        try:
+            return self._settle(handle, self._peers[read.peer_id].agent.check_xfer_state(read.xfer))
+        except self._errors as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _settle(self, handle: int, state: str) -> str:
+        """Release a transfer that is done; return why it failed, empty if it did not."""
+        if state == "PROC":
+            return ""
+        if state != "DONE":
+            return f"it ended in state {state}"
+        self._reads[handle].xfer.release()
+        del self._reads[handle]
+        self._ended.append(ReadResult(handle))
+        return ""
+
+    def _fence_after(self, peer: PeerId, failure: str) -> None:
+        """Fence a peer if a read of it failed. No caller holds the agent or a transfer by now, nor an error's traceback."""
+        if failure:
+            self._fence(peer, f"a NIXL read from {peer.address} failed: {failure}")
+
+    def _fence(self, peer: PeerId, reason: str) -> None:
+        """Destroy a peer's agent; only then are its open reads terminal."""
+        owner = self._peers.pop(peer, None)
+        if owner is None:
+            return
+        handles = [handle for handle, read in self._reads.items() if read.peer_id == peer]
+        for handle in handles:
+            del self._reads[handle]
+        owner.local.clear()
+        owner.remote.clear()
+        owner.agent = None
+        gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
+        self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
 
 
 @contextlib.contextmanager

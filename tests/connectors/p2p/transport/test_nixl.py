@@ -1,11 +1,14 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from connectors.p2p.transport.nixl import NixlTransport
+from core.errors import PeerUnreachable
 from core.ids import RandomIds
 from core.testing.transport_owner import HostRows
 from core.testing.transport_suite import TransportSuite
@@ -87,6 +90,136 @@ def test_an_owner_that_reads_as_well_has_an_agent_for_each(agents, transports):
     both.describe()
     assert both.describe() == both.describe()
     assert sum(name.startswith("both") for name in agents) == 2
+
+
+# ---- a library that fails
+
+
+class FakeError(Exception):
+    """What the library raises."""
+
+
+class FakeXfer:
+    """As the library's: it knows its agent, and keeps it alive."""
+
+    def __init__(self, agent):
+        self.agent = agent
+
+    def release(self):
+        self.agent.plan("release")
+
+
+class FakeAgent:
+    """Transfers nothing. ``plan(call)`` returns the state that a call reports, or raises."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.itself = self  # a cycle: only the collector frees it
+
+    def get_agent_metadata(self):
+        return b"agent"
+
+    def add_remote_agent(self, metadata):
+        return b"owner"
+
+    def prep_xfer_dlist(self, name, rows, mem_type):
+        return (self, name)
+
+    def make_prepped_xfer(self, *descriptors):
+        self.plan("make")
+        return FakeXfer(self)
+
+    def transfer(self, xfer):
+        return self.plan("transfer")
+
+    def check_xfer_state(self, xfer):
+        return self.plan("check")
+
+    def create_backend(self, *anything):
+        pass
+
+    def register_memory(self, *anything, **named):
+        pass
+
+
+class FakeLibrary:
+    """Agents in the order in which they were made, held weakly; ``answers`` says what calls report, "PROC" if nothing."""
+
+    def __init__(self):
+        self.agents = []
+        self.answers = {}
+
+    def make_agent(self, name, config):
+        agent = FakeAgent(self.plan)
+        self.agents.append(weakref.ref(agent))
+        return agent
+
+    def plan(self, call):
+        answer = self.answers.get(call, "PROC")
+        if answer == "raise":
+            raise FakeError(call)
+        return answer
+
+
+@pytest.fixture
+def library(monkeypatch):
+    library, package = FakeLibrary(), ModuleType("nixl_cu12")
+    api, bindings = ModuleType("nixl_cu12._api"), ModuleType("nixl_cu12._bindings")
+    api.nixl_agent, api.nixl_agent_config = library.make_agent, SimpleNamespace
+    api.nixlBind = SimpleNamespace(nixlAgent=None)
+    for name in ("nixlBackendError", "nixlMismatchError", "nixlInvalidParamError", "nixlNotAllowedError"):
+        setattr(bindings, name, FakeError)
+    for module in (package, api, bindings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return library
+
+
+FIRST, SECOND = PeerId("first", 1), PeerId("second", 1)
+
+
+@pytest.fixture
+def reader(library, transports):
+    """A reader of two peers, whose agents are the last two that were made."""
+    metadata = transports("owner").describe()
+    reader = transports("reader")
+    for peer in (FIRST, SECOND):
+        reader.add_peer(peer, metadata)
+    return reader
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"), [("transfer", "raise"), ("transfer", "ERR"), ("make", "raise"), ("check", "raise"), ("check", "ERR")]
+)
+def test_a_failed_read_is_reported_when_its_peer_is_fenced_and_no_sooner(library, reader, call, answer):
+    agent, other = library.agents[-2:]
+    handles = {reader.post_read(FIRST, 0, [row], [row]) for row in (0, 1)}
+    untouched = reader.post_read(SECOND, 0, [0], [0]) if call != "check" else None
+    assert reader.poll() == []
+    library.answers[call] = answer
+    if call != "check":
+        handles.add(reader.post_read(FIRST, 0, [0], [0]))
+    results = reader.poll()
+    assert agent() is None, "something of the peer could still write"
+    assert {result.handle for result in results} == handles
+    assert all(isinstance(result.error, PeerUnreachable) for result in results)
+    assert other() is not None
+    library.answers.clear()
+    with pytest.raises(PeerUnreachable):
+        reader.post_read(FIRST, 0, [0], [0])
+    assert untouched not in {result.handle for result in reader.poll()}
+    reader.remove_peer(FIRST)
+    reader.add_peer(FIRST, reader.describe())
+    library.answers["transfer"] = "DONE"
+    again = reader.post_read(FIRST, 0, [0], [0])
+    assert [(result.handle, result.error) for result in reader.poll()] == [(again, None)]
+
+
+def test_a_read_that_cannot_be_released_fences_its_peer(library, reader):
+    library.answers |= {"transfer": "DONE", "release": "raise"}
+    handle = reader.post_read(FIRST, 0, [0], [0])
+    (result,) = reader.poll()
+    assert (result.handle, type(result.error)) == (handle, PeerUnreachable)
+    assert library.agents[-2]() is None
 
 
 @pytest.mark.slow
