@@ -11,6 +11,11 @@ request, this process copies as many bytes from one buffer to another (one threa
 A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn. Compared is the client's time
 from the first to the second token: what the hand-over adds to the life of a request on an idle cluster.
 
+Verification is measured apart, between two real connectors without a model (``verification.py``): prompts of 1 to 2,048 tokens,
+the same blocks, each load once with seals compared (``identity``) and once with digests of all bytes as well (``digest``). The
+time of the bytes and that of the verdict after them are told by every load, so the transfer is the one without verification.
+Plain copies of as many bytes are made between the loads.
+
 All workers have one torch thread. Figures are medians (smallest..largest); ratios are medians of the ratios of single requests.
 """
 
@@ -25,6 +30,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 from common import Machine, Outcome, Spread, Table, make_parser, publish
+from verification import DIGEST_GOALS, IDENTITY_GOAL, QUICK_SIZES, SIZES, Loads, make_table, measure
 
 from core.config import load_config
 from kvferry.bench.client import Target
@@ -169,7 +175,7 @@ def second_token_row(name: str, found: Found) -> tuple[str, ...]:
     return (name, Spread.of(found.gaps_ms).show(), Spread.of(found.aggregated_gaps_ms).show(), Spread.of(added).show())
 
 
-def make_outcome(found: Mapping[str, Found], prompt_tokens: int) -> Outcome:
+def make_outcome(found: Mapping[str, Found], verification: Mapping[str, Loads], prompt_tokens: int) -> Outcome:
     columns: Sequence[str] = (
         f"{prompt_tokens:,} tokens",
         "first transfer, ms",
@@ -188,12 +194,17 @@ def make_outcome(found: Mapping[str, Found], prompt_tokens: int) -> Outcome:
     notes = (
         f"goal of transfer / prefill: at most {100 * SHARE_GOAL:.0f} %; the goal in the table is the least rate / plain copy",
         f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
+        "goals of verification: at most this share of the longest transfer without it",
     )
     figures = {
-        "goals": {"share": SHARE_GOAL, "rate": RATE_GOALS},
+        "goals": {"share": SHARE_GOAL, "rate": RATE_GOALS, "identity": IDENTITY_GOAL, "digest": DIGEST_GOALS},
         "transports": {name: asdict(each) for name, each in found.items()},
+        "verification": {
+            name: {kind: [asdict(load) for load in loads] for kind, loads in kinds.items()}
+            for name, kinds in verification.items()
+        },
     }
-    return Outcome([long, short], notes, figures)
+    return Outcome([long, short, make_table(verification)], notes, figures)
 
 
 def main() -> None:
@@ -209,7 +220,9 @@ def main() -> None:
         for name in arguments.transports:
             with LocalCluster(load_config(overrides=settings | {"connector.transports": [name]})) as pair:
                 found[name] = benchmark.run(pair)
-    publish(make_outcome(found, prompt_tokens), machine, arguments)
+    sizes, copy = QUICK_SIZES if arguments.quick else SIZES, PlainCopy()
+    verification = {name: measure(name, sizes, repeats, copy.time_ms) for name in arguments.transports}
+    publish(make_outcome(found, verification, prompt_tokens), machine, arguments)
 
 
 if __name__ == "__main__":

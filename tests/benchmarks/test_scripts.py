@@ -30,9 +30,10 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 
 @pytest.mark.e2e
-def test_handover_measures_transfer_copy_and_second_token(run_benchmark, tmp_path):
+def test_handover_measures_transfer_copy_second_token_and_verification(run_benchmark, tmp_path):
     printed = run_benchmark("handover", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
-    (found,) = json.loads((tmp_path / "f.json").read_text())["transports"].values()
+    figures = json.loads((tmp_path / "f.json").read_text())
+    (found,) = figures["transports"].values()
     assert "rate / plain copy" in printed
     for transfer in [found["first"], *found["others"]]:
         assert transfer["transport"] == "tcp"
@@ -40,6 +41,11 @@ def test_handover_measures_transfer_copy_and_second_token(run_benchmark, tmp_pat
         assert transfer["transfer_ms"] > 0
         assert transfer["copy_ms"] > 0
     assert len(found["gaps_ms"]) == len(found["aggregated_gaps_ms"]) == 1
+    assert "identity / transfer" in printed
+    for kind in ("identity", "digest"):
+        loads = figures["verification"]["tcp"][kind]
+        assert [load["num_tokens"] for load in loads] == [1, 128]
+        assert all(load["transfer_ms"] > 0 and load["verify_ms"] > 0 and load["copy_ms"] > 0 for load in loads)
 
 
 @pytest.mark.e2e
