@@ -83,6 +83,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._kv_events = kv_events
         self._is_stalled = False
+        self._is_woken = False
         self._is_shut_down = False
         self._gauges = EngineGauges()
 
@@ -110,6 +111,7 @@ class EngineCore:
 
     def schedule_step(self) -> ScheduledStep:
         """Decide what the next step computes. ``run_step`` and ``finish_step`` follow, with nothing else in between."""
+        self._is_woken = self._is_stalled = False
         connector = self.scheduler.connector
         # Such blocks may come back within the step, behind the decision that lacked them; nobody would tell.
         awaits_blocks = connector is not None and connector.has_pending_block_frees()
@@ -129,17 +131,20 @@ class EngineCore:
         return outputs
 
     def wake(self) -> None:
-        """Note that something outside has changed: a connector has news."""
-        self._is_stalled = False
+        """Note that something outside has changed: a connector has news. One more step is taken, even without requests.
+
+        It may be news of no request: a connector that has died says so in its next step.
+        """
+        self._is_woken = True
 
     def has_work(self) -> bool:
         """True if a step could achieve anything now.
 
-        False while every request waits for a connector and the last step changed nothing: only a new request, an abort or
-        ``wake`` can change that, so the caller should block instead of stepping.
+        False while every request waits for a connector and the last step changed nothing, and without requests: only a new one,
+        an abort or ``wake`` can change that, so the caller should block instead of stepping.
         """
         connector = self.scheduler.connector
-        if self._runner.failure is not None or (connector is not None and connector.has_pending_push_work()):
+        if self._is_woken or self._runner.failure is not None or (connector is not None and connector.has_pending_push_work()):
             return True
         return self.scheduler.has_requests() and not self._is_stalled
 

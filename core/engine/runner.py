@@ -7,6 +7,8 @@ by ``core.engine.core``, on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -45,6 +47,7 @@ class ModelRunner:
         self._batch = batch
         self._prompt_logprobs = PromptLogprobs()
         self._device = device
+        self._synchronize = _synchronizer(device)
 
     @property
     def failure(self) -> Exception | None:
@@ -55,6 +58,9 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; an empty one only takes the connector through its sequence.
 
+        When this returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are given to
+        loads whose bytes come from elsewhere.
+
         Raises: whatever a connector raised, here or behind the last step's forward pass.
         """
         self._connector.before_forward(scheduler_output)
@@ -62,6 +68,7 @@ class ModelRunner:
         output = ModelRunnerOutput()
         if scheduler_output.total_num_scheduled_tokens:
             self._run_tokens(scheduler_output, output)
+            self._synchronize()  # sampling has waited for the device already, but an unfinished prompt chunk samples nothing
         else:
             self._connector.after_launch(scheduler_output)
         output.kv_connector_output = self._connector.finish(scheduler_output)
@@ -128,3 +135,8 @@ class ModelRunner:
             if entries is not None:
                 output.prompt_logprobs[part.request_id] = entries
             start = end
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    """Return what waits until everything launched on the device is done; the CPU is done when a launch returns."""
+    return (lambda: None) if device.type == "cpu" else torch.cuda.current_stream(device).synchronize

@@ -317,3 +317,14 @@ def test_engine_does_not_sleep_while_blocks_are_about_to_come_back(build_tiny, c
     assert engine.has_work()
     ends = [output for _ in range(30) if engine.has_work() for output in engine.step() if output.finish_reason]
     assert [output.finish_reason for output in ends] == ["length"]
+
+
+def test_writes_of_every_step_with_tokens_are_awaited_before_the_connector_ends_the_step(build_tiny, copy_connector):
+    connector = copy_connector()
+    engine = build_tiny(connector).engine
+    happened = []
+    engine._runner._synchronize = lambda: happened.append("synchronized")
+    engine._runner._connector._worker.wait_for_save = lambda: happened.append("ended")
+    engine.add_request(NewRequest(request_id="r", prompt_token_ids=list(range(10, 80)), sampling=SamplingParams(max_tokens=2)))
+    engine.step()
+    assert happened == ["synchronized", "ended"]

@@ -161,6 +161,30 @@ def test_idle_engine_takes_no_steps_and_each_wakeup_gives_one(start, copy_connec
         poll(lambda number=number: thread.gauges().num_steps == 2 + number)
 
 
+def test_connector_that_dies_while_nobody_asks_for_anything_ends_the_engine(start, copy_connector):
+    connector = copy_connector()
+    thread, mailbox = start(connector)
+
+    def die(finished_req_ids):
+        raise EngineDead("the KV transfer has died")
+
+    connector.worker.get_transfer_results = die
+    thread.wake()
+    thread.wake()
+    mailbox.wait(lambda: mailbox.deaths)
+    assert not thread.is_alive()
+
+
+def test_idle_engine_steps_once_for_a_wakeup_and_then_rests(start, copy_connector):
+    thread, mailbox = start(copy_connector())
+    thread.wake()
+    poll(lambda: thread.gauges().num_steps == 1)
+    for number in range(5):  # a round trip through the inbox: a busy loop would have stepped meanwhile
+        thread.submit_add([request(f"bad{number}", [999])])
+        mailbox.wait(lambda number=number: f"bad{number}" in mailbox.ends)
+    assert thread.gauges().num_steps == 1
+
+
 def test_age_of_a_step_is_known_while_it_hangs(build_tiny):
     clock, engine, mailbox = FakeClock(), build_tiny().engine, Mailbox()
     engine.shutdown = lambda: None
