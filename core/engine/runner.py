@@ -58,8 +58,8 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; an empty one only takes the connector through its sequence.
 
-        When this returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are given to
-        loads whose bytes come from elsewhere.
+        When this returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are
+        given to loads whose bytes come from elsewhere.
 
         Raises: whatever a connector raised, here or behind the last step's forward pass.
         """

@@ -80,7 +80,9 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
 def unhash_failed(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Return those that still run, once nobody can hit their KV any more: it may be why they got no token.
 
-    One that is rolled back has computed on KV that is known to be bad: it goes on.
+    What requests that are gone have built on it could be hit again once it is computed anew, so nothing that is cached and
+    free is kept; whoever still runs on it gets no token either, and comes by here itself. One that is rolled back has computed
+    on KV that is known to be bad: it goes on.
     """
     manager = state.kv_cache_manager
     found: dict[str, ErrorInfo] = {}
@@ -92,6 +94,8 @@ def unhash_failed(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> dic
             for block_ids in manager.get_block_ids(request_id):
                 manager.evict_blocks(block_ids)
             found[request_id] = error
+    if found:
+        manager.evict_blocks([block.block_id for block in manager.block_pool.free_block_queue])
     return found
 
 

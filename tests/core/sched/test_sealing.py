@@ -120,6 +120,19 @@ def test_a_request_whose_step_failed_loses_all_its_seals(world):
     assert not any(is_sealed(world, block_id) for block_id in block_ids)
 
 
+def test_nothing_that_was_built_on_a_failed_request_and_left_behind_stays_a_hit(world):
+    world.add("builder", 48, max_tokens=1)
+    while world.scheduler.has_unfinished_requests():
+        world.step()
+    pool = world.manager.block_pool
+    assert len(pool.cached_blocks) == 3
+    world.add("failing", 20, max_tokens=40)  # shares the first block
+    error = ErrorInfo(code="not_finite", message="no finite logits", http_status=500, retryable=False)
+    world.scheduler.update_from_output(world.schedule(), ModelRunnerOutput(failed={"failing": error}))
+    assert len(pool.cached_blocks) == 0
+    assert not any(is_sealed(world, block.block_id) for block in pool.blocks[1:])
+
+
 def test_a_loaded_prefix_is_sealed_when_it_is_promoted(make_world, remote):
     world = make_world(with_connector=True)
     load(world, remote, "a", 40, 32)
