@@ -82,10 +82,8 @@ def build_engine(
     """Load the model and build everything around it; without a factory the engine serves alone.
 
     ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
-    the seals hold digests where the configuration calls for them.
-
-    The pool is registered with the connector; the connector's own ``start`` is the worker's task, and so is
-    ``KVConnectorWorker.set_wakeup``.
+    the seals hold digests where the configuration calls for them. The pool is registered with the connector; the connector's
+    own ``start`` is the worker's task, and so is ``KVConnectorWorker.set_wakeup``.
 
     Raises:
         ConfigError: a setting, a model file or the memory does not fit.
@@ -120,8 +118,8 @@ def build_engine(
             clock,
             config.connector.kv_load_failure_policy,
         )
-        hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
-        engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, _kv_event_publisher(config))
+        events = _kv_event_publisher(config)
+        engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size, events)
         on_failure.pop_all()
     _log_ready(files, pool, max_model_len)
     return BuiltEngine(

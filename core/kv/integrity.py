@@ -12,6 +12,7 @@ from core.kv.block import KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool, cache_key
 from core.kv.seals import BROKEN, SealTable, decode_seal
+from core.kv.single_type import SingleTypeKVCacheManager
 
 
 def find_violations(manager: KVCacheManager, held: Mapping[int, int] | None = None) -> list[str]:
@@ -80,13 +81,18 @@ def _check_tables(manager: KVCacheManager) -> Iterator[str]:
             yield f"group {group.group_id} holds other requests than group 0"
         if not group.req_to_blocks.keys() == group.num_cached_block.keys() == group.num_sealed_block.keys():
             yield f"group {group.group_id} has tables and counts of cached or sealed blocks for different requests"
-        for request_id, blocks in group.req_to_blocks.items():
-            ids = [block.block_id for block in blocks if not block.is_null]
-            if len(ids) != len(set(ids)):
-                yield f"table of {request_id} in group {group.group_id} holds a block twice"
-            for name, counts in (("cached", group.num_cached_block), ("sealed", group.num_sealed_block)):
-                if counts.get(request_id, 0) > len(blocks):
-                    yield f"table of {request_id} in group {group.group_id} is shorter than its {name} prefix"
+        for request_id in group.req_to_blocks:
+            yield from _check_table(group, request_id)
+
+
+def _check_table(group: SingleTypeKVCacheManager, request_id: str) -> Iterator[str]:
+    name, blocks = f"table of {request_id} in group {group.group_id}", group.req_to_blocks[request_id]
+    ids = [block.block_id for block in blocks if not block.is_null]
+    if len(ids) != len(set(ids)):
+        yield f"{name} holds a block twice"
+    for prefix, counts in (("cached", group.num_cached_block), ("sealed", group.num_sealed_block)):
+        if counts.get(request_id, 0) > len(blocks):
+            yield f"{name} is shorter than its {prefix} prefix"
 
 
 def _check_null_block(pool: BlockPool) -> Iterator[str]:
