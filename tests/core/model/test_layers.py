@@ -65,10 +65,16 @@ def test_rotation_writes_through_a_strided_view_and_nothing_beside_it():
     assert not torch.allclose(buffer[:, 1:5], before[:, 1:5])
 
 
-def test_rms_norm_divides_by_the_root_mean_square():
-    hidden, weight = torch.randn(5, 16), torch.randn(16)
-    expected = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    torch.testing.assert_close(rms_norm(hidden, weight, 1e-5), expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0, 1e4])
+def test_rms_norm_divides_by_the_root_mean_square(dtype, size):
+    hidden, weight = (size * torch.randn(5, 16)).to(dtype), torch.randn(16).to(dtype)
+    before, exact = hidden.clone(), hidden.double()
+    expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    actual = rms_norm(hidden, weight, 1e-5)
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=0)
+    assert torch.equal(hidden, before)
 
 
 def test_silu_and_mul_gates_the_second_half_with_the_first():
