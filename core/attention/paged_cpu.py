@@ -75,7 +75,7 @@ class PagedCpuBackend(AttentionBackend):
             decoded = self._attend_decode(layer, query[step.decode_rows], spec.scale, step.decode)
             output.index_copy_(0, step.decode_rows, decoded)
         for index in step.gathers:
-            output[index.rows] = self._gather.attend(layer, query[index.rows], spec.scale, index)
+            self._gather.attend(layer, query[index.rows], spec.scale, index, output[index.rows])
         return output
 
     def _attend_decode(self, layer: int, query: Tensor, scale: float, index: DecodeIndex) -> Tensor:

@@ -153,6 +153,14 @@ def test_query_may_be_a_strided_view(paged, backend_type, layout):
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("factor", [30, 1000])
+def test_scores_far_beyond_the_range_of_an_exponential(paged, backend_type, layout, factor):
+    """Of both signs: the largest alone would overflow, and the first query, which sees one key, would lose its only weight."""
+    step = paged.Step(paged.Case([paged.Seq(90, 90), paged.Seq(40, 7), paged.Seq(33)]), layout)
+    step.query *= factor
+    torch.testing.assert_close(step.run(backend_type).double(), step.expected(), rtol=0, atol=1e-6 * factor + 2e-5)
+
+
 def test_chunked_prefill_equals_one_shot(paged, backend_type, layout):
     one_shot = paged.Step(paged.Case([paged.Seq(90, 90)]), layout).run(backend_type)
     step = paged.Step(paged.Case([paged.Seq(90, 90)]), layout)
