@@ -116,6 +116,10 @@ class Transport(ABC):
             LayoutMismatch: the peer's rows have another size than ours.
         """
 
+    def num_rows(self, peer: PeerId) -> int | None:
+        """Return how many rows the pool of an added peer has by its metadata, None if they do not say."""
+        return None
+
     @abstractmethod
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Start reading ``remote_rows[i]`` into ``local_rows[i]`` and return a handle; ``poll`` reports how it ended.

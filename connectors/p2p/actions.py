@@ -96,11 +96,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Make a peer readable by this transport."""
+    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks, by the handshake."""
 
     peer: PeerId
     transport: str
     metadata: bytes
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class Peers:
             wants_digests = verifies_digests(self._terms.kv_verify, reply.transport)
             peer = Peer(peer_id, reply.transport, reply.num_blocks, wants_digests, last_progress_at=now)
             self._peers[peer_id] = peer
-            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata))
+            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks))
         return peer
 
     def close(self, peer_id: PeerId) -> bool:

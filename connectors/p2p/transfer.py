@@ -29,7 +29,7 @@ from connectors.p2p.actions import (
     TransferCommand,
     TransferEvent,
 )
-from core.errors import KVFerryError, PeerUnreachable
+from core.errors import KVFerryError, PeerUnreachable, ProtocolError
 from core.kv.seals import SealTable
 from core.log import event
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
@@ -112,8 +112,10 @@ class TransferExecutor:
         transport = self._transports[command.transport]
         try:
             transport.add_peer(command.peer, command.metadata)
-        except KVFerryError as error:
-            self._report(PeerFailed(command.peer, error))
+            _check_num_rows(transport, command)
+        except Exception as error:  # whatever a peer's bytes do to a transport is the peer's failure, not the worker's
+            transport.remove_peer(command.peer)
+            self._report(PeerFailed(command.peer, _opening_error(command, error)))
             return
         self._peers[command.peer] = transport
 
@@ -144,6 +146,27 @@ class TransferExecutor:
         seals = tuple(self._seals.row(self._seals.landing_row(row)) for row in wanted.local_rows)
         digests = tuple(map(self._digest_block, wanted.local_rows)) if wanted.wants_digests else ()
         return ReadEnded(read_id, seals=seals, digests=digests)
+
+
+def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:
+    """Check that a peer says the same of its pool in its metadata and in the handshake.
+
+    Raises:
+        ProtocolError: it does not; the message holds both values.
+    """
+    num_rows = transport.num_rows(opened.peer)
+    if num_rows is not None and num_rows != opened.num_blocks:
+        raise ProtocolError(f"{opened.peer.address} describes {num_rows} rows for a pool of {opened.num_blocks} blocks")
+
+
+def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:
+    """Return what is told of a peer that could not be opened; what no transport foresees is logged with its origin."""
+    if isinstance(error, KVFerryError):
+        return error
+    _log.error(event("kv_peer_not_opened", transport=command.transport, peer=command.peer.address), exc_info=error)
+    return ProtocolError(
+        f"the {command.transport} metadata of {command.peer.address} cannot be used: {type(error).__name__}: {error}"
+    )
 
 
 class TransferThread:

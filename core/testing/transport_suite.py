@@ -9,6 +9,7 @@ Owners run in processes of their own, which the tests really kill and freeze. A 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
@@ -20,6 +21,7 @@ import zmq
 
 from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
 from core.kv.seals import SEAL_BYTES
+from core.testing.absurd_metadata import with_each_replaced
 from core.testing.transport_owner import HostRegions, HostRows, ProcessOwner, load_factory, row_content
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, ReadResult, Transport
 
@@ -175,6 +177,7 @@ class TransportSuite:
         assert connected.read(remote, local) is None
         connected.assert_rows(1, remote, local)
         connected.assert_untouched([0, 1, 34, 39])
+        assert connected.transport.num_rows(PEER) in (None, NUM_ROWS)
 
     def test_reads_one_remote_row_into_several_local_rows(self, connected: Reader) -> None:
         assert connected.read([5, 5, 5], [1, 2, 3]) is None
@@ -325,6 +328,16 @@ class TransportSuite:
             reader.transport.add_peer(PEER, metadata)
         with pytest.raises(PeerUnreachable):
             reader.transport.post_read(PEER, 0, [1], [1])
+
+    @pytest.mark.parametrize("absurd", [-1, 2**31, 2**64 - 1, "", "\0", b"", bytes(100)], ids=repr)
+    def test_survives_metadata_that_is_well_typed_and_absurd(self, connected: Reader, owner: Owner, absurd: object) -> None:
+        """Each value of that type is replaced in turn. What it breaks is that peer's, whose failure is a ``KVFerryError``."""
+        for number, metadata in enumerate(with_each_replaced(owner.metadata, absurd)):
+            with contextlib.suppress(KVFerryError):
+                connected.transport.add_peer(PeerId("absurd", number), metadata)
+            connected.transport.remove_peer(PeerId("absurd", number))
+        assert connected.read([1], [1]) is None
+        connected.assert_rows(1, [1], [1])
 
     def test_refuses_rows_of_another_size_with_both_values(self, owner: Owner) -> None:
         reader = Reader(self.make_transport(), row_bytes=2 * ROW_BYTES)

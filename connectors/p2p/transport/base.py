@@ -6,7 +6,7 @@ Knows no sockets, memory or threads. Used by the transports beside it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,12 +15,15 @@ from core.transport import RowRegion
 
 T = TypeVar("T")
 
+MAX_ROWS = 1 << 24  # of a region; what a reader keeps per row of a peer is bounded by it
+SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # what fits a C int: processes, descriptors, devices
+
 
 class RowShape(msgspec.Struct, frozen=True, array_like=True):
     """How many rows a region has, and how long they are; what a peer's metadata says of every region."""
 
-    num_rows: int
-    row_bytes: int
+    num_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
+    row_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
 
 
 class Run(NamedTuple):

@@ -27,17 +27,17 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connectors.p2p.transport.base import RowShape, check_read, check_shapes, decode_metadata, region_at
+from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, check_shapes, decode_metadata, region_at
 from core.config import set_default_environment
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
-from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
 BACKEND = "UCX"
 MODULE = "nixl_cu12"
@@ -45,6 +45,8 @@ INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1)"
 FIRST_BACKOFF_S = 0.0002
 LAST_BACKOFF_S = 0.001
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
+
+MemoryType = Literal["DRAM", "VRAM"]
 
 # The library has no types.
 Agent = Any
@@ -57,8 +59,8 @@ class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
 
     base_address: Annotated[int, msgspec.Meta(ge=0)]
     shape: RowShape
-    memory_type: str
-    device_id: Annotated[int, msgspec.Meta(ge=0)]
+    memory_type: MemoryType
+    device_id: SystemNumber
 
 
 class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +154,10 @@ class NixlTransport(Transport):
             gc.collect()
             kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
             raise kind(f"nixl cannot reach {peer.address}: {type(error).__name__}: {error}") from None
+
+    def num_rows(self, peer: PeerId) -> int | None:
+        """Return what it says of its pool."""
+        return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Post one transfer with a descriptor per row. On one host it is over when this returns."""
@@ -307,7 +313,7 @@ def sleeping_progress(bindings: Any) -> Iterator[None]:  # noqa: ANN401 - the li
         bindings.nixlAgent = make_agent
 
 
-def memory_type(region: RowRegion) -> str:
+def memory_type(region: RowRegion) -> MemoryType:
     """Return NIXL's name of the kind of memory."""
     return "DRAM" if region.device == "cpu" else "VRAM"
 

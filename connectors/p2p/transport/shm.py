@@ -22,22 +22,30 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connectors.p2p.transport.base import RowShape, Run, adjacent_runs, check_read, check_shapes, decode_metadata, region_at
+from connectors.p2p.transport.base import (
+    RowShape,
+    Run,
+    SystemNumber,
+    adjacent_runs,
+    check_read,
+    check_shapes,
+    decode_metadata,
+    region_at,
+)
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
-from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancel or another peer waits
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
-FileNumber = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
     """One region of the owner: its descriptor number in the owner's process, and what proves that it is that file."""
 
-    fd: FileNumber
+    fd: SystemNumber
     inode: int
     shape: RowShape
 
@@ -45,8 +53,8 @@ class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
 class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner tells its readers."""
 
-    pid: Annotated[int, msgspec.Meta(ge=1)]
-    token_fd: FileNumber
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    token_fd: SystemNumber
     token: bytes
     files: tuple[MemoryFile, ...]
 
@@ -126,6 +134,10 @@ class ShmTransport(Transport):
         check_shapes(self._regions, [file.shape for file in owner.files])
         if peer not in self._peers:
             self._peers[peer] = _map_owner(owner)
+
+    def num_rows(self, peer: PeerId) -> int | None:
+        """Return the rows of its pool's file."""
+        return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Queue the copies; ``poll`` does them."""

@@ -23,7 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from connectors.p2p.transport.base import RowShape, check_read, check_rows, check_shapes, decode_metadata, region_at, shapes_of
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
-from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
+from core.wire.limits import Text
 from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
 FORMAT_VERSION = 2
@@ -51,7 +52,7 @@ _LOST_EVENTS = (
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner tells its readers."""
 
-    address: str
+    address: Text
     token: int
     shapes: tuple[RowShape, ...]
 
@@ -168,10 +169,14 @@ class TcpTransport(Transport):
         monitor = socket.get_monitor_socket(_LOST_EVENTS)
         try:
             socket.connect(owner.address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             _close_connection(socket, monitor)
             raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
         self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes)
+
+    def num_rows(self, peer: PeerId) -> int | None:
+        """Return what it says of its pool."""
+        return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Cut the read into chunks and send as many requests as the window allows."""

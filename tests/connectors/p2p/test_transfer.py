@@ -43,7 +43,7 @@ class World:
         self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, self.digest, self.events.put)
 
     def open(self, metadata: bytes | None = None) -> None:
-        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata))
+        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS))
 
     def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
         self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
@@ -128,6 +128,39 @@ def test_peer_that_cannot_be_opened_is_reported(world):
     assert isinstance(event.error, ProtocolError)
     world.read(1, (0,), (0,))
     assert errors_of(world.poll()) == {1: PeerUnreachable}
+
+
+def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_one_opened(world, monkeypatch, caplog):
+    add_peer = world.transport.add_peer
+
+    def add_and_break(peer, metadata):
+        add_peer(peer, metadata)
+        raise OverflowError("Python int too large to convert to C int")
+
+    monkeypatch.setattr(world.transport, "add_peer", add_and_break)
+    world.open()
+    (event,) = world.poll()
+    assert (event.peer, type(event.error)) == (PEER, ProtocolError)
+    assert "too large" in event.error.message
+    assert "kv_peer_not_opened" in caplog.text
+    with pytest.raises(PeerUnreachable):
+        world.transport.post_read(PEER, 0, [0], [0])
+    monkeypatch.undo()
+    world.open()
+    world.read(1, (0,), (0,))
+    assert world.poll() == [ReadEnded(1)]
+
+
+@pytest.mark.parametrize("num_rows", [1, NUM_ROWS - 1, NUM_ROWS + 1])
+def test_peer_whose_metadata_and_handshake_differ_in_blocks_is_refused_with_both_values(world, monkeypatch, num_rows):
+    monkeypatch.setattr(world.transport, "num_rows", lambda peer: num_rows, raising=False)
+    world.open()
+    (event,) = world.poll()
+    assert isinstance(event.error, ProtocolError)
+    assert f"{num_rows} rows" in event.error.message
+    assert f"{NUM_ROWS} blocks" in event.error.message
+    with pytest.raises(PeerUnreachable):
+        world.transport.post_read(PEER, 0, [0], [0])
 
 
 def test_owner_that_is_gone_cannot_be_opened(world):
@@ -301,7 +334,7 @@ def run_thread() -> Iterator[Callable[[World], TransferThread]]:
 
 def test_thread_carries_out_what_is_submitted(world, run_thread):
     thread = run_thread(world)
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
     for read_id in range(8):
         thread.submit(PostRead(read_id, PEER, (read_id,), (read_id,)))
     events = [world.events.get(timeout=WAIT_S) for _ in range(8)]
@@ -312,7 +345,7 @@ def test_thread_carries_out_what_is_submitted(world, run_thread):
 def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thread):
     thread = run_thread(world)
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.submit(PostRead(2, PEER, (99,), (0,)))
     assert world.events.get(timeout=WAIT_S).read_id == 2  # the first is posted by now, and frozen
@@ -325,9 +358,9 @@ def test_bug_in_the_thread_is_told_and_fences_everything(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
-    thread.submit(OpenPeer(PEER, "a transport that does not exist", b""))
+    thread.submit(OpenPeer(PEER, "a transport that does not exist", b"", NUM_ROWS))
     assert isinstance(deaths.get(timeout=WAIT_S), KeyError)
     thread.stop()
     world.freeze(False)
@@ -340,7 +373,7 @@ def test_stop_closes_the_transports(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.stop()
     world.freeze(False)
