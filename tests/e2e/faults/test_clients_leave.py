@@ -1,0 +1,61 @@
+"""Clients disconnect while their request waits, is computed, is handed over, or streams: everything it held is free again."""
+
+from __future__ import annotations
+
+from signal import SIGCONT, SIGSTOP
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def leave(faulty, stream):
+    assert not stream.has_ended
+    left_at = stream.leave()
+    faulty.assert_released(left_at)
+
+
+@pytest.mark.quick_on("tcp")
+def test_client_that_leaves_the_queue_leaves_nothing(faulty):
+    """Both prefill workers are stopped, so the request waits; they find its abort right behind it."""
+    workers = ("prefill-0", "prefill-1")
+    for name in workers:
+        faulty.kill(name, SIGSTOP)
+    stream = faulty.start()
+    faulty.eventually(lambda: faulty.samples("router")["kvferry_num_requests_running",], "the request at the router")
+    stream.leave()
+    faulty.eventually(lambda: not faulty.samples("router")["kvferry_num_requests_running",], "its end")
+    for name in workers:
+        faulty.kill(name, SIGCONT)
+    faulty.assert_released(stream.ended_at)
+    assert stream.token_ids == []
+
+
+@pytest.mark.quick_on("shm")
+def test_client_that_leaves_during_the_prefill_leaves_nothing(faulty):
+    stream = faulty.start(700)
+    faulty.busy("prefill", "kvferry_num_requests_running")
+    leave(faulty, stream)
+    assert stream.token_ids == []
+
+
+@pytest.mark.quick_on("nixl-tcp")
+def test_client_that_leaves_during_the_hand_over_leaves_nothing(faulty):
+    """Its read is still to come: what it may write into is kept from others until the read has ended."""
+    faulty.plan(late=[1], ignore_cancel=True)
+    stream = faulty.start()
+    reader = faulty.wait_for("kept")["worker"]
+    left_at = stream.leave()
+    faulty.eventually(lambda: faulty.gauge(reader, "kvferry_kv_quarantined_blocks"), "quarantine")
+    assert not faulty.gauge(reader, "kvferry_num_requests_loading")
+    faulty.let_go()
+    faulty.wait_for("landed late")
+    faulty.assert_released(left_at)
+
+
+@pytest.mark.quick_on("shm")
+def test_client_that_leaves_in_mid_stream_leaves_nothing(faulty):
+    stream = faulty.start(100, 600)
+    faulty.wait_for_tokens(stream, 4)
+    leave(faulty, stream)
+    faulty.check_tokens(stream.prompt, stream.token_ids)

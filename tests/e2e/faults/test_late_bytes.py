@@ -1,0 +1,82 @@
+"""A prefill worker freezes, and its bytes come when nobody waits for them any more: they never land in a block of another."""
+
+from __future__ import annotations
+
+from signal import SIGCONT, SIGSTOP
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.mark.quick_on("nixl-tcp")
+def test_bytes_of_a_worker_that_thaws_late_spoil_nobodys_blocks(faulty):
+    faulty.plan(late=[1])
+    stream = faulty.start(200)
+    faulty.wait_for("kept")
+    frozen = faulty.holder()
+    frozen_at = faulty.kill(frozen, SIGSTOP)
+    faulty.let_go()  # the read goes to a worker that does not answer
+    faulty.assert_correct(stream)
+    faulty.measure("freeze to next token", stream.times[1] - frozen_at)
+    if "tcp" in faulty.cell:  # elsewhere the memory of a stopped worker can be read
+        assert stream.transfer["fallback_reason"] in {"deadline", "peer_lost"}  # it, or the silence of the control connection
+    faulty.wait_for_members("prefill", 1)
+    others = use_every_block(faulty)
+    faulty.kill(frozen, SIGCONT)
+    assert_all_correct(faulty, others)
+    faulty.assert_released()
+    faulty.wait_for_members("prefill", 2)  # UCX may end a process that thaws behind a fence; that is a death like any other
+
+
+@pytest.mark.quick_on("shm")
+def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
+    """Every transport as NIXL is: a read that is given up still ends, and writes into what it was given.
+
+    Other reads of the same owner end before the deadline, which shows that it is alive and spares it the fence for a while. By
+    then there is no free block left but those that the late read was given.
+    """
+    faulty.plan(late=[1], ignore_cancel=True)
+    stream = faulty.start(200)
+    faulty.confine_to(faulty.wait_for("kept")["worker"])
+    for tiny in [faulty.start(20, 2) for _ in range(8)]:
+        faulty.assert_correct(tiny, 2)
+    others = use_every_block(faulty)
+    faulty.wait_for("cancelled", 2 * faulty.deadline_s)
+    faulty.let_go()
+    assert faulty.wait_for("landed late")["error"] == ""
+    assert_all_correct(faulty, others)
+    faulty.assert_correct(stream)
+    assert stream.transfer["fallback_reason"] == "deadline"
+    faulty.assert_released()
+
+
+@pytest.mark.quick_on("nixl")
+@pytest.mark.profile("one reader")
+def test_bytes_that_land_behind_an_abort_spoil_nobodys_blocks(faulty):
+    faulty.plan(late=[1], ignore_cancel=True)
+    stream = faulty.start(200)
+    faulty.wait_for("kept")
+    stream.leave()
+    faulty.wait_for("cancelled")
+    faulty.eventually(lambda: faulty.gauge("decode-0", "kvferry_kv_quarantined_blocks") >= 13, "quarantine")
+    assert not faulty.gauge("decode-0", "kvferry_num_requests_loading")
+    other = faulty.start(160, 40)  # has to make do with what is left of the pool
+    faulty.wait_for_tokens(other, 2)
+    faulty.let_go()
+    assert faulty.wait_for("landed late")["error"] == ""
+    faulty.assert_correct(other, 40)
+    faulty.assert_released()
+
+
+def use_every_block(faulty):
+    """Start so many answers that every free block of the decode workers is used anew, and return them once they run."""
+    streams = [faulty.start(200, 40, offset=20 * number) for number in range(6)]
+    for stream in streams:
+        faulty.wait_for_tokens(stream, 2)
+    return streams
+
+
+def assert_all_correct(faulty, streams):
+    for stream in streams:
+        faulty.assert_correct(stream, 40)

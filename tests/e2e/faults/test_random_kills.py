@@ -1,0 +1,54 @@
+"""Fifty requests while workers are killed at random: right answers, or one of the errors that a client may retry."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_REQUESTS = 50
+NUM_CLIENTS = 4
+NUM_TOKENS = 10
+MIN_KILLS = 4
+RETRYABLE = {"no_worker", "overloaded", "peer_lost"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.quick_on("shm")
+def test_answers_are_right_while_workers_are_killed_every_few_seconds(faulty):
+    rng = random.Random(20)
+    is_over = threading.Event()
+    kills: list[str] = []
+    killer = threading.Thread(target=kill_now_and_then, args=(faulty, rng, is_over, kills))
+    killer.start()
+    try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+            streams = list(clients.map(lambda number: ask(faulty, number), range(NUM_REQUESTS)))
+    finally:
+        is_over.set()
+        killer.join()
+    assert len(kills) >= MIN_KILLS
+    failed = [stream.error["code"] for stream in streams if stream.error is not None]
+    assert set(failed) <= RETRYABLE
+    assert len(failed) <= NUM_REQUESTS // 10
+    for stream in streams:
+        if stream.error is None:
+            faulty.assert_correct(stream, NUM_TOKENS)
+
+
+def ask(faulty, number):
+    """Send one of a few prompts, each under a salt of its own, and wait for the end of the answer."""
+    return faulty.start((40, 90, 140)[number % 3], NUM_TOKENS, offset=200 * (number % 2)).result()
+
+
+def kill_now_and_then(faulty, rng, is_over, kills):
+    """Kill one of the two workers of a role whenever both are up, so that there is always somebody to go on with."""
+    while not is_over.wait(rng.uniform(1.0, 3.0)):
+        roles = [role for role in ("prefill", "decode") if faulty.num_members(role) == 2]
+        if roles:
+            kills.append(f"{rng.choice(roles)}-{rng.randrange(2)}")
+            faulty.cluster.kill(kills[-1])
