@@ -1,4 +1,4 @@
-"""Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks.
+"""Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks, one for all short rows.
 
 The owner's pool is an anonymous memory file. The reader opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no name in
 ``/dev/shm``, nothing to clean up after a crash. Who the owner is, is proven, not assumed: a pidfd taken first says that the
@@ -16,7 +16,7 @@ import select
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancel or another peer waits
+MAX_SHORT_ROW_BYTES = 1024  # rows up to this size, seals, are gathered: a call for each run would cost more than the bytes
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 
@@ -69,12 +70,19 @@ class _Peer:
     shapes: list[RowShape]
 
 
+class _ShortRows(NamedTuple):
+    """Row numbers of a read of short rows, in pairs: copied at once, however they lie."""
+
+    remote: npt.NDArray[np.int64]
+    local: npt.NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class _Read:
     handle: int
     peer_id: PeerId
     region: int
-    runs: deque[Run] = field(default_factory=deque)
+    copies: deque[Run | _ShortRows] = field(default_factory=deque)
 
 
 class ShmTransport(Transport):
@@ -146,10 +154,13 @@ class ShmTransport(Transport):
             raise PeerUnreachable(f"no shared memory of {peer.address} is mapped")
         local = region_at(self._regions, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
-        max_rows = max(1, COPY_BYTES_PER_POLL // local.row_bytes)
+        copies: deque[Run | _ShortRows] = deque()
+        if local.row_bytes <= MAX_SHORT_ROW_BYTES:
+            copies.append(_ShortRows(np.asarray(remote_rows), np.asarray(local_rows)))
+        else:
+            copies.extend(adjacent_runs(remote_rows, local_rows, max(1, COPY_BYTES_PER_POLL // local.row_bytes)))
         self._last_handle += 1
-        runs = deque(adjacent_runs(remote_rows, local_rows, max_rows))
-        self._reads[self._last_handle] = _Read(self._last_handle, peer, region, runs)
+        self._reads[self._last_handle] = _Read(self._last_handle, peer, region, copies)
         return self._last_handle
 
     def poll(self) -> list[ReadResult]:
@@ -158,8 +169,8 @@ class ShmTransport(Transport):
         budget = COPY_BYTES_PER_POLL
         while budget > 0 and self._reads:
             read = next(iter(self._reads.values()))
-            budget -= self._copy_run(read)
-            if not read.runs:
+            budget -= self._copy_next(read)
+            if not read.copies:
                 self._finish(read)
         ended, self._ended = self._ended, []
         return ended
@@ -196,13 +207,16 @@ class ShmTransport(Transport):
         self._rows = []
         self._regions = ()
 
-    def _copy_run(self, read: _Read) -> int:
-        run = read.runs.popleft()
+    def _copy_next(self, read: _Read) -> int:
+        copy = read.copies.popleft()
         source = self._peers[read.peer_id].rows[read.region]
         target = self._rows[read.region]
+        if isinstance(copy, _ShortRows):
+            target[copy.local] = source[copy.remote]
+            return len(copy.local) * self._regions[read.region].row_bytes
         # numpy copies with the GIL released: the engine thread computes meanwhile.
-        target[run.local : run.local + run.num_rows] = source[run.remote : run.remote + run.num_rows]
-        return run.num_rows * self._regions[read.region].row_bytes
+        target[copy.local : copy.local + copy.num_rows] = source[copy.remote : copy.remote + copy.num_rows]
+        return copy.num_rows * self._regions[read.region].row_bytes
 
     def _finish(self, read: _Read) -> None:
         """End a read whose copies are done; an owner that died meanwhile makes it a failure."""
