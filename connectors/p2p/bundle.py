@@ -334,6 +334,7 @@ def _no_digest(block_id: int) -> int:
 
 def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
     """Return what a configuration means for a node whose pool has ``num_blocks`` blocks."""
+    max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
     return NodeSettings(
         pull=PullSettings(
             transfer_deadline_s=config.transfer_deadline_s,
@@ -341,7 +342,8 @@ def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
             lease_renew_interval_s=config.lease_renew_interval_s,
             lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),
             kv_verify=config.kv_verify,
-            max_quarantined_blocks=config.max_quarantined_blocks or max(1, num_blocks // 4),
+            max_quarantined_blocks=max_quarantined_blocks,
+            max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )

@@ -69,6 +69,11 @@ class Load:
         """True if there are rows whose read has not been posted."""
         return bool(self._waiting)
 
+    @property
+    def num_open_rows(self) -> int:
+        """Rows that a read may write now."""
+        return sum(len(rows.local_rows) for rows in self.open_reads.values())
+
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def next_slice(self) -> RowSlice:

@@ -59,7 +59,8 @@ class PullSettings:
     lease_renew_interval_s: float
     lease_margin_s: float = 0.0
     kv_verify: KVVerify = "auto"
-    max_quarantined_blocks: int = 1024  # per peer
+    max_quarantined_blocks: int = 1024  # per peer, with those of its loads in progress once there are any
+    max_quarantined_blocks_in_total: int = 2048
     fence_grace_s: float = 1.0  # of a peer that has reached it: most cancelled reads end at once
     max_read_bytes: int = 16 << 20
     max_reads_in_flight: int = 4  # per load
@@ -138,8 +139,7 @@ class PullProtocol:
         if deadline <= now:
             self._on_deadline(load, now)
         elif self._is_full(load.owner):
-            reason = f"{self._quarantine.num_blocks_of(load.owner)} blocks are quarantined for reads that do not end"
-            self._end(load, PeerUnreachable(f"no load from {load.owner.address} is started: {reason}"), now)
+            self._end(load, self._full_quarantine(load.owner), now)
         else:
             self._connect(load, now)
         return self._take_actions()
@@ -151,7 +151,7 @@ class PullProtocol:
             quarantined = load.open_rows()
             self._forget(load, fence_at=max(now, load.deadline))
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
-            self._hurry_if_full(load.owner, now)
+            self._hurry_if_full(now)
         return self._take_actions()
 
     # ---- what the world says ---------------------------------------------------------------------------------------
@@ -278,7 +278,22 @@ class PullProtocol:
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
 
     def _is_full(self, peer_id: PeerId) -> bool:
-        return self._quarantine.num_blocks_of(peer_id) >= self._settings.max_quarantined_blocks
+        """Say whether no load from a peer may be added.
+
+        A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
+        """
+        if self._quarantine.num_waiting_blocks >= self._settings.max_quarantined_blocks_in_total:
+            return True
+        num_quarantined = self._quarantine.num_blocks_of(peer_id)
+        num_open = sum(load.num_open_rows for load in self._loads.values() if load.owner == peer_id)
+        return num_quarantined > 0 and num_quarantined + num_open >= self._settings.max_quarantined_blocks
+
+    def _full_quarantine(self, peer_id: PeerId) -> PeerUnreachable:
+        ours, total = self._quarantine.num_blocks_of(peer_id), self._quarantine.num_waiting_blocks
+        return PeerUnreachable(
+            f"no load from {peer_id.address} is started: {ours} blocks are quarantined for its reads that do not end, "
+            f"{total} in total"
+        )
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 
@@ -397,12 +412,14 @@ class PullProtocol:
         report = load.report(info, peer.transport if peer else "", self._block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at)
         self._emit(report)
-        self._hurry_if_full(load.owner, now)
+        self._hurry_if_full(now)
 
-    def _hurry_if_full(self, peer_id: PeerId, now: float) -> None:
-        """Fence a peer soon whose quarantine is full, once the loads that it still serves are over."""
-        if self._is_full(peer_id) and not any(load.owner == peer_id for load in self._loads.values()):
-            self._quarantine.hurry(peer_id, now + self._settings.fence_grace_s)
+    def _hurry_if_full(self, now: float) -> None:
+        """Fence peers soon that keep the quarantine full, once the loads that they still serve are over."""
+        serving = {load.owner for load in self._loads.values()}
+        for peer_id in self._quarantine.peers():
+            if peer_id not in serving and self._is_full(peer_id):
+                self._quarantine.hurry(peer_id, now + self._settings.fence_grace_s)
 
     def _forget(self, load: Load, fence_at: float) -> None:
         """Let go of a load; its open reads are cancelled, and their blocks quarantined until they have ended."""

@@ -34,6 +34,15 @@ class Quarantine:
         """Blocks that are kept."""
         return sum(len(read.local_rows) for read in self._reads.values())
 
+    @property
+    def num_waiting_blocks(self) -> int:
+        """Blocks that wait for reads of peers that are not fenced."""
+        return sum(self._num_blocks_of.values())
+
+    def peers(self) -> list[PeerId]:
+        """Return the peers that are not fenced and have such blocks."""
+        return list(self._num_blocks_of)
+
     def num_blocks_of(self, peer: PeerId) -> int:
         """Return how many blocks wait for reads of a peer that is not fenced."""
         return self._num_blocks_of.get(peer, 0)

@@ -274,3 +274,40 @@ def test_fenced_reads_do_not_count_towards_the_cap(make_pull):
     assert len(pull.actions(PostRead)) == 2
     pull.end_read(1, PeerUnreachable("closed"))
     assert not pull.quarantined
+
+
+def test_what_a_peer_still_reads_for_others_counts_once_it_has_reads_that_do_not_end(make_pull):
+    pull = make_pull(max_quarantined_blocks=4)
+    pull.start_reading("a", 2)
+    pull.start("b", 2)
+    pull.start("healthy", 1)
+    assert pull.reads_of("healthy"), "a peer of which nothing is quarantined is not limited"
+    pull.abort("a")
+    assert len(pull.quarantined) == 2
+    pull.start("too much", 1)
+    assert pull.failed == {"too much": "peer_lost"}
+    pull.end_read(pull.reads_of("b")[0])  # its seals are read now
+    pull.end_reads()
+    pull.start("again", 1)
+    assert pull.reads_of("again")
+
+
+def test_total_of_all_peers_is_capped_and_those_that_fill_it_are_fenced_soon(make_pull):
+    pull = make_pull(max_quarantined_blocks=3, max_quarantined_blocks_in_total=4)
+    addresses = [f"tcp://10.0.0.{number}:5600" for number in (1, 2, 3)]
+    for number, address in enumerate(addresses):
+        pull.start(f"r{number}", 2, f"t{number}", address=address)
+        pull.accept(address=address)
+        pull.grant(60_000, f"t{number}", address=address)
+    pull.abort("r0")
+    pull.start("third", 1, "t2", address=addresses[2])
+    assert pull.failed == {}
+    pull.abort("r1")
+    pull.start("fourth", 1, "t2", address=addresses[2])
+    assert pull.failed == {"fourth": "peer_lost"}
+    assert "4 in total" in pull.ended["fourth"].error.message
+    pull.tick(1.0)
+    assert pull.open_peers == {PeerId(addresses[2], 1)}
+    pull.end_reads()
+    pull.start("fifth", 1, "t2", address=addresses[2])
+    assert pull.reads_of("fifth")
