@@ -82,12 +82,12 @@ class P2PNode:
         """Take one step's news of the scheduler side, in the order of the fields."""
         now = self._clock.now()
         actions: list[Action] = []
-        for request_id, error in metadata.refused.items():
-            actions += self._pull.refuse(request_id, error)
         for handoff in metadata.holds:
             actions += self._pull.hold(handoff, now)
         for request in metadata.pulls:
             actions += self._pull.start(request, now)
+        for request_id, error in metadata.refused.items():
+            actions += self._pull.refuse(request_id, error)
         for request_id in metadata.aborts:
             actions += self._pull.abort(request_id, now)
         for handoff in metadata.releases:

@@ -84,6 +84,8 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         readers = self._readers.setdefault(ref, set())
         if not readers:
             self._next.holds.append(ref)
+            if ref in self._next.releases:  # by a reader that left in this very step; releases come last
+                self._next.releases.remove(ref)
         readers.add(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -421,6 +421,16 @@ async def test_abort_before_admission_lets_go(producer, consumer):
     assert (news.pulls, news.aborts, news.releases) == ([], [], [ref_of(handoff)])
 
 
+async def test_reader_that_comes_in_the_step_in_which_the_last_one_left_keeps_the_lease(producer, consumer):
+    handoff = producer.engine.prefill("p", prompt_of(40))
+    consumer.engine.abort(consumer.engine.add("gone", prompt_of(40), handoff))
+    consumer.engine.admit(consumer.engine.add("d", prompt_of(40), handoff))
+    news = consumer.step()
+    assert ref_of(handoff) in news.holds
+    assert ([pull.request_id for pull in news.pulls], news.releases) == (["d"], [])
+    assert consumer.end_load("d").releases == [ref_of(handoff)]
+
+
 async def test_abort_while_loading_lets_go_when_the_load_has_ended(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     request = consumer.engine.add("d", prompt_of(40), handoff)
