@@ -2,15 +2,18 @@
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
 #   make test    the whole suite, as CI runs it
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
+#   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make check   the quick suite (no model, no clusters) and the linters
 #   make bench   the benchmarks of docs/benchmarks.md
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+N      := 1000
+FROM   := 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full check lint bench install install-test clean
+.PHONY: demo test test-full sim check lint bench install install-test clean
 
 demo: install
 	$(BIN)/kvferry demo
@@ -20,6 +23,9 @@ test: install-test
 
 test-full: install-test
 	$(BIN)/python -m pytest --full
+
+sim: install
+	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2
 
 check: install-test lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not e2e"

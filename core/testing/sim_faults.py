@@ -7,7 +7,7 @@ only; who carries the events out decides what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -79,16 +79,14 @@ class FaultSchedule:
                     setattr(weather, name, 0.0)
 
 
-def draw_kinds(random: Random, allowed: Collection[Fault] = tuple(Fault)) -> frozenset[Fault]:
+def draw_kinds(random: Random) -> frozenset[Fault]:
     """Choose which kinds a run has: none, a few, many or all. Few tell most when something is wrong."""
-    kinds = [kind for kind in Fault if kind in allowed]
     share = random.random()
     if share < 0.05:
         return frozenset()
-    if share < 0.9 or len(kinds) < 4:
-        count = random.randint(1, min(len(kinds), 3 if share < 0.55 else 8)) if kinds else 0
-        return frozenset(random.sample(kinds, count))
-    return frozenset(kinds)
+    if share < 0.9:
+        return frozenset(random.sample(list(Fault), random.randint(1, 3 if share < 0.55 else 8)))
+    return frozenset(Fault)
 
 
 def draw_faults(

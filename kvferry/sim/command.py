@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from core.testing.sim_faults import Fault
 
 
+DRAWN = "drawn"
+
+
 def sim(
     seed: Annotated[int, typer.Option(min=0, help="Which run to play; with --runs, the first.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="How many seeds, this one and those that follow.")] = 1,
@@ -38,28 +41,30 @@ def sim(
     raise typer.Exit(0 if result.is_good else 1)
 
 
-def _play_many(first: int, num_runs: int, num_processes: int, allowed: tuple[Fault, ...]) -> int:
+def _play_many(first: int, num_runs: int, num_processes: int, kinds: tuple[Fault, ...] | None) -> int:
     from kvferry.sim.runs import Summary, command, run_in_processes
 
     total, started_at = Summary(), time.monotonic()
-    for summary in run_in_processes(first, num_runs, allowed, num_processes):
+    for summary in run_in_processes(first, num_runs, kinds, num_processes):
         total.merge(summary)
         for failure in summary.failures:
-            print(f"{command(failure.seed, allowed)}\n    {failure.violations[0]}", flush=True)
+            print(f"{command(failure.seed, kinds)}\n    {failure.violations[0]}", flush=True)
     print(f"{total.num_runs} runs, {total.num_events} events, {time.monotonic() - started_at:.0f} s, {len(total.failures)} bad")
     print(f"requests: {_listed(total.outcomes)}")
     print(f"happened: {_listed(total.happened)}")
     return 1 if total.failures else 0
 
 
-def parse_kinds(text: str) -> tuple[Fault, ...]:
-    """Return the kinds of faults that a flag names.
+def parse_kinds(text: str) -> tuple[Fault, ...] | None:
+    """Return the kinds of faults that a flag names, None if the seed draws them.
 
     Raises:
         ConfigError: one is not known; lists those that are.
     """
     from core.testing.sim_faults import Fault
 
+    if text == DRAWN:
+        return None
     if text in {"all", "none"}:
         return tuple(Fault) if text == "all" else ()
     known = [kind.value for kind in Fault]

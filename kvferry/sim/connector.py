@@ -7,7 +7,6 @@ are simulated. The queues between the three threads keep their order, and each t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.transports import TransportSettings, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
 from core.config import ConnectorSection
+from core.digest import BlockDigester
 from core.ids import IdSource
 from core.testing.sim_loop import Queue, Timer
 from core.testing.sim_network import Link
@@ -91,6 +91,7 @@ class SimConnector:
         settings = TransportSettings(ids=self._ids, engine_id=self._identity.engine_id, bind_address="")
         opened = open_transports(self.transports, regions_of(pool), settings, bool(self._control_address), create)
         assert pool.seals is not None
+        self._digester = BlockDigester(pool.block_bytes)
         self._executor = TransferExecutor(opened.transports, pool.seals, self._digest_block, self._on_transfer)
         limits = node_settings(self._config, pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
@@ -137,8 +138,9 @@ class SimConnector:
         """Count what need not happen in a run."""
         assert self.node is not None
         counts = self.node.counts()
-        names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late", "fenced_peers": "fenced_peers"}
-        return {name: counts[key] for name, key in names.items()} | self._ended_loads
+        names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late"}
+        happened = {name: counts[key] for name, key in names.items()}
+        return happened | {name: counts[name] for name in ("fenced_peers", "blocks_read_again")} | self._ended_loads
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -231,15 +233,10 @@ class SimConnector:
         pool = self.worker.pool
         assert pool is not None
         assert pool.buffer is not None
-        return digest_of(pool.buffer[block_id * pool.block_bytes : (block_id + 1) * pool.block_bytes])
+        return self._digester.digest(pool.buffer[block_id * pool.block_bytes : (block_id + 1) * pool.block_bytes])
 
     def _wake_transfers(self) -> None:
         self._to_transfers.put(self._poll)
 
     def _poll(self) -> None:
         self._executor.poll()
-
-
-def digest_of(content: memoryview) -> int:
-    """Return 64 bits that change with the content of a block."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -18,7 +18,7 @@ _BAD_TIMING = frozenset({Fault.SHORT_LEASE, Fault.DRIFT, Fault.SLOW, Fault.STALL
 # outcome → kinds of faults of which the run must have one
 _OUTCOMES: dict[str, frozenset[Fault]] = {
     "cancelled": frozenset({Fault.ABORT}),
-    "deadline_exceeded": _LOST_WORKERS | {Fault.DEADLINE},
+    "deadline_exceeded": frozenset({Fault.DEADLINE}),
     "no_worker": _LOST_WORKERS,
     "peer_lost": _LOST_WORKERS,
     "protocol_error": frozenset({Fault.CUT, Fault.PARTITION, Fault.FREEZE}),
@@ -50,7 +50,7 @@ def find_unexcused(plan: ClusterPlan, clients: Sequence[Client]) -> list[str]:
 
 def _judge(plan: ClusterPlan, client: Client) -> str | None:
     name, reason = client.plan.name, client.fallback_reason
-    if reason and not _FALLBACKS.get(reason, frozenset()) & plan.kinds:
+    if reason and not _causes_of_fallback(plan, reason) & plan.kinds:
         return f"{name}: its KV was not used ({reason}), which nothing in this run explains"
     if client.outcome == "ok":
         return None
@@ -60,3 +60,9 @@ def _judge(plan: ClusterPlan, client: Client) -> str | None:
     if causes & plan.kinds:
         return None
     return f"{name}: ended with {client.outcome} ({client.message}), which nothing in this run explains"
+
+
+def _causes_of_fallback(plan: ClusterPlan, reason: str) -> frozenset[Fault]:
+    if reason == "layout" and any(worker.role == "aggregated" for worker in plan.workers):
+        return _LOST_WORKERS  # such a worker reads no hand-over, but goes on with a request that has lost its own
+    return _FALLBACKS.get(reason, frozenset())

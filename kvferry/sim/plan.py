@@ -27,9 +27,9 @@ ROUTER = "router"
 ROUTER_ADDRESS = "tcp://router:5570"
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
-REQUESTS_WITHIN_S = 6.0  # all requests arrive in the first seconds
+REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
 _FIRST_REQUEST_S = 1.5  # by then the workers have registered
-_BURSTS_S = (2.0, 3.0, 4.5)  # when many come at once
+_BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 
@@ -91,7 +91,7 @@ class ClusterPlan:
     def makes_digests(self) -> bool:
         """True if the seals of the workers hold digests."""
         connector = self.config.connector
-        return connector.kv_verify == "digest" or (connector.kv_verify == "auto" and "tcp" in connector.transports)
+        return any(verifies_digests(connector.kv_verify, name) for name in connector.transports)
 
     @property
     def kinds(self) -> frozenset[Fault]:
@@ -114,10 +114,13 @@ class ClusterPlan:
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
-def draw_plan(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> ClusterPlan:
-    """Return the plan of a seed. Leaving kinds of faults out gives another run, not a part of the same."""
+def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan:
+    """Return the plan of a seed, with the kinds of faults that it draws, or with all that are ``chosen``.
+
+    Other kinds give another run, not a part of the same.
+    """
     random = Random(seed)
-    kinds = draw_kinds(random, allowed)
+    kinds = draw_kinds(random) if chosen is None else frozenset(chosen)
     config = _draw_config(random, kinds)
     workers = _draw_workers(random, kinds, config)
     requests = _draw_requests(random, kinds)
@@ -136,7 +139,10 @@ def draw_plan(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> ClusterPl
 
 
 def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
-    lease_s, deadline_s = (random.uniform(0.5, 2.0), random.uniform(0.2, 1.5)) if Fault.SHORT_LEASE in kinds else (8.0, 3.0)
+    lease_s, deadline_s = 8.0, 3.0
+    if Fault.SHORT_LEASE in kinds:
+        lease_s = random.uniform(0.3, 2.0)
+        deadline_s = random.uniform(0.2, 1.5) if random.random() < 0.3 else random.uniform(1.0, 8.0)
     return KVFerryConfig(
         cache=CacheSection(block_size=random.choice((16, 16, 32))),
         scheduler=SchedulerSection(

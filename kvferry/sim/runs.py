@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,6 +13,8 @@ from kvferry.sim.cluster import RunResult, SimCluster
 from kvferry.sim.plan import draw_plan
 
 _SEEDS_PER_TASK = 50
+
+Kinds = Sequence[Fault] | None  # None = what the seed draws
 
 
 @dataclass(slots=True)
@@ -43,25 +45,25 @@ class Summary:
         self.failures += other.failures
 
 
-def run_seed(seed: int, allowed: Collection[Fault] = tuple(Fault), *, keeps_log: bool = False) -> RunResult:
-    """Play one seed."""
-    return SimCluster(draw_plan(seed, allowed), keeps_log=keeps_log).run()
+def run_seed(seed: int, kinds: Kinds = None, *, keeps_log: bool = False) -> RunResult:
+    """Play one seed, with the kinds of faults that it draws or with these."""
+    return SimCluster(draw_plan(seed, kinds), keeps_log=keeps_log).run()
 
 
-def run_seeds(seeds: Iterable[int], allowed: Collection[Fault] = tuple(Fault)) -> Summary:
+def run_seeds(seeds: Iterable[int], kinds: Kinds = None) -> Summary:
     """Play seeds one after the other."""
     summary = Summary()
     for seed in seeds:
-        summary.add(run_seed(seed, allowed))
+        summary.add(run_seed(seed, kinds))
     return summary
 
 
-def run_in_processes(first: int, num_runs: int, allowed: Collection[Fault], num_processes: int) -> Iterator[Summary]:
+def run_in_processes(first: int, num_runs: int, kinds: Kinds, num_processes: int) -> Iterator[Summary]:
     """Play seeds on several cores; yields a summary of each portion, in the order of the seeds."""
     ends = range(first + _SEEDS_PER_TASK, first + num_runs + _SEEDS_PER_TASK, _SEEDS_PER_TASK)
     portions = [range(end - _SEEDS_PER_TASK, min(end, first + num_runs)) for end in ends]
     with ProcessPoolExecutor(num_processes, initializer=silence) as pool:
-        yield from pool.map(run_seeds, portions, [tuple(allowed)] * len(portions))
+        yield from pool.map(run_seeds, portions, [kinds] * len(portions))
 
 
 def silence() -> None:
@@ -69,7 +71,7 @@ def silence() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def command(seed: int, allowed: Collection[Fault] = tuple(Fault)) -> str:
+def command(seed: int, kinds: Kinds = None) -> str:
     """Return what replays a seed."""
-    kinds = [] if set(allowed) == set(Fault) else [f"--faults {','.join(sorted(allowed)) or 'none'}"]
-    return " ".join(["kvferry sim", f"--seed {seed}", *kinds])
+    chosen = "" if kinds is None else f" --faults {','.join(kinds) or 'none'}"
+    return f"kvferry sim --seed {seed}{chosen}"

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
 from core.connector import KVConnectorWorker
+from core.digest import BlockDigester
 from core.engine.actions import (
     Action,
     AdmissionLimits,
@@ -42,7 +43,7 @@ from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_me
 from core.wire.messages import Register
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
-from kvferry.sim.connector import SimConnector, digest_of
+from kvferry.sim.connector import SimConnector
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ROUTER_ADDRESS, ClusterPlan, WorkerPlan
@@ -90,7 +91,14 @@ class SimWorker:
 
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
-        left = {"requests in the protocol": self.state.num_requests}
+        gauges = self.engine.core.gauges
+        left = {
+            "requests in the protocol": self.state.num_requests,
+            "loading blocks on the gauge": gauges.num_loading_blocks,
+            "parked blocks on the gauge": gauges.num_parked_blocks,
+            "quarantined blocks on the gauge": gauges.num_quarantined_blocks,
+            "reports that nobody waited for": gauges.num_ignored_reports,
+        }
         if self.connector is not None:
             left |= self.connector.leftovers()
         found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
@@ -103,7 +111,6 @@ class SimWorker:
             "preemptions": gauges.num_preemptions,
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
             "quarantined_blocks": self.checks.num_quarantined,
-            "ignored_reports": gauges.num_ignored_reports,
         }
         return happened | (self.connector.count_what_happened() if self.connector is not None else {})
 
@@ -122,7 +129,8 @@ class SimWorker:
 
     def _make_model(self, plan: ClusterPlan) -> HashModel:
         num_blocks, block_size = self.spec.num_blocks, plan.config.cache.block_size
-        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest_of if plan.makes_digests else None)
+        digester = BlockDigester(hash_model_layout(block_size).block_bytes) if plan.makes_digests else None
+        memory = hash_model_region(num_blocks, block_size, self.incarnation, digester.digest if digester is not None else None)
         return HashModel(num_blocks, block_size, self._connector_worker, region=memory)
 
     @property

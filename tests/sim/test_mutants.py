@@ -1,0 +1,287 @@
+"""Deliberate defects: each breaks one rule that the design rests on, and the simulation must notice.
+
+A simulation that finds nothing proves nothing unless it can find something. Each mutant replaces one function of the real code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+import connectors.p2p.pull
+import connectors.p2p.verification
+import connectors.p2p.worker
+import core.sched.load_failures
+import core.sched.scheduler
+import router.flows
+import router.legs
+from connectors.p2p.actions import QuarantineEnded
+from connectors.p2p.leases import LeaseTable
+from connectors.p2p.load import Load
+from connectors.p2p.node import P2PNode
+from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.verification import Verdict
+from connectors.p2p.worker import P2PConnectorWorker
+from core.engine.core import EngineCore
+from core.kv.manager import KVCacheManager
+from core.kv.pool import BlockPool
+from core.testing.sim_faults import Fault
+from kvferry.sim.runs import run_seed
+from router.flows import Flows
+
+Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A defect and the faults under which it shows. ``apply`` gets ``monkeypatch.setattr``."""
+
+    name: str
+    kinds: tuple[Fault, ...]
+    apply: Callable[[Patch], None]
+    num_runs: int = 60  # within which it must be found
+
+
+def returns(value: object) -> Callable[..., object]:
+    return lambda *_args, **_kwargs: value
+
+
+# ---- seals and generations
+
+
+def accept_every_seal(patch: Patch) -> None:
+    def check_seals(check, request, rows, read):
+        return Verdict(good=list(rows.indices))
+
+    patch(connectors.p2p.pull, "check_seals", check_seals)
+
+
+def accept_every_digest(patch: Patch) -> None:
+    patch(connectors.p2p.verification, "_find_corruption", returns(None))
+
+
+def never_break_seals(patch: Patch) -> None:
+    patch(BlockPool, "break_seals", returns(None))
+
+
+def seal_what_was_not_computed(patch: Patch) -> None:
+    real = KVCacheManager.seal_blocks
+
+    def seal_blocks(self, request, num_computed_tokens):
+        real(self, request, num_computed_tokens + 16)
+
+    patch(KVCacheManager, "seal_blocks", seal_blocks)
+
+
+# ---- leases
+
+
+def release_leases_early(patch: Patch) -> None:
+    real = LeaseTable.grant
+
+    def grant(self, transfer_id, request_id, num_blocks):
+        self._terms = dataclasses.replace(self._terms, grant_s=0.01, renew_s=0.01)
+        real(self, transfer_id, request_id, num_blocks)
+
+    patch(LeaseTable, "grant", grant)
+
+
+def never_expire_leases(patch: Patch) -> None:
+    patch(LeaseTable, "expire", returns([]))
+    patch(LeaseTable, "next_expiry", returns(None))
+
+
+def free_blocks_in_spite_of_the_lease(patch: Patch) -> None:
+    real = P2PConnectorScheduler.request_finished
+
+    def request_finished(self, request, block_ids):
+        _, handoff = real(self, request, block_ids)
+        return False, handoff
+
+    patch(P2PConnectorScheduler, "request_finished", request_finished)
+
+
+# ---- quarantine
+
+
+def free_quarantined_blocks_at_once(patch: Patch) -> None:
+    patch(core.sched.scheduler, "quarantine_blocks", returns(None))
+
+
+def never_release_quarantine(patch: Patch) -> None:
+    real = connectors.p2p.worker._add
+
+    def add(output, report):
+        if not isinstance(report, QuarantineEnded):
+            real(output, report)
+
+    patch(connectors.p2p.worker, "_add", add)
+
+
+def report_no_open_rows(patch: Patch) -> None:
+    patch(Load, "open_rows", returns(()))
+
+
+# ---- invalid blocks
+
+
+def believe_failed_loads(patch: Patch) -> None:
+    real = connectors.p2p.worker._add_load
+
+    def add_load(output, ended):
+        real(output, dataclasses.replace(ended, error=None, invalid_block_ids=()))
+
+    patch(connectors.p2p.worker, "_add_load", add_load)
+
+
+def keep_the_tokens_of_failed_loads(patch: Patch) -> None:
+    real = core.sched.load_failures._roll_back
+
+    def roll_back(state, affected, error):
+        num_computed = affected.request.num_computed_tokens
+        real(state, affected, error)
+        affected.request.num_computed_tokens = num_computed
+
+    patch(core.sched.load_failures, "_roll_back", roll_back)
+
+
+def offer_a_failed_load_again(patch: Patch) -> None:
+    real = P2PConnectorScheduler.update_state_after_alloc
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        offer = self._offers.get(request.request_id)
+        real(self, request, blocks, num_external_tokens)
+        if offer is not None and num_external_tokens:
+            self._offers[request.request_id] = offer
+
+    patch(P2PConnectorScheduler, "update_state_after_alloc", update_state_after_alloc)
+
+
+# ---- prefix cache
+
+
+def share_blocks_that_are_loading(patch: Patch) -> None:
+    real = KVCacheManager.allocate_slots
+
+    def allocate_slots(self, *args, **kwargs):
+        return real(self, *args, **{**kwargs, "delay_cache_blocks": False})
+
+    patch(KVCacheManager, "allocate_slots", allocate_slots)
+
+
+def lose_a_block_when_freeing(patch: Patch) -> None:
+    real = BlockPool.free_blocks
+
+    def free_blocks(self, ordered_blocks):
+        real(self, list(ordered_blocks)[1:])
+
+    patch(BlockPool, "free_blocks", free_blocks)
+
+
+# ---- engine and worker
+
+
+def forget_to_wake_the_engine(patch: Patch) -> None:
+    def report(self, report):
+        self._reports.append(report)
+
+    patch(P2PConnectorWorker, "report", report)
+
+
+def sleep_with_work(patch: Patch) -> None:
+    real = EngineCore.finish_step
+
+    def finish_step(self, step, runner_output):
+        outputs = real(self, step, runner_output)
+        self._is_stalled = not outputs
+        return outputs
+
+    patch(EngineCore, "finish_step", finish_step)
+
+
+def ignore_lost_connections(patch: Patch) -> None:
+    patch(P2PNode, "on_disconnected", returns([]))
+    patch(P2PNode, "on_timer", returns([]))
+
+
+# ---- router
+
+
+def drop_a_token_at_replay(patch: Patch) -> None:
+    real = router.flows.successor_message
+
+    def successor_message(flow, now):
+        message = real(flow, now)
+        if flow.num_tries == 1:
+            return message
+        choices = [
+            msgspec.structs.replace(choice, output_token_ids=choice.output_token_ids[1:] or choice.output_token_ids)
+            for choice in message.choices
+        ]
+        return msgspec.structs.replace(message, choices=tuple(choices))
+
+    patch(router.flows, "successor_message", successor_message)
+
+
+def deliver_repeated_tokens_again(patch: Patch) -> None:
+    real = router.legs._check
+
+    def check(flow, item):
+        real(flow, item)
+        flow.output_token_ids[item.index] = flow.output_token_ids[item.index][: item.position]
+
+    patch(router.legs, "_check", check)
+
+
+def forget_deadlines(patch: Patch) -> None:
+    patch(Flows, "on_timer", returns([]))
+
+
+def end_twice(patch: Patch) -> None:
+    real = Flows.abort
+
+    def abort(self, request_id, reason, now):
+        actions = real(self, request_id, reason, now)
+        return actions + actions[-1:]
+
+    patch(Flows, "abort", abort)
+
+
+_LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
+_STALE = (Fault.SHORT_LEASE, Fault.PRESSURE, Fault.STALL, Fault.FREEZE, Fault.PARTITION, Fault.DELAY)
+
+MUTANTS = (
+    Mutant("accept every seal", _STALE, accept_every_seal, 200),
+    Mutant("accept every digest", (Fault.CORRUPT,), accept_every_digest),
+    Mutant("never break seals", (), never_break_seals),
+    Mutant("seal what was not computed", (), seal_what_was_not_computed),
+    Mutant("release leases early", (), release_leases_early),
+    Mutant("never expire leases", (Fault.ROUTER_CRASH,), never_expire_leases),
+    Mutant("free blocks in spite of the lease", (Fault.PRESSURE,), free_blocks_in_spite_of_the_lease),
+    Mutant("free quarantined blocks at once", _LATE, free_quarantined_blocks_at_once),
+    Mutant("never release quarantine", _LATE, never_release_quarantine),
+    Mutant("report no open rows", _LATE, report_no_open_rows),
+    Mutant("believe failed loads", (Fault.READ_ERROR,), believe_failed_loads),
+    Mutant("keep the tokens of failed loads", (Fault.READ_ERROR,), keep_the_tokens_of_failed_loads),
+    Mutant("offer a failed load again", (Fault.READ_ERROR,), offer_a_failed_load_again),
+    Mutant("share blocks that are loading", (), share_blocks_that_are_loading),
+    Mutant("lose a block when freeing", (), lose_a_block_when_freeing),
+    Mutant("forget to wake the engine", (), forget_to_wake_the_engine),
+    Mutant("sleep with work", (), sleep_with_work),
+    Mutant("ignore lost connections", (Fault.CRASH,), ignore_lost_connections),
+    Mutant("drop a token at replay", (Fault.CRASH,), drop_a_token_at_replay, 200),
+    Mutant("deliver repeated tokens again", (Fault.REPEAT,), deliver_repeated_tokens_again),
+    Mutant("forget deadlines", (Fault.DEADLINE, Fault.FREEZE), forget_deadlines),
+    Mutant("end twice", (Fault.ABORT,), end_twice),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_defect_is_found(mutant, monkeypatch):
+    mutant.apply(monkeypatch.setattr)
+    found = next((result for seed in range(mutant.num_runs) if not (result := run_seed(seed, mutant.kinds)).is_good), None)
+    assert found is not None, f"{mutant.num_runs} runs saw nothing wrong"

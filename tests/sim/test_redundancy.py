@@ -1,0 +1,37 @@
+"""One fault in a cluster that has two workers of each role: no client sees an error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from core.testing.sim_faults import Fault
+from kvferry.sim.cluster import SimCluster
+from kvferry.sim.plan import ROUTER, ClusterPlan, draw_plan
+
+NUM_RUNS = 12
+
+
+def plans(kind: Fault) -> list[ClusterPlan]:
+    """Return plans with two or more workers of each role, of which one meets one fault."""
+    found = []
+    for seed in range(1000):
+        plan = draw_plan(seed, (kind,))
+        roles = [worker.role for worker in plan.workers]
+        events = [event for event in plan.faults.events if event.targets != (ROUTER,)]
+        if min(roles.count("prefill"), roles.count("decode")) > 1 and events:
+            requests = tuple(dataclasses.replace(request, policy=None) for request in plan.requests)
+            faults = dataclasses.replace(plan.faults, events=events[:1])
+            found.append(dataclasses.replace(plan, requests=requests, faults=faults))
+        if len(found) == NUM_RUNS:
+            break
+    return found
+
+
+@pytest.mark.parametrize("kind", [Fault.CRASH, Fault.FREEZE, Fault.DRAIN, Fault.CUT, Fault.PARTITION])
+def test_one_fault_is_hidden_from_clients(kind):
+    for plan in plans(kind):
+        result = SimCluster(plan).run()
+        assert not result.violations, plan.describe()
+        assert set(result.outcomes) == {"ok"}, [*plan.describe(), result.outcomes]

@@ -1,0 +1,85 @@
+"""Whole clusters under mixed faults: no wrong token, no leak, no request without an end, nothing that no fault explains."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.testing.sim_faults import Fault
+from kvferry.sim.runs import Summary, command, run_seeds
+
+SEEDS_PER_TEST = 20
+NUM_QUICK = 200
+NUM_FULL = 2000
+
+
+def portions(first: int, end: int) -> list[range]:
+    return [range(start, start + SEEDS_PER_TEST) for start in range(first, end, SEEDS_PER_TEST)]
+
+
+def name(seeds: range) -> str:
+    return f"{seeds.start}-{seeds.stop - 1}"
+
+
+def assert_good(summary: Summary, kinds: tuple[Fault, ...] | None = None) -> None:
+    told = [f"{command(failure.seed, kinds)}: {failure.violations[0]}" for failure in summary.failures]
+    assert not told, "\n".join(["replay with", *told])
+
+
+@pytest.mark.parametrize("seeds", portions(0, NUM_QUICK), ids=name)
+def test_mixed_faults(seeds):
+    assert_good(run_seeds(seeds))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", portions(NUM_QUICK, NUM_FULL), ids=name)
+def test_more_mixed_faults(seeds):
+    assert_good(run_seeds(seeds))
+
+
+@pytest.mark.parametrize("kind", Fault)
+def test_each_kind_of_fault_alone(kind):
+    """Few faults tell most: whatever they do not explain is a violation."""
+    assert_good(run_seeds(range(5), (kind,)), (kind,))
+
+
+def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
+    summary = run_seeds(range(10), ())
+    assert_good(summary, ())
+    assert set(summary.outcomes) == {"ok"}
+    assert not [name for name in summary.happened if name.startswith(("fallback", "retry"))]
+
+
+@pytest.mark.parametrize(
+    "happening",
+    [
+        "blocks_read_again",
+        "corrupted_reads",
+        "expired_leases",
+        "failed_reads",
+        "fallback_deadline",
+        "fallback_digest",
+        "fallback_peer_lost",
+        "fallback_rejected",
+        "fallback_stale",
+        "fenced_peers",
+        "load_lease_expired",
+        "load_stale",
+        "lost_connections",
+        "preemptions",
+        "prefix_hit_tokens",
+        "quarantined_blocks",
+        "retry_handover",
+        "retry_prefill",
+        "retry_replay",
+        "stalled_reads",
+    ],
+)
+def test_what_is_to_be_survived_does_happen(happening, mixed_runs):
+    assert mixed_runs.happened[happening] > 0
+
+
+@pytest.fixture(scope="module")
+def mixed_runs() -> Summary:
+    summary = run_seeds(range(60))
+    summary.merge(run_seeds(range(10), (Fault.CORRUPT,)))
+    return summary
