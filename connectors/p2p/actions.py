@@ -158,10 +158,11 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
-    """A peer could not be opened."""
+    """A peer could not be opened by this transport."""
 
     peer: PeerId
     error: KVFerryError
+    transport: str
 
 
 # ---- state machine → engine ------------------------------------------------------------------------------------------

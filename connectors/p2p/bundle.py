@@ -18,6 +18,7 @@ from connectors.p2p.actions import (
     LoadEnded,
     OpenPeer,
     P2PConnectorMetadata,
+    PeerFailed,
     QuarantineEnded,
     Reply,
     SendControl,
@@ -208,6 +209,8 @@ class P2PConnector(Connector):
 
     def _on_transfer(self, happened: TransferEvent) -> None:
         self._tell(lambda node: node.on_transfer(happened))
+        if isinstance(happened, PeerFailed):
+            self._note_failed_peer(happened)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -300,6 +303,14 @@ class P2PConnector(Connector):
         self._metrics.set_transport(opened.transport, is_used=True)
         incarnation = f"{opened.peer.incarnation:016x}"
         _log.info(event("kv_transport", transport=opened.transport, peer=opened.peer.address, incarnation=incarnation))
+
+    def _note_failed_peer(self, failed: PeerFailed) -> None:
+        """Say that the next transport is going to be tried."""
+        in_use = self._node.transports_in_use() if self._node is not None else set()
+        self._metrics.set_transport(failed.transport, is_used=failed.transport in in_use)
+        _log.warning(
+            event("kv_transport_failed", transport=failed.transport, peer=failed.peer.address, error=failed.error.message)
+        )
 
     def _note_reader(self, handshake: Handshake, answer: ControlMessage | None) -> None:
         if isinstance(answer, HandshakeReply):

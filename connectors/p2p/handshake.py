@@ -47,7 +47,6 @@ class HandshakeResponder:
         try:
             check_compatible(self.identity, handshake.model_fingerprint, handshake.layout)
             transport = self._choose_transport(handshake)
-            check_verifiable(handshake.kv_verify, transport, self.has_digests)
         except KVFerryError as error:
             return HandshakeRefused(
                 engine_id=self.identity.engine_id,
@@ -67,10 +66,20 @@ class HandshakeResponder:
         )
 
     def _choose_transport(self, handshake: Handshake) -> str:
+        """Return the reader's first preference that works between the two and that it can verify.
+
+        Raises:
+            ConnectorUnavailable: there is none; the message says what stands in the way of the first that works otherwise.
+        """
         same_host = handshake.host_id == self.identity.host_id
-        for name in handshake.transports:
-            if name in self.offers and (same_host or name not in SAME_HOST_TRANSPORTS):
+        common = [
+            name for name in handshake.transports if name in self.offers and (same_host or name not in SAME_HOST_TRANSPORTS)
+        ]
+        for name in common:
+            if self.has_digests or not verifies_digests(handshake.kv_verify, name):
                 return name
+        if common:
+            check_verifiable(handshake.kv_verify, common[0], self.has_digests)
         hosts = "the same host" if same_host else "different hosts"
         raise ConnectorUnavailable(
             f"no common transport: the reader has {list(handshake.transports)}, the owner {list(self.offers)}, on {hosts}"
@@ -110,7 +119,7 @@ def check_verifiable(kv_verify: KVVerify, transport: str, has_digests: bool) -> 
     if verifies_digests(kv_verify, transport) and not has_digests:
         raise ConnectorUnavailable(
             f"the reader verifies digests (kv_verify = {kv_verify} over {transport}), the owner's seals have none "
-            "(kv_verify = identity there, or auto without tcp)"
+            "(it makes them with kv_verify = digest, or with auto if it serves tcp from host memory)"
         )
 
 

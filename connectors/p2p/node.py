@@ -70,6 +70,10 @@ class P2PNode:
         """Blocks of reported loads that a read may still write."""
         return self._pull.num_quarantined_blocks
 
+    def transports_in_use(self) -> set[str]:
+        """Return the transports by which peers are open for reading."""
+        return self._pull.transports_in_use()
+
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
         leases = {f"lease_{name}": count for name, count in dataclasses.asdict(self._leases.counts).items()}

@@ -46,6 +46,7 @@ class Peers:
         self._emit = emit
         self._peers: dict[PeerId, Peer] = {}
         self._deadlines: dict[str, float] = {}  # of handshakes, by address
+        self._failed: dict[PeerId, set[str]] = {}  # transports by which a peer could not be opened
 
     def get(self, peer_id: PeerId) -> Peer | None:
         """Return an open peer, None if there is no such."""
@@ -55,14 +56,19 @@ class Peers:
         """Return the open peers at an address."""
         return [peer_id for peer_id in self._peers if peer_id.address == address]
 
+    def transports_in_use(self) -> set[str]:
+        """Return the transports by which peers are open."""
+        return {peer.transport for peer in self._peers.values()}
+
     # ---- handshakes --------------------------------------------------------------------------------------------------
 
     def is_shaking_hands(self, address: str) -> bool:
         """True if an answer from there is awaited."""
         return address in self._deadlines
 
-    def shake_hands(self, address: str, now: float) -> bool:
-        """Ask who lives at an address; False if that question is open already."""
+    def shake_hands(self, peer_id: PeerId, now: float) -> bool:
+        """Ask who lives at a peer's address; False if that question is open already."""
+        address = peer_id.address
         if address in self._deadlines:
             return False
         self._deadlines[address] = now + self._terms.handshake_timeout_s
@@ -72,7 +78,7 @@ class Peers:
             incarnation=ours.incarnation,
             model_fingerprint=ours.model_fingerprint,
             layout=ours.layout,
-            transports=self._terms.transports,
+            transports=self._offered_to(peer_id),
             host_id=ours.host_id,
             kv_verify=self._terms.kv_verify,
         )
@@ -114,6 +120,19 @@ class Peers:
             self._peers[peer_id] = peer
             self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks))
         return peer
+
+    def avoid(self, peer_id: PeerId, transport: str) -> None:
+        """Offer a transport to this life of a worker no more, since it could not be opened by it, unless none is left."""
+        for other in [other for other in self._failed if other.address == peer_id.address and other != peer_id]:
+            del self._failed[other]
+        failed = self._failed.setdefault(peer_id, set())
+        failed.add(transport)
+        if failed.issuperset(self._terms.transports):
+            del self._failed[peer_id]  # whatever it was, nothing is lost by trying again
+
+    def _offered_to(self, peer_id: PeerId) -> tuple[str, ...]:
+        failed = self._failed.get(peer_id, set())
+        return tuple(name for name in self._terms.transports if name not in failed)
 
     def close(self, peer_id: PeerId) -> bool:
         """Fence a peer: what is read of it becomes terminal. False if it is not open."""

@@ -110,6 +110,10 @@ class PullProtocol:
         """Blocks of reported loads that a read may still write."""
         return self._quarantine.num_blocks
 
+    def transports_in_use(self) -> set[str]:
+        """Return the transports by which peers are open."""
+        return self._peers.transports_in_use()
+
     # ---- what the engine wants -------------------------------------------------------------------------------------
 
     def hold(self, handoff: HandoffRef, now: float) -> list[Action]:
@@ -195,6 +199,7 @@ class PullProtocol:
     def on_transfer(self, event: TransferEvent, now: float) -> list[Action]:
         """Take a report of the transfer thread."""
         if isinstance(event, PeerFailed):
+            self._peers.avoid(event.peer, event.transport)
             self._lose(event.peer, event.error, now)
         else:
             self._on_read_ended(event, now)
@@ -233,7 +238,7 @@ class PullProtocol:
         peer = self._peers.get(load.owner)
         if peer is not None:
             self._begin_reading(load, peer, now)
-        elif self._peers.shake_hands(load.owner.address, now):
+        elif self._peers.shake_hands(load.owner, now):
             self.counts.handshakes += 1
 
     def _on_handshake_reply(self, address: str, reply: HandshakeReply, now: float) -> None:

@@ -115,7 +115,7 @@ class TransferExecutor:
             _check_num_rows(transport, command)
         except Exception as error:  # whatever a peer's bytes do to a transport is the peer's failure, not the worker's
             transport.remove_peer(command.peer)
-            self._report(PeerFailed(command.peer, _opening_error(command, error)))
+            self._report(PeerFailed(command.peer, _opening_error(command, error), command.transport))
             return
         self._peers[command.peer] = transport
 

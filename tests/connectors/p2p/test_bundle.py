@@ -6,16 +6,17 @@ import dataclasses
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import P2PConnectorMetadata
+from connectors.p2p.actions import OpenPeer, P2PConnectorMetadata, PeerFailed
 from connectors.p2p.bundle import P2PConnector
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
-from core.errors import ConfigError, ConnectorUnavailable, EngineDead
+from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
 from core.ids import RandomIds
 from core.testing.connector_engine import MemoryPool
 from core.testing.connector_suite import FINGERPRINT, LAYOUT
 from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.transport import PeerId
 from core.wire.kv import LeaseRenew, LeaseState
 
 
@@ -101,4 +102,19 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
         await woken.wait()
     with pytest.raises(EngineDead, match="a bug"):
         connector.worker.get_transfer_results(set())
+    await connector.stop()
+
+
+async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_used(pool, caplog):
+    context = context_of(transports=("inproc",))
+    connector = P2PConnector(context, lambda name, settings: InprocTransport(InprocFabric()))
+    connector.worker.register_kv_caches(pool.region)
+    await connector.start()
+    peer = PeerId("tcp://p:1", 1)
+    connector._note_peer(OpenPeer(peer, "inproc", b"", 8))
+    assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
+    connector._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
+    assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
+    assert "kv_transport_failed" in caplog.text
+    assert "permission denied" in caplog.text
     await connector.stop()

@@ -32,7 +32,7 @@ from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.node import NodeSettings, P2PNode
 from connectors.p2p.pull import PullSettings
 from connectors.p2p.transfer import TransferExecutor
-from core.errors import fallback_reason
+from core.errors import PeerUnreachable, fallback_reason
 from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
 from core.testing.fault_transport import FaultPlan, FaultTransport
@@ -48,10 +48,26 @@ DEADLINE_S = 30.0
 DIGEST = 1 << 40  # of a block: this and its first byte
 
 
+class DeniedTransport(InprocTransport):
+    """Cannot reach anybody, as shared memory of another user."""
+
+    name = "denied"
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        raise PeerUnreachable("permission denied")
+
+
 class Worker:
     """A node with memory, seals and transports, but no engine; ``reports`` is what its engine would be told."""
 
-    def __init__(self, identity: WorkerIdentity, clock: FakeClock, fabric: InprocFabric, kv_verify: str) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        clock: FakeClock,
+        fabric: InprocFabric,
+        kv_verify: str,
+        transports: tuple[str, ...] = ("inproc",),
+    ) -> None:
         self.identity = identity
         self.memory = HostRows(NUM_BLOCKS, identity.layout.block_bytes)
         version = layout_fingerprint(identity.layout)
@@ -62,8 +78,9 @@ class Worker:
         self.transport.register([self.memory.region, RowRegion.of_seals(self.seals)])
         self.reports: list[Report] = []
         self.events: list[TransferEvent] = []
-        self.executor = TransferExecutor({"inproc": self.transport}, self.seals, self.digest, self.events.append)
-        offers = {"inproc": self.transport.describe()}
+        by_name = {"denied": DeniedTransport(fabric), "inproc": self.transport}
+        self.executor = TransferExecutor(by_name, self.seals, self.digest, self.events.append)
+        offers = {"denied": b"", "inproc": self.transport.describe()}
         settings = NodeSettings(
             pull=PullSettings(
                 transfer_deadline_s=DEADLINE_S,
@@ -75,7 +92,7 @@ class Worker:
             leases=LeaseTerms(LEASE_S, LEASE_S, 60.0),
         )
         responder = HandshakeResponder(identity, NUM_BLOCKS, offers, self.seals.has_digests)
-        self.node = P2PNode(identity, clock, ("inproc",), settings, responder)
+        self.node = P2PNode(identity, clock, transports, settings, responder)
 
     def digest(self, block_id: int) -> int:
         return DIGEST + int(self.memory.rows[block_id, 0])
@@ -106,8 +123,16 @@ class World:
         self.sent: list[ControlMessage] = []
         self._held_back: list[ControlMessage] = []
 
-    def add(self, engine_id: str, incarnation: int, kv_verify: str = "identity", **changed: object) -> Worker:
-        worker = Worker(self.make_identity(engine_id, incarnation, **changed), self.clock, self.fabric, kv_verify)
+    def add(
+        self,
+        engine_id: str,
+        incarnation: int,
+        kv_verify: str = "identity",
+        transports: tuple[str, ...] = ("inproc",),
+        **changed: object,
+    ) -> Worker:
+        identity = self.make_identity(engine_id, incarnation, **changed)
+        worker = Worker(identity, self.clock, self.fabric, kv_verify, transports)
         self.workers.append(worker)
         return worker
 
@@ -516,6 +541,25 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
     }[wrong]:
         assert value in message
     world.assert_quiet()
+
+
+def test_transport_that_opens_nobody_costs_one_load_and_the_next_takes_another(world):
+    world.reader = world.add("decode-1", 98, transports=("denied", "inproc"))
+    first = world.hand_over("first")
+    world.load(first)
+    assert world.reason("first") == "peer_lost"
+    assert "permission denied" in world.reader.loads()["first"].error.message
+    world.assert_quiet()
+    second = world.hand_over("second")
+    world.load(second)
+    assert world.reason("second") == ""
+    assert world.has_content(second)
+    assert world.reader.loads()["second"].usage.transport == "inproc"
+    assert world.reader.node.transports_in_use() == {"inproc"}
+    assert [message.transports for message in world.sent if isinstance(message, Handshake)] == [
+        ("denied", "inproc"),
+        ("inproc",),
+    ]
 
 
 # ---- corrupted bytes

@@ -141,6 +141,12 @@ def test_reader_that_verifies_digests_needs_an_owner_that_makes_them(
         assert (answer.transport, answer.has_digests) == (transports[0], has_digests)
 
 
+def test_transport_that_cannot_be_verified_is_skipped_where_another_can(owner, question):
+    responder = HandshakeResponder(owner, 512, OFFERS, has_digests=False)
+    answer = responder.answer(question(kv_verify="auto", transports=("tcp", "nixl")))
+    assert (answer.transport, answer.transport_metadata) == ("nixl", OFFERS["nixl"])
+
+
 def test_what_a_peer_reports_is_bounded():
     assert peer_error("layout", "short") == ErrorInfo(code="layout", message="short", http_status=502)
     strange = peer_error("made-up-17", "x" * 5000)

@@ -202,9 +202,31 @@ def test_second_reply_opens_nothing(pull):
 def test_peer_that_cannot_be_opened_fails_its_loads(pull, address):
     pull.start()
     pull.accept()
-    pull.take(pull.protocol.on_transfer(PeerFailed(PeerId(address, 1), LayoutMismatch("rows differ")), pull.now))
+    pull.take(pull.protocol.on_transfer(PeerFailed(PeerId(address, 1), LayoutMismatch("rows differ"), "tcp"), pull.now))
     assert pull.failed == {"r": "layout"}
     assert "r" in pull.ended
+
+
+def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull, address):
+    def offered():
+        return pull.messages(Handshake)[-1].transports
+
+    def fail(name, transport, **where):
+        pull.start(name, **where)
+        peer = PeerId(where.get("address", address), where.get("incarnation", 1))
+        pull.accept(transport=transport, incarnation=peer.incarnation, address=peer.address)
+        pull.take(pull.protocol.on_transfer(PeerFailed(peer, PeerUnreachable("denied"), transport), pull.now))
+
+    fail("first", "shm")
+    assert offered() == ("shm", "tcp")
+    fail("second", "tcp")
+    assert offered() == ("tcp",)
+    fail("none is left", "shm")
+    assert offered() == ("shm", "tcp")
+    pull.start("elsewhere", address="tcp://10.0.0.2:5600")
+    assert offered() == ("shm", "tcp")
+    fail("next life", "tcp", incarnation=2)
+    assert offered() == ("shm", "tcp")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class HostileWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_to_open(self, data: st.DataObject) -> None:
         peer = data.draw(st.sampled_from(sorted(self.pull.open_peers)))
-        self.pull.take(self.pull.protocol.on_transfer(PeerFailed(peer, PeerUnreachable("gone")), self.pull.now))
+        self.pull.take(self.pull.protocol.on_transfer(PeerFailed(peer, PeerUnreachable("gone"), "tcp"), self.pull.now))
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
