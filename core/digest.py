@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 ROW_WORDS = 512  # the keys of a row stay in the first-level cache
-CHUNK_ROWS = 64  # a chunk and its upper halves, 256 KiB each, stay in the second-level cache
+CHUNK_ROWS = 256  # 1 MiB: few calls for a block, and little scratch memory
 
 _MASK = (1 << 64) - 1
 _HALF = 0xFFFF_FFFF
