@@ -12,8 +12,8 @@ A multilinear hash in two levels over the little-endian 64-bit words of the bloc
     digest  = k * num_bytes  +  sum over r of  A[r] * y[r]  +  B[r] * (y[r] >> 32)
 
 Two different blocks of one size collide with a probability of at most 2**-32 over the choice of the keys, whatever the
-difference; most differences, one odd word among them is enough, with 2**-63. Multiplied by a random key, a difference that
-is 2**t times something odd is spread over the multiples of 2**t only, so upper bits of words count for little: two flipped
+difference; most differences, one odd word among them is enough, with about 2**-60. Multiplied by a random key, a difference
+that is 2**t times something odd is spread over the multiples of 2**t only, so upper bits of words count for little: two flipped
 sign bits would cancel each other every second time. Hence the second term, in which the upper half of a word is a number below
 2**32: one of the two differences is never a multiple of 2**32. Each level thus errs with at most 2**-33.
 

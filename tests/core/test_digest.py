@@ -84,7 +84,7 @@ def test_cuda_computes_the_same(num_bytes):
     assert digest_tensor(words.cuda()) == digest_tensor(words)
 
 
-@given(data=st.data(), num_bytes=st.sampled_from(SIZES))
+@given(data=st.data(), num_bytes=st.sampled_from(SIZES[:5]))
 @settings(max_examples=200, deadline=None)
 def test_any_flipped_bit_changes_it(data, num_bytes):
     block = content(num_bytes)
