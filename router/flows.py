@@ -40,7 +40,8 @@ from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_probl
 from router.news import Submission, Update
 from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, mismatch
 
-_MAX_REMEMBERED = 4096  # ended tries whose late tokens are expected and need no second abort
+_MAX_REMEMBERED = 4096  # ended tries whose late tokens are expected
+_ABORT_AGAIN_S = 2.0  # a worker that still sends tokens so long after an abort has not got it
 
 
 class Flows:
@@ -63,7 +64,7 @@ class Flows:
         self._flows: dict[str, Flow] = {}
         self._tries: dict[str, Flow] = {}  # by the id on the wire
         self._waiting: dict[str, Flow] = {}  # for a decode worker, first come first served
-        self._ended: dict[str, None] = {}  # insertion order = age
+        self._aborted_at: dict[str, float] = {}  # by the id on the wire of a try that has ended; oldest first
         self._num_picks = 0
 
     def __len__(self) -> int:
@@ -144,7 +145,7 @@ class Flows:
         for item in tokens:
             flow = self._tries.get(item.request_id)
             if flow is None or flow.decode != sender.key or flow.phase is Phase.PREFILL:
-                actions += self._unexpected(sender, item.request_id)
+                actions += self._unexpected(sender, item.request_id, now)
                 continue
             update = updates.get(flow.request_id) or Update()
             try:
@@ -287,14 +288,10 @@ class Flows:
             role = "prefill" if flow.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
             return self._retry(flow, ErrorInfo.of(error), now, is_gone=not left.is_back)
-        if left.is_back:
-            return []
-        if flow.phase is Phase.PREFILL:  # another one is chosen when the prompt is computed
+        if flow.decode == key and not left.is_back:  # another one is chosen when the prompt is computed
             flow.decode = None
             self._unclaim(flow, key)
-        elif flow.handoff is not None:  # the decode worker finds out by itself whether it still needs it
-            flow.handoff, flow.fallback_reason = None, "peer_lost"
-        return []
+        return []  # a decode worker finds out by itself whether it still needs the prefill worker
 
     def _retry(self, flow: Flow, error: ErrorInfo, now: float, *, is_gone: bool) -> list[FlowAction]:
         """Go on with a request that its present worker has failed: elsewhere, or once there is somebody; or end it.
@@ -308,7 +305,7 @@ class Flows:
         if not is_gone:
             actions.append(Send(failed, Abort(request_ids=(flow.wire_id,), reason=error.code)))
         flow.num_retries += retries.counts(flow, error)
-        self._begin_try(flow, failed, error)
+        self._begin_try(flow, failed, error, now)
         if flow.num_retries > self._max_retries:
             return actions + self._fail_with(flow, error, now)
         next_actions = self._hand_over(flow, now) if flow.num_output_tokens else self._start_again(flow, error, now)
@@ -317,9 +314,9 @@ class Flows:
             actions.append(Retried(flow.request_id, kind, error, failed, flow.current))
         return actions + next_actions
 
-    def _begin_try(self, flow: Flow, failed: WorkerKey, error: ErrorInfo) -> None:
+    def _begin_try(self, flow: Flow, failed: WorkerKey, error: ErrorInfo, now: float) -> None:
         """Give the request a new name on the wire, and let go of the workers that have failed it."""
-        self._forget_try(flow)
+        self._forget_try(flow, now)
         flow.num_tries += 1
         self._tries[flow.wire_id] = flow
         flow.setback = error
@@ -340,11 +337,12 @@ class Flows:
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def _unexpected(self, sender: Worker, wire_id: str) -> list[FlowAction]:
-        """Stop a worker that is at work on something nobody waits for, once."""
-        if wire_id in self._ended:
+    def _unexpected(self, sender: Worker, wire_id: str, now: float) -> list[FlowAction]:
+        """Stop a worker that is at work on something nobody waits for; what was under way when it was told is no news."""
+        aborted_at = self._aborted_at.get(wire_id)
+        if aborted_at is not None and now < aborted_at + _ABORT_AGAIN_S:
             return []
-        self._remember(wire_id)
+        self._remember(wire_id, now)
         return [Send(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
 
     def _fail(self, flow: Flow, error: KVFerryError, now: float) -> list[FlowAction]:
@@ -367,18 +365,19 @@ class Flows:
     def _end(self, flow: Flow, now: float) -> Ended:
         del self._flows[flow.request_id]
         self._waiting.pop(flow.request_id, None)
-        self._forget_try(flow)
+        self._forget_try(flow, now)
         self._unclaim_all(flow)
         return Ended(flow, now)
 
-    def _forget_try(self, flow: Flow) -> None:
+    def _forget_try(self, flow: Flow, now: float) -> None:
         del self._tries[flow.wire_id]
-        self._remember(flow.wire_id)
+        self._remember(flow.wire_id, now)
 
-    def _remember(self, wire_id: str) -> None:
-        self._ended[wire_id] = None
-        while len(self._ended) > _MAX_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
+    def _remember(self, wire_id: str, now: float) -> None:
+        self._aborted_at.pop(wire_id, None)
+        self._aborted_at[wire_id] = now
+        while len(self._aborted_at) > _MAX_REMEMBERED:
+            del self._aborted_at[next(iter(self._aborted_at))]
 
     # ---- places at workers -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ position only, as in the real engine, so the client must see exactly one sequenc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -37,10 +36,20 @@ from router.machine import RouterLimits, RouterMachine, Transmit
 from router.news import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
-ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "d2": "decode", "a0": "aggregated"}
+ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "a0": "aggregated"}
 FAILURES = [ErrorInfo.of(kind("it happens")) for kind in (EngineDead, NoWorker, Overloaded, StaleBlock)]
 DECLARED = {"peer_lost", "no_worker", "overloaded", "cancelled", "deadline_exceeded", "engine_dead", "stale", "protocol_error"}
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # longer than any history
+FAULTS = [
+    "lose_tokens",
+    "break_connection",
+    "fail_a_request",
+    "die",
+    "restart",
+    "leave",
+    "freeze",
+    "drain",
+]
 
 
 def expected(seed: int, index: int) -> list[int]:
@@ -122,7 +131,6 @@ class FakeWorker:
                 self.register()
 
     def _admit(self, message: Generate) -> None:
-        assert message.request_id not in self.jobs, "an id on the wire was used twice"
         assert message.handoff == (self.role == "prefill")
         starts = {choice.index: list(choice.output_token_ids) for choice in message.choices}
         starts = starts or {index: [] for index in range(message.n)}
@@ -173,8 +181,11 @@ class Histories(RuleBasedStateMachine):
         self.stopped: set[tuple[str, int]] = set()  # choices that ended by a stop string
         self.output: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[str, ErrorInfo | None] = {}
+        self.tries: dict[str, str] = {}  # request → its newest id on the wire
+        self.generated: set[tuple[str, bool]] = set()  # (id on the wire, is prefill leg)
         self.num_faults = 0
         self.excused: set[str] = set()  # hand-overs that only their lease can end
+        self.lost_aborts: set[str] = set()  # that a worker is told again as soon as it says something
 
     # ---- harness -----------------------------------------------------------------------------------------------------
 
@@ -182,9 +193,12 @@ class Histories(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Transmit(peer, message):
-                    inbox = self.inboxes.get(peer.decode())
-                    if inbox is not None:
-                        inbox.append(message)
+                    if isinstance(message, Generate):
+                        self.note_try(message)
+                    if peer.decode() in self.inboxes:
+                        self.inboxes[peer.decode()].append(message)
+                    else:
+                        self.do(self.machine.on_unreachable(peer, self.now))
                 case Deliver(request_id, update):
                     assert request_id not in self.ended, "news after the end"
                     for choice in update.choices:
@@ -192,6 +206,12 @@ class Histories(RuleBasedStateMachine):
                 case Ended(flow):
                     assert flow.request_id not in self.ended, "a request ended twice"
                     self.ended[flow.request_id] = flow.error
+
+    def note_try(self, message: Generate) -> None:
+        leg = (message.request_id, message.handoff)
+        assert leg not in self.generated, "an id on the wire was used twice"
+        self.generated.add(leg)
+        self.tries[message.request_id.partition(".")[0]] = message.request_id
 
     def to_router(self, worker: FakeWorker) -> None:
         peer, message = worker.outbox.popleft()
@@ -201,6 +221,7 @@ class Histories(RuleBasedStateMachine):
         """Give a worker a new connection; what was under way to it is lost."""
         self.excused |= worker.leases.keys()
         for message in worker.inbox:
+            self.lost_aborts |= set(message.request_ids) if isinstance(message, Abort) else set()
             self.excused |= {message.kv_handoff.transfer_id} if getattr(message, "kv_handoff", None) else set()
         worker.inbox.clear()
         self.inboxes.pop(worker.peer, None)
@@ -210,18 +231,13 @@ class Histories(RuleBasedStateMachine):
     def some(self, data, workers: list[FakeWorker]) -> FakeWorker | None:
         return data.draw(st.sampled_from(workers)) if workers else None
 
-    def busy(self) -> Iterator[tuple[FakeWorker, str]]:
-        for worker in self.workers.values():
-            if worker.is_up:
-                yield from ((worker, wire_id) for wire_id in worker.jobs)
-
     # ---- clients -----------------------------------------------------------------------------------------------------
 
-    @initialize(ups=st.lists(st.booleans(), min_size=len(ROLES), max_size=len(ROLES)))
-    def start(self, ups) -> None:
-        for worker, is_up in zip(self.workers.values(), ups, strict=True):
-            worker.is_alive = is_up
-            if is_up:
+    @initialize()
+    def start(self) -> None:
+        self.workers["a0"].is_alive = False  # until a fault restarts it: it can do everybody's work
+        for worker in self.workers.values():
+            if worker.is_alive:
                 worker.register()
                 self.to_router(worker)
 
@@ -238,20 +254,18 @@ class Histories(RuleBasedStateMachine):
         except KVFerryError:
             del self.sizes[request_id]
 
-    @rule(data=st.data())
-    def abort(self, data) -> None:
-        if self.sizes:
-            self.do(self.machine.abort(data.draw(st.sampled_from(sorted(self.sizes))), "client", self.now))
-
-    @rule(data=st.data())
-    def stop_string(self, data) -> None:
+    @rule(data=st.data(), is_abort=st.booleans())
+    def client(self, data, is_abort: bool) -> None:
+        """Let a client leave, or find a stop string."""
         shown = sorted(key for key, output in self.output.items() if output and key[0] not in self.ended)
-        if shown:
+        if is_abort and self.sizes:
+            self.do(self.machine.abort(data.draw(st.sampled_from(sorted(self.sizes))), "client", self.now))
+        elif shown:
             key = data.draw(st.sampled_from(shown))
             self.stopped.add(key)
             self.do(self.machine.finish_choice(*key, self.now))
 
-    # ---- the network -------------------------------------------------------------------------------------------------
+    # ---- workers at work ---------------------------------------------------------------------------------------------
 
     @rule(data=st.data())
     def deliver_to_worker(self, data) -> None:
@@ -259,40 +273,51 @@ class Histories(RuleBasedStateMachine):
         if worker is not None:
             worker.receive(worker.inbox.popleft())
 
-    @rule(data=st.data())
-    def deliver_to_router(self, data) -> None:
+    @rule(data=st.data(), is_repeated=st.booleans())
+    def deliver_to_router(self, data, is_repeated: bool) -> None:
         worker = self.some(data, [worker for worker in self.workers.values() if worker.outbox])
         if worker is not None:
+            if is_repeated and isinstance(worker.outbox[0][1], list):
+                worker.outbox.appendleft(worker.outbox[0])
+                self.to_router(worker)
             self.to_router(worker)
-
-    @rule(data=st.data())
-    def lose_tokens(self, data) -> None:
-        """Drop a frame; a later one will show the gap."""
-        worker = self.some(data, [worker for worker in self.workers.values() if worker.outbox])
-        if worker is not None and isinstance(worker.outbox[0][1], list) and not worker.outbox[0][1][0].finish_reason:
-            worker.outbox.popleft()
-            self.num_faults += 1
-
-    @rule(data=st.data(), is_late=st.booleans())
-    def break_connection(self, data, is_late: bool) -> None:
-        """What the worker said last is lost with the connection, or comes late."""
-        worker = self.some(data, [worker for worker in self.workers.values() if worker.is_up])
-        if worker is not None:
-            if not is_late:
-                worker.outbox.clear()
-            self.reconnect(worker)
-            worker.heartbeat()
-            self.num_faults += 1
-
-    # ---- workers at work ---------------------------------------------------------------------------------------------
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def work(self, data, count: int) -> None:
-        jobs = list(self.busy())
+        jobs = [(worker, wire_id) for worker in self.workers.values() if worker.is_up for wire_id in worker.jobs]
         if jobs:
             worker, wire_id = data.draw(st.sampled_from(jobs))
             index = data.draw(st.sampled_from(sorted(worker.jobs[wire_id].positions)))
             self.advance(worker, wire_id, index, count)
+
+    @rule(is_told=st.booleans())
+    def everybody_reads_and_works(self, is_told: bool) -> None:
+        self.go_on(is_told=is_told)
+
+    @rule()
+    def the_router_reads(self) -> None:
+        for worker in self.workers.values():
+            self.flush(worker)
+
+    def everybody_reads(self) -> None:
+        for worker in self.workers.values():
+            while worker.is_up and worker.inbox:
+                worker.receive(worker.inbox.popleft())
+            self.flush(worker)
+
+    def flush(self, worker: FakeWorker) -> None:
+        while worker.outbox:
+            self.to_router(worker)
+
+    def go_on(self, *, is_told: bool) -> None:
+        """Let each worker read what it was sent and do a piece of work, and tell the router of it."""
+        for worker in self.workers.values():
+            while worker.is_up and worker.inbox:
+                worker.receive(worker.inbox.popleft())
+            for wire_id in list(worker.jobs) if worker.is_up else ():
+                self.advance(worker, wire_id, min(worker.jobs[wire_id].positions), 1)
+            if is_told:
+                self.flush(worker)
 
     def advance(self, worker: FakeWorker, wire_id: str, index: int, count: int) -> None:
         if worker.role == "prefill":
@@ -339,71 +364,71 @@ class Histories(RuleBasedStateMachine):
             if not job.positions:
                 del worker.jobs[wire_id]
 
-    @rule(data=st.data(), error=st.sampled_from(FAILURES))
-    def fail(self, data, error: ErrorInfo) -> None:
-        jobs = list(self.busy())
-        if jobs:
-            worker, wire_id = data.draw(st.sampled_from(jobs))
+    # ---- faults ------------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), kind=st.sampled_from(FAULTS), name=st.sampled_from(sorted(ROLES)))
+    def fault(self, data, kind: str, name: str) -> None:
+        self.num_faults += 1
+        getattr(self, kind)(self.workers[name], data)
+
+    def lose_tokens(self, worker: FakeWorker, data) -> None:
+        """Drop a frame; a later one will show the gap."""
+        if worker.outbox and isinstance(worker.outbox[0][1], list) and not worker.outbox[0][1][0].finish_reason:
+            worker.outbox.popleft()
+
+    def break_connection(self, worker: FakeWorker, data) -> None:
+        """What the worker said last is lost with the connection, or comes late."""
+        if worker.is_up:
+            if data.draw(st.booleans()):
+                worker.outbox.clear()
+            self.reconnect(worker)
+            worker.heartbeat()
+
+    def fail_a_request(self, worker: FakeWorker, data) -> None:
+        if worker.is_up and worker.jobs:
+            wire_id = data.draw(st.sampled_from(sorted(worker.jobs)))
             del worker.jobs[wire_id]
-            worker.say(RequestFailed(request_id=wire_id, error=error))
-            self.num_faults += 1
+            worker.say(RequestFailed(request_id=wire_id, error=data.draw(st.sampled_from(FAILURES))))
 
-    # ---- workers come and go -----------------------------------------------------------------------------------------
-
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def die(self, name: str) -> None:
-        worker = self.workers[name]
+    def die(self, worker: FakeWorker, data=None) -> None:
         worker.is_alive, worker.is_frozen = False, False
         worker.jobs.clear()
         worker.leases.clear()
         worker.outbox.clear()
         self.reconnect(worker)
-        self.num_faults += 1
 
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def restart(self, name: str) -> None:
-        self.die(name)
-        worker = self.workers[name]
+    def restart(self, worker: FakeWorker, data=None) -> None:
+        self.die(worker)
         self.inboxes.pop(worker.peer)
         worker.is_alive = True
         worker.incarnation += 1
         self.inboxes[worker.peer] = worker.inbox
         worker.register()
 
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def leave(self, name: str) -> None:
-        worker = self.workers[name]
+    def leave(self, worker: FakeWorker, data) -> None:
         if worker.is_up:
-            for wire_id in list(worker.jobs):
+            for wire_id in worker.jobs:
                 worker.say(RequestFailed(request_id=wire_id, error=ErrorInfo.of(NoWorker("shuts down"))))
-            worker.say(Goodbye(engine_id=name, incarnation=worker.incarnation))
+            worker.say(Goodbye(engine_id=worker.name, incarnation=worker.incarnation))
             worker.jobs.clear()
             worker.leases.clear()
             worker.is_alive = False
-            self.num_faults += 1
 
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def freeze(self, name: str) -> None:
-        self.workers[name].is_frozen = self.workers[name].is_alive
-        self.num_faults += 1
+    def freeze(self, worker: FakeWorker, data) -> None:
+        worker.is_frozen = worker.is_alive and not worker.is_frozen
 
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def thaw(self, name: str) -> None:
-        self.workers[name].is_frozen = False
-
-    @rule(name=st.sampled_from(sorted(ROLES)))
-    def drain(self, name: str) -> None:
-        if self.workers[name].is_up:
-            self.workers[name].heartbeat(is_draining=True)
-            self.num_faults += 1
+    def drain(self, worker: FakeWorker, data) -> None:
+        if worker.is_up:
+            worker.heartbeat(is_draining=True)
 
     @rule(seconds=st.floats(0.2, 4.0))
     def time_passes(self, seconds: float) -> None:
+        """What a worker has said arrives before its heartbeat; only a frozen one is late by seconds."""
         self.now += seconds
         for worker in self.workers.values():
-            if worker.is_up and not worker.outbox:
+            if worker.is_up:
                 worker.heartbeat()
-                self.to_router(worker)
+                self.flush(worker)
         self.do(self.machine.on_timer(self.now))
 
     # ---- what holds --------------------------------------------------------------------------------------------------
@@ -435,17 +460,19 @@ class Histories(RuleBasedStateMachine):
         """In a calm cluster every request ends before its deadline, and nothing is left anywhere."""
         for worker in self.workers.values():
             if not worker.is_alive:
-                self.restart(worker.name)
+                self.restart(worker)
             worker.is_frozen = False
-        for _ in range(120):
+        for _ in range(8):
             self.time_passes(0.25)
-            for worker in self.workers.values():
-                while worker.inbox:
-                    worker.receive(worker.inbox.popleft())
-                for wire_id in list(worker.jobs):
-                    self.advance(worker, wire_id, min(worker.jobs[wire_id].positions), 1)
-                while worker.outbox:
-                    self.to_router(worker)
+            self.everybody_reads()
+        for worker in self.workers.values():
+            for wire_id in worker.jobs.keys() - self.lost_aborts:
+                request_id = wire_id.partition(".")[0]
+                assert request_id not in self.ended, "a worker was left with a request that has ended"
+                assert self.tries[request_id] == wire_id, "a worker was left with a try that was given up"
+        for _ in range(60):
+            self.time_passes(0.25)
+            self.go_on(is_told=True)
         assert self.ended.keys() == self.sizes.keys()
         self.counts_agree()
         self.requests_that_ended_well_are_whole()
@@ -456,5 +483,5 @@ class Histories(RuleBasedStateMachine):
             assert worker.leases.keys() <= self.excused, "a hand-over was neither read nor released"
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestHistories = Histories.TestCase

@@ -225,6 +225,17 @@ def test_choices_that_have_begun_go_on_with_the_hand_over_that_the_others_still_
     assert bench.kinds() == ["replay"]
 
 
+def test_every_choice_has_to_begin_again_on_the_next_worker_before_the_lease_is_let_go(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.submit(n=2)
+    bench.prefill_done(n=2)
+    bench.tokens(1, 60, index=0)
+    bench.leave("d0")
+    bench.tokens(1, 70, index=1, peer="d1", request_id="r1.2")
+    bench.do(bench.machine.abort("r1", "client", 0.0))
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+
+
 def test_a_refusal_by_a_decode_worker_uses_up_no_retry(make_bench):
     bench = make_bench("p0", "d0", "d1", "d2", max_retries=0)
     bench.submit()

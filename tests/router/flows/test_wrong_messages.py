@@ -94,7 +94,7 @@ def test_another_worker_cannot_answer_for_the_chosen_one(make_bench):
     assert bench.output() == [50]
 
 
-def test_a_worker_busy_with_something_unknown_is_told_to_stop_once(make_bench):
+def test_a_worker_busy_with_something_unknown_is_told_to_stop(make_bench):
     bench = make_bench("a0")
     bench.tokens(0, 1, request_id="ghost", peer="a0")
     bench.tokens(1, 1, request_id="ghost", peer="a0")
@@ -106,8 +106,18 @@ def test_late_tokens_of_an_ended_request_cause_nothing(make_bench):
     bench.submit()
     bench.do(bench.machine.abort("r1", "client", 0.0))
     before = len(bench.sent)
+    bench.now = 1.9
     bench.tokens(0, 1, peer="a0")
     assert len(bench.sent) == before
+
+
+def test_a_worker_that_did_not_get_its_abort_is_told_again(make_bench):
+    bench = make_bench("a0")
+    bench.submit()
+    bench.do(bench.machine.abort("r1", "client", 0.0))
+    for bench.now in (2.0, 2.1, 3.9, 4.0):
+        bench.tokens(0, 1, peer="a0")
+    assert [message.reason for message in bench.to("a0", Abort)] == ["client", "unknown", "unknown"]
 
 
 def test_a_malformed_frame_drops_its_worker_and_fails_its_requests_at_once(pair):
