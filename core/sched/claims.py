@@ -56,9 +56,9 @@ class BlockClaims:
         wanted: set[int] = set().union(*self._awaited.values())
         self._claims.update({block_id: claim for block_id, claim in claims.items() if block_id in wanted})
 
-    def release_recomputed(self, has_computed: Callable[[Request, int], bool]) -> None:
-        """Let those go on whose blocks are whole again; ``has_computed(request, num_tokens)`` says how far a claimant is."""
-        self._keep(block_id for block_id, claim in self._claims.items() if not has_computed(claim.claimant, claim.num_tokens))
+    def release_recomputed(self, is_whole: Callable[[int, Claim], bool]) -> None:
+        """Let those go on whose blocks are whole again, of which ``is_whole(block_id, claim)`` decides."""
+        self._keep(block_id for block_id, claim in self._claims.items() if not is_whole(block_id, claim))
 
     def take_orphans(self, block_ids_of: Callable[[str], Iterable[int]]) -> dict[int, ErrorInfo]:
         """Forget requests that have left, and return the blocks that are still waited for although their claimant has.

@@ -24,10 +24,14 @@ from core.request import Request
 
 @dataclass(slots=True)
 class Holder:
-    """A request that holds blocks: one table of block ids per KV cache group, ``num_valid`` tokens without this step's."""
+    """A request that holds blocks: one table of block ids per KV cache group.
+
+    ``num_valid`` tokens had KV before the step, ``num_computed`` have it behind the step.
+    """
 
     request: Request
     num_valid: int
+    num_computed: int
     tables: tuple[list[int], ...]
     block_sizes: tuple[int, ...]
 
@@ -77,18 +81,24 @@ def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_sched
     for request in requests:
         tables = manager.get_block_ids(request.request_id)
         if any(tables):
-            num_valid = request.num_computed_tokens - num_scheduled_tokens.get(request.request_id, 0)
-            holders.append(Holder(request, num_valid, tables, block_sizes))
+            num_computed = request.num_computed_tokens
+            num_valid = num_computed - num_scheduled_tokens.get(request.request_id, 0)
+            holders.append(Holder(request, num_valid, num_computed, tables, block_sizes))
     return holders
 
 
 def spread_invalidity(manager: KVCacheManager, holders: Sequence[Holder], reported: Iterable[int]) -> set[int]:
     """Return the reported blocks and all that follow one of them in a table.
 
-    A block that somebody is about to write is nobody's load, so a report about it means nothing.
+    A block that the step has begun to fill is nobody's load, so a report about it means nothing.
     """
-    written = {block_id for holder in holders for block_id in _unwritten(holder)}
-    invalid = set(reported) - written
+    fresh = {
+        block_id
+        for holder in holders
+        for token, block_id in holder.entries(holder.num_valid, holder.num_computed)
+        if token >= holder.num_valid
+    }
+    invalid = set(reported) - fresh
     num_known = -1
     while len(invalid) > num_known:
         num_known = len(invalid)
@@ -100,18 +110,12 @@ def spread_invalidity(manager: KVCacheManager, holders: Sequence[Holder], report
     return invalid
 
 
-def _unwritten(holder: Holder) -> Iterable[int]:
-    """Yield the blocks none of whose tokens is valid yet."""
-    behind = holder.entries(holder.num_valid, holder.num_slots)
-    return (block_id for token, block_id in behind if token >= holder.num_valid)
-
-
 @dataclass(slots=True)
 class BlocksInUse:
     """Blocks that somebody else is about to write.
 
-    ``claimants`` says who recomputes a block since an earlier report; ``taken`` are those claimed in this call, with the number of
-    tokens at their ends. Both become whole again, so they can be waited for; ``quarantined`` ones do not.
+    ``claimants`` says who recomputes a block since an earlier report; ``taken`` are those claimed in this call, with the number
+    of tokens at their ends. Both become whole again, so they can be waited for; ``quarantined`` ones do not.
     """
 
     claimants: Mapping[int, str]

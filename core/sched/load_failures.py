@@ -55,13 +55,18 @@ def reassign_orphans(state: SchedulerState) -> None:
 
 
 def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput, dropped: Container[str]) -> None:
-    """Let those go on whose blocks the step has made whole again. What ``dropped`` requests have computed does not count."""
+    """Let those go on whose blocks the step has made whole again.
 
-    def has_computed(claimant: Request, num_tokens: int) -> bool:
-        num_later = claimant.num_in_flight_tokens - scheduler_output.num_scheduled_tokens.get(claimant.request_id, 0)
-        return claimant.request_id not in dropped and claimant.num_computed_tokens - num_later >= num_tokens
+    What ``dropped`` requests have computed does not count, nor what a claimant that had to begin anew computes in other blocks.
+    """
 
-    state.claims.release_recomputed(has_computed)
+    def is_whole(block_id: int, claim: Claim) -> bool:
+        request_id = claim.claimant.request_id
+        num_later = claim.claimant.num_in_flight_tokens - scheduler_output.num_scheduled_tokens.get(request_id, 0)
+        has_computed = request_id not in dropped and claim.claimant.num_computed_tokens - num_later >= claim.num_tokens
+        return has_computed and block_id in set(_live_block_ids(state, request_id))
+
+    state.claims.release_recomputed(is_whole)
 
 
 def _live_block_ids(state: SchedulerState, request_id: str) -> Iterable[int]:
@@ -185,9 +190,9 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
         state.add_recomputed(request, affected.num_valid - affected.num_kept, fallback_reason(error.code))
         if request.status is not RequestStatus.RUNNING:
             state.failed_recving_kv_req_ids.add(request_id)
+    state.inflight_prefills[request_id] = request
     if not is_loading:
         manager.drop_shared_tail(request, affected.num_kept, affected.claimed)
-        state.inflight_prefills[request_id] = request
     manager.truncate(request, affected.first_invalid)
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)

@@ -17,7 +17,7 @@ def quarantine_blocks(state: SchedulerState, block_ids: Iterable[int]) -> None:
     Ids of no block, and of blocks that are kept already, are counted and ignored.
     """
     pool = state.kv_cache_manager.block_pool
-    for block_id in block_ids:
+    for block_id in sorted(block_ids):
         if not 0 < block_id < pool.num_blocks or block_id in state.quarantined:
             state.num_ignored_reports += 1
             continue
@@ -28,7 +28,7 @@ def quarantine_blocks(state: SchedulerState, block_ids: Iterable[int]) -> None:
 def release_quarantined(state: SchedulerState, block_ids: Iterable[int]) -> None:
     """Let go of these blocks: nothing can arrive any more. Others are counted and ignored."""
     pool = state.kv_cache_manager.block_pool
-    for block_id in block_ids:
+    for block_id in sorted(block_ids):
         if block_id not in state.quarantined:
             state.num_ignored_reports += 1
             continue

@@ -187,6 +187,78 @@ def test_loading_request_waits_for_a_running_claimant(make_world, remote):
     assert_all_right(world, "a", "b")
 
 
+def test_claimant_that_is_aborted_while_it_loads_is_followed_by_the_next(make_world, remote):
+    """Its blocks stay with it until the load has ended, but it will not write them."""
+    world = make_world(with_connector=True)
+    prompt = world.prompt(PROMPT_TOKENS)
+    first = world.add("a", prompt[:40])
+    world.step()
+    world.requests = {}
+    for name in "bc":
+        world.script.remote[name] = remote(64)
+        world.requests[name] = world.add(name, prompt)
+    world.step()
+    hit = world.manager.get_block_ids("c")[0][0]
+    world.spoil(hit)
+    world.script.report.invalid_block_ids = {hit}
+    world.step()
+    world.abort(first.request_id)
+    world.step()
+    assert world.requests["b"].num_computed_tokens == 0
+    world.abort("b")
+    world.step()
+    assert world.requests["c"].num_computed_tokens == 0
+    world.complete_load("c")
+    world.end_load("b")
+    assert_all_right(world, "c")
+
+
+def test_claim_does_not_pass_to_a_load_that_will_give_its_blocks_back(make_world, remote, load_error):
+    world = make_world(with_connector=True)
+    prompt = world.prompt(PROMPT_TOKENS)
+    world.add("a", prompt[:40])
+    world.step()
+    world.requests = {}
+    for name in "bc":
+        world.script.remote[name] = remote(64)
+        world.requests[name] = world.add(name, prompt)
+    world.step()
+    hit = world.manager.get_block_ids("c")[0][0]
+    world.spoil(hit)
+    world.script.report.invalid_block_ids = {hit}
+    world.step()
+    world.complete_load("b")
+    world.fail_load("c")
+    world.abort("a")
+    world.step()
+    assert_all_right(world, "b", "c")
+
+
+def test_claimant_that_begins_anew_in_other_blocks_has_repaired_nothing(make_world, remote):
+    world = make_world(with_connector=True)
+    prompt = world.prompt(PROMPT_TOKENS)
+    world.add("a", prompt[:40])
+    world.step()
+    world.requests = {}
+    for name in "bc":
+        world.script.remote[name] = remote(64)
+        world.requests[name] = world.add(name, prompt)
+    world.step()
+    hit = world.manager.get_block_ids("c")[0][0]
+    world.spoil(hit)
+    world.script.report.invalid_block_ids = {hit}
+    world.complete_load("c")
+    world.step()
+    world.abort("a")
+    world.complete_load("b")
+    world.step()
+    world.schedule()
+    assert hit not in world.manager.get_block_ids("b")[0]
+    assert "c" not in world.last.num_scheduled_tokens
+    world.finish_step()
+    assert_all_right(world, "b", "c")
+
+
 # ---- the container -----------------------------------------------------------------------------------------------------
 
 

@@ -41,10 +41,31 @@ class Case:
     expected: list[Kept | None]
     claimants: dict[int, str] = field(default_factory=dict)  # the requests are r0, r1, ...
     quarantined: set[int] = field(default_factory=set)
+    num_scheduled: int = 0  # for each request
 
 
 CASES = [
     Case("R1 a block behind C is nobody's load", [(32, [1, 2, 3])], {3}, [None]),
+    Case(
+        "R1 a block that one request fills in the step is a good hit for another",
+        [(32, [1, 2, 3]), (48, [1, 2, 3, 4])],
+        {3},
+        [None, None],
+        num_scheduled=16,
+    ),
+    Case(
+        "R1 unless it was filled from an invalid one",
+        [(32, [1, 2, 3]), (48, [1, 2, 3, 4])],
+        {2, 3},
+        [Kept(16, 16, (2, 3)), Kept(48, 16, (4,), (2, 3))],
+        num_scheduled=16,
+    ),
+    Case(
+        "a table that nobody writes any more does not excuse a block",
+        [(0, [1, 2]), (32, [1, 2])],
+        {1, 2},
+        [None, Kept(0, 0, (1, 2))],
+    ),
     Case("R1 the block in which C ends is looked at", [(33, [1, 2, 3])], {3}, [Kept(32, 32, (3,))]),
     Case("R1 a block that is full at C is looked at", [(32, [1, 2, 3])], {2}, [Kept(16, 16, (2, 3))]),
     Case("R4 truncated at the first invalid block", [(80, [1, 2, 3, 4, 5])], {2, 4}, [Kept(16, 16, (2, 3, 4, 5))]),
@@ -86,7 +107,7 @@ CASES = [
         "a later report finds a claim: nobody else claims, whoever waits goes on waiting",
         [(16, [1, 2]), (32, [1, 2, 3])],
         {2},
-        [None, None],
+        [None, Kept(32, 16, (3,), (2,))],
         claimants={2: "r0"},
     ),
     Case(
@@ -136,7 +157,8 @@ CASES = [
 def test_rule(case):
     manager = make_manager(16)
     holders = [
-        Holder(make_request(f"r{index}"), num_valid, (table,), (16,)) for index, (num_valid, table) in enumerate(case.holders)
+        Holder(make_request(f"r{index}"), num_valid, num_valid + case.num_scheduled, (table,), (16,))
+        for index, (num_valid, table) in enumerate(case.holders)
     ]
     invalid = spread_invalidity(manager, holders, case.reported)
     in_use = BlocksInUse(case.claimants, case.quarantined)
@@ -151,7 +173,7 @@ def test_rule(case):
 
 def test_claims_say_when_a_block_is_whole_again():
     manager = make_manager(16)
-    holder = Holder(make_request("r"), 48, ([1, 2, 3],), (16,))
+    holder = Holder(make_request("r"), 48, 48, ([1, 2, 3],), (16,))
     (one,) = update_requests_with_invalid_blocks(manager, [holder], {2, 3}, BlocksInUse({}, ()))
     assert one.claimed == {2: 32, 3: 48}
 
@@ -166,7 +188,7 @@ def test_claims_say_when_a_block_is_whole_again():
 )
 def test_several_groups_fall_back_to_a_boundary_of_all(invalid, num_kept, claimed):
     manager = make_manager(16, 32)
-    holder = Holder(make_request("r"), 80, ([11, 12, 13, 14, 15], [21, 22, 23]), (16, 32))
+    holder = Holder(make_request("r"), 80, 80, ([11, 12, 13, 14, 15], [21, 22, 23]), (16, 32))
     invalid = spread_invalidity(manager, [holder], invalid)
     (one,) = update_requests_with_invalid_blocks(manager, [holder], invalid, BlocksInUse({}, ()))
     assert (one.num_kept, one.claimed) == (num_kept, claimed)
@@ -178,5 +200,5 @@ def test_valid_tokens_are_those_before_the_step():
     request.num_computed_tokens = 50
     assert manager.allocate_slots(request, 14, delay_cache_blocks=True) is not None
     (holder,) = find_holders(manager, [other, request], {"r": 18})
-    assert (holder.request, holder.num_valid) == (request, 32)
+    assert (holder.request, holder.num_valid, holder.num_computed) == (request, 32, 50)
     assert holder.tables == manager.get_block_ids("r")

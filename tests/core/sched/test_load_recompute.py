@@ -170,6 +170,15 @@ def test_full_block_prompt_whose_load_failed(world, load):
     world.assert_clean()
 
 
+def test_load_of_a_whole_sequence_that_failed_needs_blocks_reserved_again(world, load):
+    """While it was complete it needed none; others that load must leave it what it lacks now."""
+    load("a", 40, 40)
+    assert not world.scheduler._state.inflight_prefills
+    world.end_load_partly("a", bad=[1], late=[2])
+    world.step()
+    assert list(world.scheduler._state.inflight_prefills) == ["a"]
+
+
 def test_abort_in_the_step_of_the_failure(world, load):
     load("a", 40, 32)
     world.schedule()
