@@ -23,7 +23,13 @@ from core.errors import KVFerryError
 from core.log import configure_logging
 from kvferry.local import LocalCluster
 
-BLOCK_GAUGES = ("kvferry_kv_leaked_blocks", "kvferry_kv_leased_blocks", "kvferry_kv_loading_blocks", "kvferry_kv_parked_blocks")
+BLOCK_GAUGES = (
+    "kvferry_kv_leaked_blocks",
+    "kvferry_kv_leased_blocks",
+    "kvferry_kv_loading_blocks",
+    "kvferry_kv_parked_blocks",
+    "kvferry_kv_quarantined_blocks",
+)
 _DEMO_POOL_BYTES = 256 << 20  # per worker; plenty for one conversation
 _REQUEST_TIMEOUT_S = 300.0
 _SETTLE_TIMEOUT_S = 10.0
@@ -148,13 +154,16 @@ def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]
     if not transfer:
         console.print("FAILED: the answer did not come by a hand-over of KV blocks")
         return 1
+    if transfer["recomputed_tokens"] or not transfer["verified_blocks"]:
+        console.print(f"FAILED: blocks were computed instead of handed over: {transfer['fallback_reason']}")
+        return 1
     for title, rows in _sections(answer, transfer, block_size):
         _show(console, title, rows)
     held = {f"{name} on {worker}": value for worker, gauges in blocks.items() for name, value in gauges.items() if value}
     if held:
         console.print(f"FAILED: blocks are still held: {held}")
         return 1
-    console.print("no block is leaked, leased, loading or parked on any worker")
+    console.print("no block is leaked, leased, loading, parked or quarantined on any worker")
     return 0
 
 

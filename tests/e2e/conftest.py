@@ -23,7 +23,13 @@ from kvferry.local import LocalCluster
 MODEL = "smollm2-135m"
 NEAR_TIE = 1e-3  # the first divergence may lie where the oracle's two best logits are closer than this
 REQUEST_TIMEOUT_S = 240.0
-HELD_BLOCKS = ("kvferry_kv_leaked_blocks", "kvferry_kv_leased_blocks", "kvferry_kv_loading_blocks", "kvferry_kv_parked_blocks")
+HELD_BLOCKS = (
+    "kvferry_kv_leaked_blocks",
+    "kvferry_kv_leased_blocks",
+    "kvferry_kv_loading_blocks",
+    "kvferry_kv_parked_blocks",
+    "kvferry_kv_quarantined_blocks",
+)
 
 TOPOLOGIES = {
     "1p1d-shm": ("connector.transports=[shm]",),

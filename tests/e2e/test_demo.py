@@ -22,7 +22,7 @@ def test_demo_shows_a_hand_over_that_left_nothing_behind():
         r"tokens: (\d+) of \1 prompt tokens",
         r"bytes: [\d,]{7,}",
         r"verification: \d+\.\d ms",
-        r"no block is leaked, leased, loading or parked on any worker",
+        r"no block is leaked, leased, loading, parked or quarantined on any worker",
     ):
         assert re.search(pattern, result.stdout), pattern
     assert "\x1b[" not in result.stdout
