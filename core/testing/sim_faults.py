@@ -33,6 +33,7 @@ class Fault(StrEnum):
     ROUTER_CRASH = "router_crash"
     FREEZE = "freeze"  # a process stops, and goes on later
     DRIFT = "drift"  # clocks that run fast or slow
+    JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
     SLOW = "slow"  # steps that take long
     DRAIN = "drain"  # a worker is told to leave, and replaced
     # load
@@ -54,7 +55,7 @@ class FaultEvent:
     @property
     def end(self) -> float:
         """When it is over."""
-        return self.at + self.seconds
+        return self.at if self.kind is Fault.JUMP else self.at + self.seconds
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.3f} s" if self.seconds else ""
@@ -111,6 +112,7 @@ def draw_faults(
     draw(Fault.ROUTER_CRASH, 1, [(router,)], 0.1, 4.0)
     draw(Fault.FREEZE, 3, [*each_worker, (router,)], 0.1, 8.0)
     draw(Fault.DRAIN, 2, each_worker, 0.1, 2.0)
+    draw(Fault.JUMP, 4, each_worker, 0.5, 9.0)
     found.events.sort()
     found.quiet_at = max([*moments, *(event.end for event in found.events)]) + 1.0
     return found

@@ -88,6 +88,10 @@ class ProcessClock:
         """Return monotonic seconds of this process."""
         return self._origin + self._loop.now * self._rate
 
+    def jump(self, seconds: float) -> None:
+        """Go forward by so much at once, as after a pause of the machine. Planned events stay where they are."""
+        self._origin += seconds
+
     def delay_until(self, when: float) -> float:
         """Return the loop's seconds until this clock shows ``when``."""
         return (when - self.now()) / self._rate

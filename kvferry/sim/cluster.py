@@ -26,7 +26,7 @@ from kvferry.sim.repeatable import may_repeat
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import FINGERPRINT, SimWorker
 
-MAX_EVENTS = 400_000  # a run that needs more is stuck in a circle
+MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
 _CHECK_END_S = 0.25
 _MAX_FRAMES = 6  # of the traceback of an exception
 _ANSWER_BOUND_S = 2.0  # how much later than its deadline a request may end
@@ -168,6 +168,8 @@ class SimCluster:
             case Fault.ROUTER_CRASH:
                 self._process(ROUTER).kill()
                 self.loop.call_later(event.seconds, self._start_router)
+            case Fault.JUMP:
+                self.workers[event.targets[0]].jump(event.seconds)
             case Fault.DRAIN:
                 self._drain(event.targets[0], event.seconds)
 

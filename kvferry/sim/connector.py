@@ -106,6 +106,10 @@ class SimConnector:
         if self._control_address:
             self._server = host.network.listen(host.process, self._control_address, self._on_question)
 
+    def on_timer(self) -> None:
+        """Do what is due."""
+        self._tell(P2PNode.on_timer)
+
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def release(self, transfer_ids: Sequence[str]) -> None:
@@ -161,9 +165,6 @@ class SimConnector:
 
         queue.put(tell)
 
-    def _on_timer(self) -> None:
-        self._tell(P2PNode.on_timer)
-
     def _on_question(self, peer: bytes, frame: bytes) -> None:
         reply = self._tell(lambda node: node.on_question(decode_control_frame(frame)))
         if reply is not None:
@@ -190,7 +191,7 @@ class SimConnector:
         if self._timer is not None:
             self._timer.cancel()
         due = self.node.next_timer()
-        self._timer = self._host.process.call_at(due, self._on_timer) if due is not None else None
+        self._timer = self._host.process.call_at(due, self.on_timer) if due is not None else None
 
     # ---- what the node wants ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,18 @@ from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.plan import ClusterPlan
 
 _LOST_WORKERS = frozenset({Fault.CRASH, Fault.FREEZE, Fault.PARTITION, Fault.CUT, Fault.DRAIN, Fault.ROUTER_CRASH})
-_BAD_TIMING = frozenset({Fault.SHORT_LEASE, Fault.DRIFT, Fault.SLOW, Fault.STALL, Fault.DELAY, Fault.PRESSURE, Fault.DEADLINE})
+_BAD_TIMING = frozenset(
+    {
+        Fault.SHORT_LEASE,
+        Fault.DRIFT,
+        Fault.JUMP,
+        Fault.SLOW,
+        Fault.STALL,
+        Fault.DELAY,
+        Fault.PRESSURE,
+        Fault.DEADLINE,
+    }
+)
 
 # outcome → kinds of faults of which the run must have one
 _OUTCOMES: dict[str, frozenset[Fault]] = {

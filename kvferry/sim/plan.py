@@ -7,7 +7,7 @@ Everything that is random about a run and not drawn while it runs is drawn here,
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from connectors.p2p.handshake import verifies_digests
@@ -20,7 +20,7 @@ from core.config import (
     WorkerSection,
 )
 from core.testing.hash_model import expected_tokens
-from core.testing.sim_faults import Fault, FaultSchedule, draw_faults, draw_kinds
+from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
 from core.wire.messages import LoadFailurePolicy, Role
 
 ROUTER = "router"
@@ -29,6 +29,7 @@ MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
 REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
 _FIRST_REQUEST_S = 1.5  # by then the workers have registered
+_LEASES_END_EVERY_S = 0.3  # in a race plan
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
@@ -138,6 +139,29 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     )
 
 
+def draw_race_plan(seed: int) -> ClusterPlan:
+    """Return a run in which most reads race with the reuse of their blocks: only seals stand between them and wrong tokens.
+
+    The prefill worker has room for one prompt, gets one after the other, and its clock jumps behind the end of every lease.
+    """
+    random = Random(seed)
+    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW))
+    workers = {worker.role: worker for worker in plan.workers}
+    prefill = replace(workers["prefill"], step_s=random.choice((0.1, 0.3, 0.6)))
+    decode = replace(workers["decode"], num_blocks=60, step_s=0.005)
+    plan.faults.events = [
+        FaultEvent(tick * _LEASES_END_EVERY_S, Fault.JUMP, (prefill.engine_id,), plan.config.connector.lease_s + 1.0)
+        for tick in range(5, 40)
+    ]
+    plan.faults.quiet_at = 40 * _LEASES_END_EVERY_S
+    plan.faults.reads.row_s = 0.005
+    plan.faults.reads.stall_rate, plan.faults.reads.stall_s = 0.7, random.choice((0.5, 1.5))
+    requests = [
+        replace(request, at=_FIRST_REQUEST_S + 0.2 * index, n=1, policy=None) for index, request in enumerate(plan.requests)
+    ]
+    return replace(plan, workers=(prefill, decode), requests=tuple(requests))
+
+
 def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
     lease_s, deadline_s = 8.0, 3.0
     if Fault.SHORT_LEASE in kinds:
@@ -164,7 +188,7 @@ def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
             worker_address=ROUTER_ADDRESS,
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
-            request_timeout_s=random.uniform(0.5, 4.0) if Fault.DEADLINE in kinds else 60.0,
+            request_timeout_s=random.uniform(0.5, 4.0) if Fault.DEADLINE in kinds else 300.0,
         ),
     )
 

@@ -89,6 +89,15 @@ class SimWorker:
         """Leave in good order."""
         self._perform(self.state.start_drain(self._now()))
 
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump ahead; what is due by it now is done now."""
+        process = self.host.process
+        if process.is_alive:
+            process.clock.jump(seconds)
+            process.call_later(0.0, self._on_timer)
+            if self.connector is not None:
+                process.call_later(0.0, self.connector.on_timer)
+
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
         gauges = self.engine.core.gauges
@@ -185,6 +194,8 @@ class SimWorker:
         self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
 
     def _on_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = None
         self._perform(self.state.on_timer(self._now()))
 

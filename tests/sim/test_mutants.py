@@ -19,18 +19,21 @@ import core.sched.load_failures
 import core.sched.scheduler
 import router.flows
 import router.legs
-from connectors.p2p.actions import QuarantineEnded
+from connectors.p2p.actions import PostRead, QuarantineEnded
 from connectors.p2p.leases import LeaseTable
 from connectors.p2p.load import Load
 from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.verification import Verdict
 from connectors.p2p.worker import P2PConnectorWorker
 from core.engine.core import EngineCore
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool
+from core.kv.seals import SEAL_BYTES
 from core.testing.sim_faults import Fault
-from kvferry.sim.runs import run_seed
+from kvferry.sim.cluster import SimCluster
+from kvferry.sim.plan import draw_plan, draw_race_plan
 from router.flows import Flows
 
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
@@ -38,12 +41,16 @@ Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A defect and the faults under which it shows. ``apply`` gets ``monkeypatch.setattr``."""
+    """A defect and the faults under which it shows, None = a race plan. ``apply`` gets ``monkeypatch.setattr``."""
 
     name: str
-    kinds: tuple[Fault, ...]
+    kinds: tuple[Fault, ...] | None
     apply: Callable[[Patch], None]
     num_runs: int = 60  # within which it must be found
+
+    def finds(self, seed: int) -> bool:
+        plan = draw_plan(seed, self.kinds) if self.kinds is not None else draw_race_plan(seed)
+        return not SimCluster(plan).run().is_good
 
 
 def returns(value: object) -> Callable[..., object]:
@@ -66,6 +73,44 @@ def accept_every_digest(patch: Patch) -> None:
 
 def never_break_seals(patch: Patch) -> None:
     patch(BlockPool, "break_seals", returns(None))
+
+
+def break_seals_when_the_step_has_run(patch: Patch) -> None:
+    real_break, real_finish = BlockPool.break_seals, EngineCore.finish_step
+    late: dict[BlockPool, list] = {}
+
+    def break_seals(self, blocks):
+        late.setdefault(self, []).extend(blocks)
+
+    def finish_step(self, step, runner_output):
+        pool = self.scheduler.kv_cache_manager.block_pool
+        real_break(pool, late.pop(pool, []))
+        return real_finish(self, step, runner_output)
+
+    patch(BlockPool, "break_seals", break_seals)
+    patch(EngineCore, "finish_step", finish_step)
+
+
+def read_seals_before_the_data(patch: Patch) -> None:
+    real_post, real_ended = TransferExecutor._post, TransferExecutor._ended
+    early: dict[tuple[TransferExecutor, int], bytes] = {}
+
+    def post(self, command):
+        transport = self._peers.get(command.peer)
+        if isinstance(command, PostRead) and transport is not None:
+            seals = transport._peers[command.peer].regions[1].buffer
+            for remote, local in zip(command.remote_rows, command.local_rows, strict=True):
+                early[self, local] = bytes(seals[remote * SEAL_BYTES : (remote + 1) * SEAL_BYTES])
+        real_post(self, command)
+
+    def ended(self, read_id, read, error):
+        found = real_ended(self, read_id, read, error)
+        if not found.seals:
+            return found
+        return dataclasses.replace(found, seals=tuple(early[self, local] for local in read.seals_of.local_rows))
+
+    patch(TransferExecutor, "_post", post)
+    patch(TransferExecutor, "_ended", ended)
 
 
 def seal_what_was_not_computed(patch: Patch) -> None:
@@ -252,12 +297,14 @@ def end_twice(patch: Patch) -> None:
 
 
 _LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
-_STALE = (Fault.SHORT_LEASE, Fault.PRESSURE, Fault.STALL, Fault.FREEZE, Fault.PARTITION, Fault.DELAY)
+_RACE = None
 
 MUTANTS = (
-    Mutant("accept every seal", _STALE, accept_every_seal, 200),
+    Mutant("accept every seal", _RACE, accept_every_seal),
     Mutant("accept every digest", (Fault.CORRUPT,), accept_every_digest),
     Mutant("never break seals", (), never_break_seals),
+    Mutant("break seals when the step has run", _RACE, break_seals_when_the_step_has_run),
+    Mutant("read seals before the data", _RACE, read_seals_before_the_data),
     Mutant("seal what was not computed", (), seal_what_was_not_computed),
     Mutant("release leases early", (), release_leases_early),
     Mutant("never expire leases", (Fault.ROUTER_CRASH,), never_expire_leases),
@@ -283,5 +330,4 @@ MUTANTS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_defect_is_found(mutant, monkeypatch):
     mutant.apply(monkeypatch.setattr)
-    found = next((result for seed in range(mutant.num_runs) if not (result := run_seed(seed, mutant.kinds)).is_good), None)
-    assert found is not None, f"{mutant.num_runs} runs saw nothing wrong"
+    assert any(map(mutant.finds, range(mutant.num_runs))), f"{mutant.num_runs} runs saw nothing wrong"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.testing.sim_faults import Fault
+from kvferry.sim.cluster import SimCluster
+from kvferry.sim.plan import draw_race_plan
 from kvferry.sim.runs import Summary, command, run_seeds
 
 SEEDS_PER_TEST = 20
@@ -40,6 +42,15 @@ def test_more_mixed_faults(seeds):
 def test_each_kind_of_fault_alone(kind):
     """Few faults tell most: whatever they do not explain is a violation."""
     assert_good(run_seeds(range(5), (kind,)), (kind,))
+
+
+def test_blocks_that_are_reused_under_their_readers_change_no_token():
+    summary = Summary()
+    for seed in range(20):
+        summary.add(SimCluster(draw_race_plan(seed)).run())
+    assert not summary.failures, summary.failures[0].violations
+    assert summary.happened["load_stale"] > summary.num_runs
+    assert set(summary.outcomes) == {"ok"}
 
 
 def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
