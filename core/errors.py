@@ -8,6 +8,7 @@
     │   ├── ModelNotFound          404
     │   ├── Overloaded             429  admission refused for now
     │   ├── NoWorker               503  nobody can serve it at the moment
+    │   ├── RouterSilent           503  the worker gave it up: it took its router for dead
     │   ├── DeadlineExceeded       504  the request's own budget is used up
     │   └── Cancelled              499  the client went away, or an operator aborted it
     ├── TransferError              a hand-over of KV blocks failed
@@ -86,6 +87,14 @@ class NoWorker(RequestError):
     """No worker, or no compatible pair of workers, can take the request at the moment."""
 
     code = "no_worker"
+    http_status = 503
+    retryable = True
+
+
+class RouterSilent(RequestError):
+    """A worker has heard nothing from its router for so long that it has given up the router's requests."""
+
+    code = "router_silent"
     http_status = 503
     retryable = True
 

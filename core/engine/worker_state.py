@@ -33,9 +33,9 @@ from core.errors import (
     KVFerryError,
     NoWorker,
     Overloaded,
-    PeerUnreachable,
     ProtocolError,
     RequestError,
+    RouterSilent,
 )
 from core.log import event
 from core.metrics import WorkerMetrics
@@ -271,7 +271,7 @@ class WorkerState:
         """The router is silent. If it lives all the same, it must hear that nobody is at work on its requests any more."""
         orphans = [request_id for request_id, served in self._served.items() if served.link == link]
         logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
-        error = PeerUnreachable(f"worker {self._registration.engine_id} heard nothing from the router for too long")
+        error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
 
     def _forget(self, request_id: str) -> _Served | None:

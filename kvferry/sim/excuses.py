@@ -33,6 +33,7 @@ _OUTCOMES: dict[str, frozenset[Fault]] = {
     "no_worker": _LOST_WORKERS,
     "peer_lost": _LOST_WORKERS,
     "protocol_error": frozenset({Fault.CUT, Fault.PARTITION, Fault.FREEZE}),
+    "router_silent": _LOST_WORKERS,
     ROUTER_LOST: frozenset({Fault.ROUTER_CRASH}),
 }
 # why KV was not used → kinds of faults of which the run must have one

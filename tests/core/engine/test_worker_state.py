@@ -136,7 +136,7 @@ def test_silent_router_loses_its_requests_and_is_asked_again(worker):
 def test_silent_router_is_told_what_it_has_lost_in_case_it_lives(worker):
     worker.generate("mine", "a")
     (failed,) = [message for message in sent(hear_only_from("b", worker, until=5), "a") if isinstance(message, RequestFailed)]
-    assert (failed.request_id, failed.error.code, failed.error.retryable) == ("mine", "peer_lost", True)
+    assert (failed.request_id, failed.error.code, failed.error.retryable) == ("mine", "router_silent", True)
 
 
 def test_worker_that_stood_still_does_not_take_its_own_silence_for_the_routers(worker):

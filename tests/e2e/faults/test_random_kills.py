@@ -14,7 +14,7 @@ NUM_REQUESTS = 50
 NUM_CLIENTS = 4
 NUM_TOKENS = 10
 MIN_KILLS = 4
-RETRYABLE = {"no_worker", "overloaded", "peer_lost"}
+RETRYABLE = {"no_worker", "overloaded", "peer_lost", "router_silent"}
 
 
 @pytest.mark.timeout(600)

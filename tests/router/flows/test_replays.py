@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import NoWorker
+from core.errors import NoWorker, RouterSilent
 from core.wire.messages import Abort, ErrorInfo, Generate, Heartbeat, Release, TokenLogprobs, Tokens, TransferUsage, Usage
 
 FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", http_status=429, retryable=True)
 DRAINING = ErrorInfo(code="no_worker", message="worker is draining", http_status=503, retryable=True)
 DEAD = ErrorInfo(code="engine_dead", message="the engine died", http_status=503, retryable=True)
+GIVEN_UP = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
 
 
-@pytest.mark.parametrize("how", ["lost", DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+@pytest.mark.parametrize("how", ["lost", DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
 def test_a_stream_goes_on_with_another_decode_worker_that_computes_all_of_it(make_bench, how):
     bench = make_bench("p0", "d0", "d1")
     bench.submit(max_tokens=9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import NoWorker
+from core.errors import NoWorker, RouterSilent
 from core.wire.messages import (
     Abort,
     ErrorInfo,
@@ -21,6 +21,7 @@ FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", ht
 DRAINING = ErrorInfo(code="no_worker", message="worker is draining", http_status=503, retryable=True)
 DEAD = ErrorInfo(code="engine_dead", message="the engine died", http_status=503, retryable=True)
 STALE = ErrorInfo(code="stale", message="the seal is another one", http_status=502, retryable=True)
+GIVEN_UP = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
 WRONG = ErrorInfo(code="invalid_request", message="no such token", http_status=400)
 BROKEN = ErrorInfo(code="internal_error", message="a bug", http_status=500)
 
@@ -28,7 +29,7 @@ BROKEN = ErrorInfo(code="internal_error", message="a bug", http_status=500)
 # ---- before the first token ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
 def test_a_prefill_worker_that_goes_or_refuses_is_replaced_without_the_client_s_notice(make_bench, how):
     bench = make_bench("p0", "d0", "p1")
     bench.submit()
@@ -188,7 +189,7 @@ def test_a_reserved_decode_worker_that_goes_is_replaced(make_bench, how):
     bench.assert_idle()
 
 
-@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD], ids=lambda how: getattr(how, "code", how))
+@pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
 def test_the_same_hand_over_goes_to_another_decode_worker(make_bench, how):
     bench = make_bench("p0", "d0", "d1")
     bench.submit()
