@@ -1,4 +1,7 @@
-"""Workers that die, hang and come back: answers all the same, no leak, and a cluster that serves again."""
+"""One pair whose processes die and come back: answers all the same, no leak, and a cluster that serves again.
+
+What goes wrong in the midst of a read is in ``faults``.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,11 @@ def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, co
     assert_serves(supervised, corpus, eventually)
 
 
-@pytest.mark.parametrize("supervised", ["shm", "tcp", "nixl"], indirect=True)
+@pytest.mark.parametrize(
+    "supervised",
+    ["shm", pytest.param("tcp", marks=pytest.mark.full), pytest.param("nixl", marks=pytest.mark.full)],
+    indirect=True,
+)
 def test_prefill_worker_killed_between_prefill_and_read_is_not_needed_any_more(supervised, corpus, eventually):
     cluster = supervised.cluster
     pid = cluster.pids["prefill-0"]
@@ -84,20 +91,6 @@ def test_decode_worker_killed_before_it_reads_has_its_hand_over_read_by_its_succ
     assert transfer["transferred_tokens"] > 0
     eventually(lambda: supervised.gauges("prefill-0")["kvferry_kv_leased_blocks"] == 0, "the end of the lease")
     eventually(lambda: cluster.pids.get("decode-0", pid) != pid, "restart")
-    assert_serves(supervised, corpus, eventually)
-
-
-def test_killed_router_has_its_requests_aborted_on_the_workers(supervised, corpus, eventually):
-    body = {"model": MODEL, "prompt": corpus[:100], "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    pid = supervised.cluster.pids["router"]
-    with supervised.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        next(lines)
-        supervised.cluster.kill("router")
-        with pytest.raises(httpx.TransportError):
-            list(lines)
-    eventually(lambda: not supervised.held(), f"abort of {supervised.held()}", timeout_s=20.0)
-    eventually(lambda: supervised.cluster.pids.get("router", pid) != pid, "restart")
     assert_serves(supervised, corpus, eventually)
 
 

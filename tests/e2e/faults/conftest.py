@@ -59,7 +59,7 @@ _COMMON = (
     "local.restart_backoff_max_s=0.5",
 )
 PROFILES: Mapping[str, Sequence[str]] = {
-    "two pairs": ("local.num_prefill=2", "local.num_decode=2", "cache.num_blocks=56"),
+    "two pairs": ("local.num_prefill=2", "local.num_decode=2", "cache.num_blocks=48"),
     # Leases end long before deadlines, and readers are told otherwise; a few prompts use every block of a pool.
     "one reader": (
         "local.num_prefill=2",
@@ -309,6 +309,11 @@ class FaultCluster:
 
         self.eventually(look, f"{gauge} of a {role} worker", 30.0)
         return found[0]
+
+    def wait_for_steps(self, worker: str, number: int) -> None:
+        """Wait until the engine of a worker has made so many more steps."""
+        steps = self.gauge(worker, "kvferry_engine_steps_total")
+        self.eventually(lambda: self.gauge(worker, "kvferry_engine_steps_total") >= steps + number, f"{number} steps")
 
     def held_leases(self) -> float:
         """Return how many blocks the prefill workers hold for readers."""

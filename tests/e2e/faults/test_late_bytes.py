@@ -37,16 +37,18 @@ def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
     then there is no free block left but those that the late read was given.
     """
     faulty.plan(late=[1], ignore_cancel=True)
-    stream = faulty.start(200)
-    faulty.confine_to(faulty.wait_for("kept")["worker"])
+    stream = faulty.start(200, 40)
+    reader = faulty.wait_for("kept")["worker"]
+    faulty.confine_to(reader)
     for tiny in [faulty.start(20, 2) for _ in range(8)]:
         faulty.assert_correct(tiny, 2)
     others = use_every_block(faulty)
     faulty.wait_for("cancelled", 2 * faulty.deadline_s)
+    faulty.wait_for_steps(reader, 6)  # so whatever has been free is given out and written
     faulty.let_go()
     assert faulty.wait_for("landed late")["error"] == ""
     assert_all_correct(faulty, others)
-    faulty.assert_correct(stream)
+    faulty.assert_correct(stream, 40)
     assert stream.transfer["fallback_reason"] == "deadline"
     faulty.assert_released()
 

@@ -72,6 +72,21 @@ def test_prefill_worker_killed_after_the_read_is_not_missed(faulty):
     faulty.wait_for_restart(name, pid)
 
 
+@pytest.mark.quick_on("shm")
+def test_request_that_asks_for_it_fails_with_its_prefill_worker(faulty):
+    faulty.plan(late=[1])
+    stream = faulty.start(kv_transfer_params={"kv_load_failure_policy": "fail"})
+    faulty.wait_for("kept")
+    name = faulty.holder()
+    pid = faulty.cluster.pids[name]
+    killed_at = faulty.kill(name, SIGKILL)
+    assert stream.result().error["code"] == "peer_lost"
+    faulty.measure("kill to error", stream.ended_at - killed_at)
+    faulty.check_tokens(stream.prompt, stream.token_ids)
+    faulty.assert_released(killed_at)
+    faulty.wait_for_restart(name, pid)
+
+
 def assert_recomputed_after_kill(faulty, stream):
     name = faulty.holder()
     pid = faulty.cluster.pids[name]
