@@ -109,6 +109,11 @@ class Flows:
         error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
         return self._fail_with(flow, error, now, reason=reason)
 
+    def fail(self, request_id: str, error: KVFerryError, now: float) -> list[FlowAction]:
+        """End a request that this router cannot go on with; unknown ids are ignored."""
+        flow = self._flows.get(request_id)
+        return self._fail(flow, error, now) if flow is not None else []
+
     def finish_choice(self, request_id: str, index: int, now: float) -> list[FlowAction]:
         """Note that a choice ended by its text (a stop string), which no worker can know."""
         flow = self._flows.get(request_id)

@@ -121,6 +121,10 @@ class RouterMachine:
         """End a request in whatever phase it is."""
         return self._resolve(self.flows.abort(request_id, reason, now))
 
+    def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
+        """End a request that this router cannot go on with."""
+        return self._resolve(self.flows.fail(request_id, error, now))
+
     def fail_try(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
         """End a request whose message cannot be sent to any worker."""
         return self._resolve(self.flows.fail_try(wire_id, error, now))

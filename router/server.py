@@ -113,7 +113,7 @@ class Router:
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give those in flight ``grace_s`` to end, abort the rest, and close. Idempotent."""
+        """Refuse new requests, give those in flight ``grace_s`` to end, fail the rest, and close. Idempotent."""
         self.endpoints.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

@@ -16,7 +16,7 @@ import zmq
 
 from core.clock import Clock
 from core.config import RouterSection
-from core.errors import Cancelled, KVFerryError, ProtocolError
+from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.wire import codec
 from core.wire.messages import Generate
@@ -126,9 +126,10 @@ class RouterService:
         self._tasks = [asyncio.create_task(task) for task in work]
 
     async def stop(self) -> None:
-        """Abort what is left, tell the workers, and close the socket. Idempotent."""
+        """Fail what is left, tell the workers, and close the socket. Idempotent."""
         for request_id in list(self._listeners):
-            self.abort(request_id, "router shutdown")
+            gone = NoWorker("the router shuts down: try again")  # whoever is still there comes back, to its successor
+            self._perform(self.machine.fail(request_id, gone, self._clock.now()))
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:

@@ -69,15 +69,34 @@ async def test_stopping_waits_for_requests_in_flight_and_refuses_new_ones(start_
         await stopping
 
 
-async def test_stopping_aborts_what_outlasts_the_grace(start_router):
+async def test_stopping_sends_away_what_outlasts_the_grace(start_router):
     under_test = await start_router()
     prefill, _ = await under_test.pair(is_silent=True)
     async with under_test.client() as client:
         call = asyncio.create_task(client.post("/v1/completions", json=BODY))
         request_id = (await prefill.generated()).request_id
         await under_test.router.stop(grace_s=0.05)
-        assert (await call).status_code == 499
+        response = await call
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert "the router shuts down" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) > 0
     await prefill.aborts(request_id)
+
+
+async def test_stopping_ends_a_stream_with_an_error_so_that_nobody_takes_it_for_whole(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=3)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert "choices" in await anext(lines)
+        await under_test.router.stop()
+        *_, last = [line async for line in lines if line]
+    assert '"code":"no_worker"' in last
+    assert "the router shuts down" in last
+    await decode.aborts((await decode.generated()).request_id)
 
 
 async def test_stopping_twice_is_harmless_and_nobody_listens_any_more(start_router):
@@ -119,4 +138,4 @@ async def test_a_second_signal_does_not_wait_for_requests(tiny_tokenizer, start_
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(5):
             await serving
-        assert (await call).status_code == 499
+        assert (await call).status_code == 503

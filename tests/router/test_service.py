@@ -210,7 +210,7 @@ async def test_stopping_aborts_what_is_in_flight(start_router):
     request_id = (await prefill.generated()).request_id
     await under_test.router.stop()
     response = await call
-    assert response.status_code == 499
+    assert response.status_code == 503
     await prefill.aborts(request_id)
 
 
