@@ -141,6 +141,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
     max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
+    drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
     api_key: str = msgspec.field(default_factory=default_api_key)  # if set, clients send it as a bearer token
 

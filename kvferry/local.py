@@ -133,8 +133,8 @@ class LocalCluster:
         self._is_started = True
         return self
 
-    def stop(self, grace_s: float = 10.0) -> None:
-        """End all processes, each killed after ``grace_s``. Idempotent.
+    def stop(self, grace_s: float = 10.0, router_grace_s: float | None = None) -> None:
+        """End all processes, each killed after ``grace_s``, the router after ``router_grace_s`` if given. Idempotent.
 
         The router goes first: it takes nothing new and lets requests finish, for which it needs the workers.
         """
@@ -142,7 +142,7 @@ class LocalCluster:
         if keeper is None:
             return
         try:
-            keeper.end([ROUTER], grace_s)
+            keeper.end([ROUTER], grace_s if router_grace_s is None else router_grace_s)
             keeper.end(list(self._roles), grace_s)
         finally:
             keeper.close()

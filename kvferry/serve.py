@@ -14,7 +14,7 @@ from core.config import KVFerryConfig
 from core.log import configure_logging
 from kvferry.local import LocalCluster
 
-_MARGIN_S = 5.0  # on top of the workers' own drain timeout
+_MARGIN_S = 5.0  # on top of a process's own drain timeout
 
 
 class _Hurry(BaseException):
@@ -49,7 +49,9 @@ def serve_forever(config: KVFerryConfig) -> int:
         cluster.stop(grace_s=0.0)
         return 0
     with contextlib.suppress(_Hurry):
-        cluster.stop(grace_s=config.worker.drain_timeout_s + _MARGIN_S)
+        cluster.stop(
+            grace_s=config.worker.drain_timeout_s + _MARGIN_S, router_grace_s=config.router.drain_timeout_s + _MARGIN_S
+        )
     return 0
 
 

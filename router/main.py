@@ -15,8 +15,6 @@ from core.model.hub import resolve_model
 from router.served import served_model
 from router.server import Router
 
-SHUTDOWN_GRACE_S = 10.0
-
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code.
@@ -45,7 +43,7 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
     if announce is not None:
         announce({"http_address": router.http_address, "worker_address": router.worker_address})
     await must_stop.wait()
-    stopping = asyncio.create_task(router.stop(SHUTDOWN_GRACE_S))
+    stopping = asyncio.create_task(router.drain())
     hurrying = asyncio.create_task(must_hurry.wait())
     await asyncio.wait((stopping, hurrying), return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()

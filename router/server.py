@@ -112,6 +112,10 @@ class Router:
             event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
         )
 
+    async def drain(self) -> None:
+        """Stop as ``stop`` does, with the configured time for requests in flight."""
+        await self.stop(self._config.drain_timeout_s)
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give those in flight ``grace_s`` to end, fail the rest, and close. Idempotent."""
         self.endpoints.is_closing = True

@@ -122,6 +122,23 @@ async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number)
         await serving
 
 
+async def test_a_signal_gives_requests_the_configured_time_and_no_more(start_router):
+    under_test = await start_router(has_http=False, drain_timeout_s=0.05)
+    router = under_test.router
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    await router.service.stop()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    await told
+    prefill, _ = await under_test.pair(is_silent=True)
+    async with httpx.AsyncClient(base_url=router.http_address, verify=False) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await prefill.generated()
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await serving
+        assert (await call).status_code == 503
+
+
 async def test_a_second_signal_does_not_wait_for_requests(tiny_tokenizer, start_router):
     under_test = await start_router(has_http=False)
     router = under_test.router

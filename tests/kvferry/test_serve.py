@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from core.config import load_config
+from kvferry import serve
+
+
+@pytest.fixture
+def signals():
+    """Put back the process's handlers, which ``serve_forever`` replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_each_process_gets_the_time_that_it_drains_for_and_some_more(monkeypatch):
+    graces = {}
+
+    class Cluster:
+        def __init__(self, config, **options):
+            pass
+
+        def start(self, is_cancelled):
+            signal.raise_signal(signal.SIGTERM)
+            assert is_cancelled()
+
+        def stop(self, **options):
+            graces.update(options)
+
+    monkeypatch.setattr(serve, "LocalCluster", Cluster)
+    config = load_config(assignments=["worker.drain_timeout_s=70", "router.drain_timeout_s=40"])
+    assert serve.serve_forever(config) == 0
+    assert 70 < graces["grace_s"] < 80
+    assert 40 < graces["router_grace_s"] < 50
