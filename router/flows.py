@@ -19,7 +19,7 @@ With a token out, it waits for a decode worker if there is none at the moment: u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from core.errors import (
     Cancelled,
@@ -78,6 +78,10 @@ class Flows:
     def num_waiting(self) -> int:
         """Return how many requests wait for a decode worker."""
         return len(self._waiting)
+
+    def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
+        """Return the ids of the requests whose present tries have these names on the wire, each once."""
+        return list(dict.fromkeys(self._tries[wire_id].request_id for wire_id in wire_ids if wire_id in self._tries))
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 

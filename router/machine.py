@@ -93,6 +93,16 @@ class RouterMachine:
         self.cluster.touch(sender, now)
         return self._resolve(self._on_request_message(sender, message, now))
 
+    def requests_of(self, message: WorkerMessage | list[Tokens]) -> list[str]:
+        """Return the requests that a message is about, by their ids inside the router."""
+        match message:
+            case PrefillDone() | RequestFailed():
+                return self.flows.find_requests([message.request_id])
+            case list():
+                return self.flows.find_requests([item.request_id for item in message])
+            case _:
+                return []
+
     def on_malformed(self, peer: bytes, error: ProtocolError, now: float) -> list[Action]:
         """Refuse a frame. A worker that sent it has lost us something: its requests fail now, not at their deadline."""
         sender = self.cluster.by_peer(peer)

@@ -19,7 +19,7 @@ from core.config import RouterSection
 from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.wire import codec
-from core.wire.messages import Generate
+from core.wire.messages import ErrorInfo, Generate
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.cluster import Joined, Left, Worker, WorkerKey
 from router.flow import Deliver, Ended, Flow, Phase, Retried
@@ -31,7 +31,7 @@ from router.policy import unpaired
 logger = logging.getLogger(__name__)
 
 _FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
-_RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
+RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
 _ROLES = ("prefill", "decode", "aggregated")
 
 
@@ -222,7 +222,7 @@ class RouterService:
         """
         while True:
             await monitor.recv_multipart()
-            await asyncio.sleep(_RECONNECT_S)
+            await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
                 await monitor.recv_multipart()
             self._guard(self.machine.greet_all)
@@ -239,14 +239,33 @@ class RouterService:
             logger.warning(event("malformed_frame", peer=peer.hex(), message=error.message))
             self._guard(self.machine.on_malformed, peer, error, now)
             return
-        self._guard(self.machine.on_message, peer, message, now)
+        request_ids = self.machine.requests_of(message)
+        if not self._guard(self.machine.on_message, peer, message, now):
+            for request_id in request_ids:
+                self._fail_after_bug(request_id)
 
-    def _guard(self, handle: Callable[..., list[Action]], *args: object) -> None:
-        """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on."""
+    def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
+        """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on.
+
+        Returns True if there was none.
+        """
         try:
             self._perform(handle(*args))
         except Exception:
             logger.exception(event("router_bug", step=getattr(handle, "__name__", "?")))
+            return False
+        return True
+
+    def _fail_after_bug(self, request_id: str) -> None:
+        """Answer a request of which nobody knows how far it was taken; its client must not wait for its deadline."""
+        bug = KVFerryError("the router failed on this request; its log says how")
+        self._guard(self.machine.fail, request_id, bug, self._clock.now())
+        listener = self._listeners.pop(request_id, None)
+        if listener is None:
+            return
+        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(bug)))  # the machine has lost it
+        if not self._listeners:
+            self._is_idle.set()
 
     # ---- actions -----------------------------------------------------------------------------------------------------
 

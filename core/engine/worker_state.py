@@ -195,6 +195,10 @@ class WorkerState:
             requests = self._admit(message, now)
         except RequestError as error:
             return [self._refuse(link, message.request_id, error)]
+        except Exception:  # the request boundary: a bug of ours ends this request, with an answer, and nothing else
+            logger.exception(event("worker_bug", request_id=message.request_id))
+            bug = KVFerryError("the worker failed on this request; its log says how")
+            return [*self._drop(message.request_id, bug.code), self._refuse(link, message.request_id, bug)]
         self._served[message.request_id] = _Served(
             link=link,
             arrival_time=now,
@@ -220,7 +224,7 @@ class WorkerState:
             raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
         return self._hands.on_generate(message, now)
 
-    def _refuse(self, link: str, request_id: str, error: RequestError) -> Send:
+    def _refuse(self, link: str, request_id: str, error: KVFerryError) -> Send:
         self._metrics.count_failed(error.code)
         logger.info(event("refused", request_id=request_id, code=error.code, message=error.message))
         return Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))

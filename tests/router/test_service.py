@@ -96,6 +96,31 @@ async def test_a_bug_in_one_step_is_logged_and_the_router_lives_on(served, monke
     assert (await complete(served)).status_code == 200
 
 
+@pytest.mark.parametrize("place", ["on_prefill_done", "on_tokens"])
+async def test_a_bug_in_a_request_s_step_is_its_answer(served, monkeypatch, caplog, place):
+    def boom(*args):
+        raise RuntimeError("bug")
+
+    service = served.router.service
+    with monkeypatch.context() as patch:
+        patch.setattr(service.machine.flows, place, boom)
+        response = await complete(served)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert "router_bug" in caplog.text
+    assert (service.num_requests, len(service.machine.flows)) == (0, 0)
+    assert (await complete(served)).status_code == 200
+
+
+async def test_a_request_that_a_bug_has_cut_off_from_the_machine_is_answered_too(served, monkeypatch):
+    service = served.router.service
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_on_ended", lambda *args: 1 / 0)
+        assert (await complete(served)).status_code in (200, 500)  # the answer may be whole before the bug strikes
+    await served.until(lambda: service.num_requests == 0)
+    await asyncio.wait_for(service.wait_idle(), 5)
+    assert (await complete(served)).status_code == 200
+
+
 # ---- workers that come and go ------------------------------------------------------------------------------------------------
 
 

@@ -250,6 +250,24 @@ def test_request_for_another_role_is_refused(worker):
     assert worker.state.num_requests == 0
 
 
+def test_bug_in_the_hands_is_the_requests_answer_and_leaves_no_trace(worker, monkeypatch, caplog):
+    real = worker.state._hands.on_generate
+
+    def stumble(message, now):
+        real(message, now)
+        raise RuntimeError("bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.state._hands, "on_generate", stumble)
+        actions = worker.generate("r")
+    (failed,) = sent(actions, "a")
+    assert (failed.request_id, failed.error.code, failed.error.http_status) == ("r", "internal_error", 500)
+    assert "RuntimeError: bug" in caplog.text
+    assert "bug" not in failed.error.message
+    assert worker.state.num_requests == 0
+    assert isinstance(worker.generate("r")[0], SubmitAdd)
+
+
 def test_abort_stops_the_request_silently_and_twice_is_harmless(worker):
     worker.generate("r", "a", n=2)
     abort = Abort(request_ids=("r", "unknown"))
