@@ -20,7 +20,8 @@ from random import Random
 from core.testing.sim_loop import EventLoop, Process
 
 HEARTBEAT_TIMEOUT_S = 5.0  # of ZeroMQ, see core.wire.sockets
-RECONNECT_S = (0.05, 2.0)
+RECONNECT_S = 0.05  # the first time, then twice as long each time
+RECONNECT_MAX_S = 2.0
 HANDSHAKE_TIMEOUT_S = 30.0  # ZMTP's own: a listening process that does not answer
 _NOTICE_S = 0.02  # until an end learns that its connection is gone, up to
 
@@ -49,9 +50,15 @@ class Network:
         self._connections: dict[int, Connection] = {}  # live ones, in the order of their making
         self._num_connections = 0
 
-    def listen(self, process: Process, address: str, on_frame: Callable[[bytes, bytes], None]) -> Server:
-        """Bind an address; ``on_frame`` gets the connection's identity and the frame."""
-        server = Server(self, process, on_frame)
+    def listen(
+        self,
+        process: Process,
+        address: str,
+        on_frame: Callable[[bytes, bytes], None],
+        on_lost: Callable[[], None] | None = None,
+    ) -> Server:
+        """Bind an address; ``on_frame`` gets the connection's identity and the frame, ``on_lost`` that one was lost."""
+        server = Server(self, process, on_frame, on_lost)
         self._servers[address] = server
         return server
 
@@ -199,10 +206,17 @@ class _Direction:
 class Server:
     """A bound ROUTER: frames come with the identity of their connection, and go to one."""
 
-    def __init__(self, network: Network, process: Process, on_frame: Callable[[bytes, bytes], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        on_frame: Callable[[bytes, bytes], None],
+        on_lost: Callable[[], None] | None,
+    ) -> None:
         self.process = process
         self._network = network
         self._on_frame = on_frame
+        self._on_lost = on_lost
         self._connections: dict[bytes, Connection] = {}
 
     def send(self, identity: bytes, frame: bytes) -> bool:
@@ -219,8 +233,9 @@ class Server:
         self._connections[connection.identity] = connection
 
     def forget(self, connection: Connection) -> None:
-        """Notice that a connection is gone."""
-        self._connections.pop(connection.identity, None)
+        """Notice that a connection is gone. ZeroMQ tells that one is, not which."""
+        if self._connections.pop(connection.identity, None) is not None and self._on_lost is not None:
+            self._on_lost()
 
     def take(self, connection: Connection, frame: bytes) -> None:
         """Read a frame. It counts even if its connection has been lost since the frame reached this machine."""
@@ -251,6 +266,7 @@ class Link:
         self._connection: Connection | None = None
         self._queue: deque[bytes] = deque()
         self._is_closed = False
+        self._num_attempts = 0
         process.call_later(network.delay_s(), self._connect)
         if on_lost is not None:
             process.call_later(HANDSHAKE_TIMEOUT_S, self._give_up)
@@ -289,9 +305,14 @@ class Link:
             return
         self._connection = None
         if self._on_lost is None:
-            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)
+            self._connect_later()
         else:
             self._tell_loss()
+
+    def _connect_later(self) -> None:
+        delay_s = min(RECONNECT_MAX_S, RECONNECT_S * 2**self._num_attempts)
+        self._num_attempts += 1
+        self.process.call_later(self._network.random.uniform(delay_s, 1.5 * delay_s), self._connect)
 
     def _connect(self) -> None:
         if self._is_closed or self._connection is not None:
@@ -301,8 +322,9 @@ class Link:
             self._tell_loss()  # connection refused
             return
         if server is None or server.process.is_frozen or self._network.open_in(*self._pair(server)):
-            self.process.call_later(self._network.random.uniform(*RECONNECT_S), self._connect)
+            self._connect_later()
             return
+        self._num_attempts = 0
         self._connection = self._network.new_connection(self, server)
         server.accept(self._connection)
         while self._queue:

@@ -15,6 +15,7 @@ from kvferry.sim.plan import RequestPlan
 from router.accounting import HandoverReport
 from router.news import ChoiceUpdate, Submission, Update
 
+_ROUNDING_MS = 1e-6
 ROUTER_LOST = "router_lost"  # the connection to the router broke: what an HTTP client sees when the router dies
 
 
@@ -79,6 +80,8 @@ class Client:
         """Check the end: everything was delivered, or an error was."""
         if error != self._error:
             self._complain(f"{self.plan.name}: ended with {error}, but was told {self._error}")
+        if self.report is not None:
+            self._check_report(self.report)
         if error is None:
             self._check_complete()
         elif error.code == Cancelled.code and not self.has_left:
@@ -105,6 +108,20 @@ class Client:
             if tuple(tokens) != self.plan.expected or self._finish_reasons[index] != wanted:
                 got = f"{tokens} ({self._finish_reasons[index]})"
                 self._complain(f"{self.plan.name}/{index}: ended with {got}, expected {list(self.plan.expected)} ({wanted})")
+
+    def _check_report(self, report: HandoverReport) -> None:
+        """The parts of both times add up, and no count exceeds what there was to count."""
+        first, second, cost = report.first_token, report.second_token, report.cost
+        parts = [first.queue_ms, first.prefill_ms, first.relay_ms]
+        more_parts = [second.relay_ms, second.queue_ms, second.transfer_ms, second.verify_ms, second.first_step_ms]
+        for name, total_ms, found in (("first", first.total_ms, parts), ("second", second.total_ms, more_parts)):
+            if min(found) < 0 or abs(sum(found) - total_ms) > _ROUNDING_MS:
+                self._complain(f"{self.plan.name}: the time to the {name} token, {total_ms} ms, is told as {found}")
+        most = self.plan.n * len(self.plan.prompt_token_ids)
+        if cost.transferred_tokens > most or cost.recomputed_tokens > most:
+            self._complain(f"{self.plan.name}: {most} prompt tokens in all, told as {cost}")
+        if cost.recomputed_tokens and not cost.fallback_reason:
+            self._complain(f"{self.plan.name}: tokens were computed again for no reason: {cost}")
 
 
 def submission_of(plan: RequestPlan) -> Submission:

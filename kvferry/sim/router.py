@@ -19,6 +19,7 @@ from kvferry.sim.plan import MODEL
 from router.cluster import Joined, Left
 from router.flow import Deliver, Ended, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
+from router.service import RECONNECT_S
 
 
 class SimRouter:
@@ -32,11 +33,14 @@ class SimRouter:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_requests,
+            max_retries=config.max_retries,
+            worker_wait_s=config.worker_wait_s,
         )
         self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
         self._clients: dict[str, Client] = {}
-        self._server = host.network.listen(host.process, config.worker_address, self._on_frame)
+        self._greets_soon = False
+        self._server = host.network.listen(host.process, config.worker_address, self._on_frame, self._on_lost_connection)
         host.process.on_death(self._drop_clients)
         self._tick()
 
@@ -71,6 +75,15 @@ class SimRouter:
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
         self._perform(self.machine.on_message(peer, decode_worker_frame(frame), self._now()))
+
+    def _on_lost_connection(self) -> None:
+        if not self._greets_soon:
+            self._greets_soon = True
+            self.host.process.call_later(RECONNECT_S, self._greet_all)
+
+    def _greet_all(self) -> None:
+        self._greets_soon = False
+        self._perform(self.machine.greet_all())
 
     def _tick(self) -> None:
         self._perform(self.machine.on_timer(self._now()))

@@ -1,0 +1,64 @@
+"""After the last request nothing of any is left, also where no gauge looks: tables, queues, claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from core.testing.sim_faults import Fault
+from kvferry.sim.cluster import SimCluster
+from kvferry.sim.plan import draw_plan
+from kvferry.sim.router import SimRouter
+from kvferry.sim.worker import SimWorker
+
+SCHEDULER = (
+    "requests",
+    "running",
+    "waiting",
+    "kv_holding_waiting",
+    "inflight_prefills",
+    "finished_req_ids",
+    "finished_recving_kv_req_ids",
+    "failed_recving_kv_req_ids",
+    "awaiting_recving",
+    "awaiting_sending",
+    "transfer_usage",
+    "rolled_back",
+    "empty_handed",
+    "quarantined",
+    "claims",
+    "synchronous_loads",
+)
+
+
+def tables_of_worker(worker: SimWorker) -> Iterator[tuple[object, str]]:
+    core = worker.engine.core
+    yield from ((core.scheduler._state, name) for name in SCHEDULER)
+    yield from ((worker.state, name) for name in ("_served", "_num_choices", "_num_live_deadlines"))
+    yield from ((worker.hands, name) for name in ("_live", "_followers") if hasattr(worker.hands, name))
+    yield worker.model, "_batch"
+    connector = worker.connector
+    if connector is not None:
+        yield from ((connector.scheduler, name) for name in ("_offers", "_loading", "_refs", "_readers"))
+        yield from ((connector._executor, name) for name in ("_reads", "_read_ids"))
+        yield from ((connector.node._pull, name) for name in ("_loads", "_reads"))
+        yield connector.node._pull._leases, "_leases"
+        yield connector.node._leases, "_leases"
+        yield connector.worker, "_reports"
+
+
+def tables_of_router(router: SimRouter) -> Iterator[tuple[object, str]]:
+    yield from ((router.machine.flows, name) for name in ("_flows", "_tries", "_waiting"))
+    yield from ((worker, "num_inflight") for worker in router.machine.cluster.workers)
+
+
+@pytest.mark.parametrize("kinds", [None, (Fault.ABORT,), (Fault.STALL, Fault.READ_ERROR), (Fault.CUT, Fault.CRASH)], ids=str)
+def test_nothing_is_left(kinds):
+    for seed in range(15):
+        cluster = SimCluster(draw_plan(seed, kinds))
+        cluster.run()
+        alive = [worker for worker in cluster.workers.values() if worker.host.process.is_alive and not worker.is_stopped]
+        tables = [table for worker in alive for table in tables_of_worker(worker)] + list(tables_of_router(cluster.router))
+        left = {f"{type(owner).__name__}.{name}": getattr(owner, name) for owner, name in tables if getattr(owner, name)}
+        assert not left, f"seed {seed}"
