@@ -34,6 +34,7 @@ class FailureMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([5, 12, 64]),
         max_num_seqs=st.integers(2, 5),
         policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
+        long_prefill_token_threshold=st.sampled_from([0, 3]),  # then others run beside whoever recomputes
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=4),
     )
     def build(self, kinds, **config):
@@ -41,6 +42,7 @@ class FailureMachine(RuleBasedStateMachine):
         self.text = self.world.prompt(30)
         self.requests = {}
         self.aborted = set()
+        self.late = set()  # blocks that may be written at any time
         for kind in kinds:
             self.add(kind, 20, 6, None, 0)
             self.world.step()
@@ -85,6 +87,7 @@ class FailureMachine(RuleBasedStateMachine):
             return
         chosen = [[at for bit, at in enumerate(positions) if (mask << first) >> bit & 1] for mask in (bad, late)]
         self.world.end_load_partly(name, *chosen)
+        self.late |= {load.block_ids[at] for at in chosen[1]}
         if is_whole:
             self.world.script.report.failed_recving[name] = self.load_error
 
@@ -110,20 +113,26 @@ class FailureMachine(RuleBasedStateMachine):
             self.world.script.report.invalid_block_ids.add(block_id)
         self.world.finish_step()
 
-    @precondition(lambda self: self.quarantined)
+    @precondition(lambda self: self.late)
     @rule(is_within_a_step=st.booleans())
     def late_bytes_arrive(self, is_within_a_step):
         if is_within_a_step:
             self.world.schedule()
-        self.world.let_late_bytes_arrive()
+        self.world.spoil(*self.late)
         if is_within_a_step:
             self.world.finish_step()
 
-    @precondition(lambda self: self.quarantined)
+    @precondition(lambda self: self.late)
     @rule(mask=masks)
     def quarantine_ends(self, mask):
-        ended = {block_id for bit, block_id in enumerate(sorted(self.quarantined)) if mask >> bit & 1}
-        self.world.script.report.unquarantined_block_ids |= ended
+        self.end_quarantine({block_id for bit, block_id in enumerate(sorted(self.late)) if mask >> bit & 1})
+
+    def end_quarantine(self, block_ids):
+        """Only of blocks that the engine knows to be in quarantine."""
+        report = self.world.script.report
+        ended = block_ids - report.quarantined_block_ids
+        report.unquarantined_block_ids |= ended
+        self.late -= ended
 
     @precondition(lambda self: self.alive)
     @rule(which=choices, is_within_a_step=st.booleans())
@@ -160,6 +169,8 @@ class FailureMachine(RuleBasedStateMachine):
     def nobody_writes_into_a_quarantined_block(self):
         for request in self.world.scheduler.running:
             assert not self.quarantined & set(self.world.manager.get_block_ids(request.request_id)[0]), request
+        report = self.world.script.report
+        assert self.quarantined == self.late - report.quarantined_block_ids | report.unquarantined_block_ids
         assert self.world.scheduler.make_stats().num_quarantined_blocks == len(self.quarantined)
 
     @invariant()
@@ -186,7 +197,7 @@ class FailureMachine(RuleBasedStateMachine):
         while world.scheduler.has_requests():
             for name in list(world.script.loading):
                 world.complete_load(name)
-            world.end_quarantine()
+            self.end_quarantine(set(self.late))
             reported = not world.script.report.is_empty()
             world.step()
             did_something = reported or world.last.num_scheduled_tokens or world.last.finished_req_ids
