@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.errors import ContextTooLong, NoWorker, Overloaded
+from core.errors import ContextTooLong, InvalidRequest, NoWorker, Overloaded
 from router.cluster import Worker, WorkerKey
 
 
@@ -40,6 +40,11 @@ class Route:
     def max_model_len(self) -> int:
         """Tokens, prompt and output together, that every worker on the route can hold."""
         return min(worker.facts.max_model_len for worker in self.workers)
+
+    @property
+    def max_num_choices(self) -> int:
+        """Choices that every worker on the route can hold at once; 0 if none of them says so."""
+        return min((limit for worker in self.workers if (limit := worker.facts.max_num_choices)), default=0)
 
     @property
     def load(self) -> float:
@@ -82,6 +87,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     Raises:
         NoWorker: nobody can serve at the moment; says what is missing.
         ContextTooLong: there are routes, but none holds so many tokens.
+        InvalidRequest: no route ever holds so many choices at once.
         Overloaded: every route that could take it is full.
     """
     members = list(workers)
@@ -91,12 +97,22 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
         if found:
             return min(found, key=lambda route: route.load)
     if _best_pair(fitting) or _best_aggregated(fitting):
+        _check_num_choices(fitting, demand)
         raise Overloaded("every worker that could serve the request is full: try again later")
     limit = max_model_len(members)
     if limit:
         needed = demand.num_tokens
         raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
     raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
+
+
+def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
+    """Refuse for good what would be refused for lack of room for ever."""
+    limits = [route.max_num_choices for route in routes(fitting)]
+    if limits and 0 not in limits and demand.num_choices > max(limits):
+        raise InvalidRequest(
+            f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
+        )
 
 
 def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) -> Worker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ContextTooLong, Overloaded
+from core.errors import ContextTooLong, InvalidRequest, Overloaded
 from core.wire.messages import Generate
 from router.flow import Phase
 
@@ -57,6 +57,32 @@ def test_a_request_is_refused_before_anything_is_computed_if_no_worker_of_a_role
     assert [message.request_id for message in bench.to("p0", Generate)] == ["r1"]
     bench.do(bench.machine.abort("r1", "client", 0.0))
     bench.submit("r3")
+
+
+@pytest.mark.parametrize("limits", [(3, 100), (100, 3)])
+def test_more_choices_than_any_worker_ever_holds_are_the_client_s_mistake(make_bench, limits):
+    bench = make_bench()
+    bench.join("p0", max_num_choices=limits[0])
+    bench.join("d0", max_num_choices=limits[1])
+    with pytest.raises(InvalidRequest, match=r"n = 4.* more than 3 choices") as refused:
+        bench.submit(n=4)
+    assert refused.value.param == "n"
+    bench.join("a0", max_num_choices=4)
+    bench.submit("r1", n=4)
+    with pytest.raises(Overloaded):
+        bench.submit("r2", n=4)
+    bench.submit("r3", n=3)
+
+
+def test_a_worker_that_names_no_limit_may_hold_any_number_of_choices(make_bench):
+    bench = make_bench()
+    bench.join("a0", max_num_choices=1)
+    bench.join("a1", max_num_choices=0)
+    bench.submit(n=9)
+    assert bench.generated("a1").n == 9
+    bench.machine.cluster.by_peer(b"a1").is_refusing = True
+    with pytest.raises(Overloaded):
+        bench.submit("r2", n=9)
 
 
 def test_choices_count_until_their_worker_is_done_with_them(make_bench):
