@@ -92,6 +92,7 @@ class Flows:
             Overloaded: this router has as many requests as it may have, or every worker that could take it is full.
             NoWorker: no route takes it at the moment.
             ContextTooLong: no route can hold prompt and output.
+            InvalidRequest: no route can hold so many choices.
         """
         if len(self._flows) >= self._max_requests:
             raise Overloaded(f"the router serves {len(self._flows)} requests, its limit: try again later")
@@ -269,11 +270,12 @@ class Flows:
     def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
         """Release the hand-over if the worker that goes on cannot read it."""
         prefill = self._cluster.get(flow.prefill)
-        can_read = decode.role == "decode" and prefill is not None and mismatch(prefill, decode) is None
-        if flow.handoff is None or can_read:
+        is_other = prefill is not None and mismatch(prefill, decode) is not None
+        if flow.handoff is None or (prefill is not None and decode.role == "decode" and not is_other):
             return []
         releases = _release(flow.prefill, flow.handoff)
-        flow.handoff, flow.fallback_reason = None, "peer_lost" if prefill is None else "layout"
+        flow.handoff = None
+        flow.fallback_reason = "peer_lost" if prefill is None else "layout" if is_other else "rejected"
         return releases
 
     def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:

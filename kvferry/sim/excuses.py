@@ -42,7 +42,7 @@ _FALLBACKS: dict[str, frozenset[Fault]] = {
     "digest": frozenset({Fault.CORRUPT}),
     "peer_lost": _LOST_WORKERS | _BAD_TIMING | {Fault.READ_ERROR},
     "deadline": _LOST_WORKERS | _BAD_TIMING,
-    "rejected": _LOST_WORKERS | {Fault.READ_ERROR},
+    "rejected": _LOST_WORKERS | {Fault.READ_ERROR},  # an aggregated worker that goes on after a loss reads no hand-over
 }
 # errors that a client gets for a load only if it asks for them
 _LOAD_ERRORS = {
@@ -62,7 +62,7 @@ def find_unexcused(plan: ClusterPlan, clients: Sequence[Client]) -> list[str]:
 
 def _judge(plan: ClusterPlan, client: Client) -> str | None:
     name, reason = client.plan.name, client.fallback_reason
-    if reason and not _causes_of_fallback(plan, reason) & plan.kinds:
+    if reason and not _FALLBACKS.get(reason, frozenset()) & plan.kinds:
         return f"{name}: its KV was not used ({reason}), which nothing in this run explains"
     if client.outcome == "ok":
         return None
@@ -72,9 +72,3 @@ def _judge(plan: ClusterPlan, client: Client) -> str | None:
     if causes & plan.kinds:
         return None
     return f"{name}: ended with {client.outcome} ({client.message}), which nothing in this run explains"
-
-
-def _causes_of_fallback(plan: ClusterPlan, reason: str) -> frozenset[Fault]:
-    if reason == "layout" and any(worker.role == "aggregated" for worker in plan.workers):
-        return _LOST_WORKERS  # such a worker reads no hand-over, but goes on with a request that has lost its own
-    return _FALLBACKS.get(reason, frozenset())

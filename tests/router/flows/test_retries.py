@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from core.errors import NoWorker, RouterSilent
@@ -370,4 +371,16 @@ def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
     assert [choice.output_token_ids for choice in bench.generated("a0").choices] == [(50,)]
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
     bench.tokens(1, 51, peer="a0", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
+    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "rejected", "it could read it, but takes none"
+
+
+def test_a_worker_with_another_layout_goes_on_without_the_hand_over_and_says_why(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.submit()
+    bench.prefill_done()
+    bench.join("d1", layout=msgspec.structs.replace(bench.handoff().layout, dtype="bfloat16"))
+    bench.leave("d0")
+    assert bench.generated("d1").kv_handoff is None
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
     assert bench.updates["r1"][-1].handover.cost.fallback_reason == "layout"
