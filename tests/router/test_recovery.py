@@ -131,11 +131,27 @@ async def test_a_decode_worker_without_room_is_not_the_client_s_business(start_r
 
 async def test_a_request_is_refused_with_429_before_anything_is_computed(start_router):
     under_test = await start_router(has_http=False)
+    prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))
+    await under_test.add("decode", max_num_choices=2)
+    async with under_test.client() as client:
+        first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "n": 2}))
+        await prefill.generated()
+        response = await client.post("/v1/completions", json={"prompt": "p"})
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert len(prefill.messages(Generate)) == 1
+
+
+async def test_more_choices_than_any_worker_ever_holds_are_a_400_that_names_them(start_router):
+    under_test = await start_router(has_http=False)
     prefill = await under_test.add("prefill")
     await under_test.add("decode", max_num_choices=2)
     async with under_test.client() as client:
         response = await client.post("/v1/completions", json={"prompt": "p", "n": 3})
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", "n")
+    assert "n = 3" in error["message"]
     assert prefill.messages(Generate) == []
 
 
