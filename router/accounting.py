@@ -38,13 +38,17 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverReport:
-    """What the hand-over of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream."""
+    """What the hand-over of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
+
+    ``num_refusals`` by decode workers without room are no retries.
+    """
 
     cost: TransferUsage
     first_token: FirstTokenTiming
     second_token: SecondTokenTiming
     num_retries: int = 0
     num_replays: int = 0
+    num_refusals: int = 0
 
 
 def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float) -> FirstTokenTiming:

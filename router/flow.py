@@ -78,7 +78,8 @@ class Flow:
     waits_since: float = 0.0
     num_tries: int = 1
     num_retries: int = 0  # those that count against the budget
-    retried: list[RetryKind] = field(default_factory=list)
+    retried: list[RetryKind] = field(default_factory=list)  # of those, the ones after which it went on
+    num_refusals: int = 0  # by decode workers without room; they cost nothing but time
     setback: ErrorInfo | None = None  # why the latest retry was needed
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
     claims: dict[WorkerKey, Claim] = field(default_factory=dict)

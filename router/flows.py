@@ -315,13 +315,17 @@ class Flows:
         actions: list[FlowAction] = []
         if not is_gone:
             actions.append(Send(failed, Abort(request_ids=(flow.wire_id,), reason=error.code)))
-        flow.num_retries += retries.counts(flow, error)
+        is_setback = retries.counts(flow, error)
+        flow.num_retries += is_setback
         self._begin_try(flow, failed, error, now)
         if flow.num_retries > self._max_retries:
             return actions + self._fail_with(flow, error, now)
         next_actions = self._hand_over(flow, now) if flow.num_output_tokens else self._start_again(flow, error, now)
         if flow.error is None:
-            flow.retried.append(kind)
+            if is_setback:
+                flow.retried.append(kind)
+            else:
+                flow.num_refusals += 1
             actions.append(Retried(flow.request_id, kind, error, failed, flow.current))
         return actions + next_actions
 

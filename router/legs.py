@@ -171,4 +171,5 @@ def _report(flow: Flow) -> HandoverReport | None:
         second_token=accounts.second_token,
         num_retries=len(flow.retried),
         num_replays=flow.retried.count("replay"),
+        num_refusals=flow.num_refusals,
     )

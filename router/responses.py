@@ -43,7 +43,8 @@ class KVTransferTiming(msgspec.Struct, kw_only=True):
 class KVTransferUsage(msgspec.Struct, kw_only=True):
     """What the hand-over of the request cost; of several prompts, sums and the slowest.
 
-    ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before.
+    ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before, ``refusals``
+    the decode workers that had no room for it.
     """
 
     transport: str
@@ -55,6 +56,7 @@ class KVTransferUsage(msgspec.Struct, kw_only=True):
     fallback_reason: str  # empty if nothing had to be recomputed
     retries: int
     replays: int
+    refusals: int
     timing: KVTransferTiming
 
 
@@ -387,6 +389,7 @@ def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
         fallback_reason=cost.fallback_reason,
         retries=sum(report.num_retries for report in reports),
         replays=sum(report.num_replays for report in reports),
+        refusals=sum(report.num_refusals for report in reports),
         timing=KVTransferTiming(
             first_token=max((report.first_token for report in reports), key=lambda timing: timing.total_ms),
             second_token=max((report.second_token for report in reports), key=lambda timing: timing.total_ms),

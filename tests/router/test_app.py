@@ -54,6 +54,7 @@ async def test_a_completion_has_openai_s_shape(served):
                 "fallback_reason": "",
                 "retries": 0,
                 "replays": 0,
+                "refusals": 0,
             },
         },
     }

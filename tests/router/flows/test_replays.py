@@ -163,6 +163,6 @@ def test_the_report_says_how_often_and_keeps_what_the_first_try_cost(make_bench)
     bench.tokens(2, 52, peer="d2", request_id="r1.3", usage=usage, finish_reason="length")
     report = bench.updates["r1"][-1].handover
     assert report.cost == loaded
-    assert (report.num_retries, report.num_replays) == (2, 1)
+    assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 1, 1)
     assert [retried.successor.engine_id for retried in bench.retries] == ["d1", "d2"]
-    assert bench.ended["r1"].flow.retried == ["handover", "replay"]
+    assert bench.ended["r1"].flow.retried == ["replay"]

@@ -247,6 +247,22 @@ def test_a_refusal_by_a_decode_worker_uses_up_no_retry(make_bench):
     assert "decode worker d2 was lost" in bench.error().message
 
 
+def test_refusals_after_the_first_token_are_not_counted_as_retries(make_bench):
+    bench = make_bench("p0", "p1", "d0")
+    bench.submit()
+    bench.leave("p0")
+    bench.prefill_done("r1.2", "p1")
+    for refusal, request_id in ((FULL, "r1.2"), (DRAINING, "r1.3")):
+        bench.fails("d0", refusal, request_id)
+        bench.heartbeat("d0")
+        bench.do(bench.machine.on_timer(0.0))
+    bench.tokens(1, 51, request_id="r1.4", usage=Usage(kv_transfer=TransferUsage()))
+    report = bench.updates["r1"][-1].handover
+    assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 0, 2)
+    bench.tokens(2, 52, request_id="r1.4", finish_reason="length")
+    assert bench.ended["r1"].flow.retried == ["prefill"]
+
+
 def test_a_request_with_a_token_waits_for_room_and_keeps_its_lease(make_bench):
     bench = make_bench("p0", "d0", request_timeout_s=50.0)
     bench.submit()
