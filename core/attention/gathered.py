@@ -35,7 +35,7 @@ TILE = 64  # queries; of 32, 64 and 128 the fastest with and without a cached pr
 class Tile:
     """Some queries of a sequence, the gathered keys that any of them sees, and what hides the last of these keys.
 
-    mask: additive fp32 ``[num_queries, M]`` on the last M keys, or None.
+    mask: additive fp32 ``[num_queries * group, M]`` on the last M keys, for ``group`` query heads per KV head; or None.
     """
 
     queries: slice
@@ -99,7 +99,8 @@ class GatherKernel:
         mask = None
         if end - first > 1:
             hidden = ~visible(torch.arange(first, end), torch.arange(first_masked, end), spec)
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            group = spec.num_heads // spec.num_kv_heads
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).repeat_interleave(group, 0)
         queries = slice(first - sequence.first_position, end - sequence.first_position)
         return Tile(queries, slice(lowest_key - lowest, end - lowest), mask)
 
@@ -112,28 +113,35 @@ class GatherKernel:
             key, value = key[None].to(query.dtype), value[None].to(query.dtype)
             output.copy_(F.scaled_dot_product_attention(folded, key, value, scale=scale).view(query.shape))
             return
-        key, value = key.float(), value.float()
-        for tile in index.tiles:
-            attended = self._attend_tile(query[tile.queries].float(), key, value, scale, tile)
-            output[tile.queries].view(len(attended), len(key), -1, query.shape[-1]).copy_(attended)
+        by_kv_head = (len(query), len(key), -1, query.shape[-1])
+        operands = _fold(query.float().view(by_kv_head), scale * _LOG2_E), key.float().transpose(1, 2), value.float()
+        output = output.view(by_kv_head)
+        totals = [self._attend_tile(operands, tile, output[tile.queries]) for tile in index.tiles]
+        if not _is_exact(torch.cat(totals, dim=1)):
+            for tile in index.tiles:
+                self._attend_tile(operands, tile, output[tile.queries], shift=True)
 
-    def _attend_tile(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tile: Tile) -> Tensor:
-        """Return ``[num_queries, num_kv_heads, num_heads / num_kv_heads, head_dim]``, a strided view."""
-        num_queries, num_heads, head_dim = query.shape
-        num_kv_heads = len(key)
-        by_kv_head = (num_kv_heads, num_heads // num_kv_heads, num_queries, -1)
-        folded = query.view(num_queries, *by_kv_head[:2], head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-        key, value = key[:, tile.keys].transpose(1, 2), value[:, tile.keys]
-        scores = self._score_buffer(num_heads * num_queries * key.shape[2]).view(num_kv_heads, -1, key.shape[2])
-        _masked_scores(scores, folded, key, scale * _LOG2_E, tile.mask, by_kv_head)
+    def _attend_tile(self, operands: tuple[Tensor, Tensor, Tensor], tile: Tile, output: Tensor, shift: bool = False) -> Tensor:
+        """Fill ``output`` ``[num_queries, num_kv_heads, group, head_dim]``; return the sums that were divided by.
+
+        ``operands``: the sequence's folded queries ``[num_kv_heads, rows, head_dim]``, keys ``[num_kv_heads, head_dim,
+        num_keys]`` and values ``[num_kv_heads, num_keys, head_dim]``. ``shift``: subtract each row's maximum beforehand.
+        """
+        query, key, value = operands
+        num_queries, num_kv_heads, group, _ = output.shape
+        rows = query[:, tile.queries.start * group : tile.queries.stop * group]
+        key = key[:, :, tile.keys]
+        scores = self._score_buffer(num_kv_heads * num_queries * group * key.shape[2]).view(num_kv_heads, -1, key.shape[2])
+        torch.bmm(rows, key, out=scores)
+        if tile.mask is not None:
+            scores[:, :, key.shape[2] - tile.mask.shape[1] :].add_(tile.mask)
+        if shift:
+            scores.sub_(scores.amax(-1, keepdim=True))
         torch.exp2(scores, out=scores)
         totals = scores.sum(-1, keepdim=True)
-        if _is_exact(totals):
-            attended = torch.bmm(scores, value).div_(totals)
-        else:
-            _masked_scores(scores, folded, key, scale, tile.mask, by_kv_head)
-            attended = torch.bmm(torch.softmax(scores, -1, out=scores), value)
-        return attended.view(by_kv_head).permute(2, 0, 1, 3)
+        attended = torch.bmm(scores, value[:, tile.keys]).div_(totals)
+        output.copy_(attended.view(num_kv_heads, num_queries, group, -1).transpose(0, 1))
+        return totals
 
     def _score_buffer(self, num_elements: int) -> Tensor:
         if self._scores.numel() < num_elements:
@@ -156,13 +164,14 @@ class GatherKernel:
         return pages[:, :, index.keys]
 
 
-def _masked_scores(
-    scores: Tensor, query: Tensor, key: Tensor, scale: float, mask: Tensor | None, by_kv_head: tuple[int, ...]
-) -> None:
-    """Fill ``scores`` ``[num_kv_heads, rows, num_keys]`` with scaled products, minus infinity where ``mask`` hides a key."""
-    torch.baddbmm(scores, query, key, beta=0, alpha=scale, out=scores)
-    if mask is not None:
-        scores.view(by_kv_head)[..., scores.shape[2] - mask.shape[1] :].add_(mask.to(scores.device))
+def _fold(query: Tensor, scale: float) -> Tensor:
+    """Return ``query`` ``[num_queries, num_kv_heads, group, head_dim]`` times ``scale`` as rows of each KV head.
+
+    ``[num_kv_heads, num_queries * group, head_dim]``, the heads of one token next to each other: a tile is a slice of rows.
+    """
+    num_queries, num_kv_heads, group, head_dim = query.shape
+    folded = query.new_empty(num_kv_heads, num_queries, group, head_dim)
+    return torch.mul(query.transpose(0, 1), scale, out=folded).flatten(1, 2)
 
 
 def _is_exact(totals: Tensor) -> bool:
