@@ -127,6 +127,7 @@ class Flows:
         flow.finish_reasons[index] = "stop"
         if flow.is_finished:
             return [*self._stop_workers(flow, "stop"), self._end(flow, now)]
+        self._free_ended_choices(flow)
         abort = Abort(request_ids=(f"{flow.wire_id}/{index}",), reason="stop")
         return [Send(flow.current, abort)] if flow.current else []
 
@@ -174,6 +175,8 @@ class Flows:
             flow = self._flows[request_id]
             if flow.is_finished:
                 actions.append(self._end(flow, now))
+            else:
+                self._free_ended_choices(flow)
         return actions
 
     def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[FlowAction]:
@@ -403,6 +406,14 @@ class Flows:
         worker.last_picked = self._num_picks
         worker.num_inflight += num_choices
         flow.claims[worker.key] = Claim(worker, num_choices)
+
+    def _free_ended_choices(self, flow: Flow) -> None:
+        """Keep places at the decode worker for the choices only that go on; the worker counts in the same way."""
+        claim = flow.claims.get(flow.decode) if flow.decode is not None else None
+        num_choices = len(flow.live_choices)
+        if claim is not None and num_choices < claim.num_choices:
+            claim.worker.num_inflight -= claim.num_choices - num_choices
+            flow.claims[claim.worker.key] = Claim(claim.worker, num_choices)
 
     def _unclaim(self, flow: Flow, key: WorkerKey) -> None:
         claim = flow.claims.pop(key, None)

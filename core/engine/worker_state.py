@@ -71,7 +71,7 @@ class _Served:
     link: str
     arrival_time: float
     num_prompt_tokens: int
-    num_choices: int
+    num_choices: int  # those that have not ended
     serial: int  # tells requests apart that use the same id one after the other
     has_deadline: bool
     num_output_tokens: int = 0
@@ -245,6 +245,7 @@ class WorkerState:
     def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """The router has seen the end of a choice in its text, and goes on with the others."""
         result = self._hands.on_abort_choice(request_id, index)
+        self._free_choices(self._served[request_id], len(result.abort_ids))
         for ended in result.ended:
             self._finish(ended, now)
         return self._follow(result)
@@ -285,6 +286,11 @@ class WorkerState:
             self._num_live_deadlines -= served.has_deadline
             self._compact_deadlines()
         return served
+
+    def _free_choices(self, served: _Served, num_choices: int) -> None:
+        """Choices have ended before their request: others may take their places."""
+        served.num_choices -= num_choices
+        self._num_choices -= num_choices
 
     def _compact_deadlines(self) -> None:
         """Drop the deadlines of ended requests once they are the majority: O(1) per request on average."""
@@ -353,6 +359,8 @@ class WorkerState:
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
             return
+        if isinstance(reply, Tokens) and reply.finish_reason is not None:
+            self._free_choices(served, 1)
         served.num_output_tokens += len(reply.choices) if isinstance(reply, PrefillDone) else len(reply.token_ids)
         if served.first_token_s is None and served.num_output_tokens:
             served.first_token_s = now - served.arrival_time

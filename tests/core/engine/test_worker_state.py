@@ -286,6 +286,22 @@ def test_single_choice_is_stopped_by_its_name(worker):
     assert worker.state.num_requests == 0
 
 
+@pytest.mark.parametrize("end", ["by a token", "by its text"])
+def test_ended_choice_leaves_its_place_to_another_request(worker, end):
+    worker.generate("r", n=3)
+    assert sent(worker.generate("early"))[0].error.code == "overloaded"
+    if end == "by a token":
+        worker.state.on_outputs([EngineCoreOutput("r/0", [2], finish_reason="stop")], 0.0)
+    else:
+        worker.state.on_router_message("a", Abort(request_ids=("r/0",)), 0.0)
+        worker.state.on_router_message("a", Abort(request_ids=("r/0",)), 0.0)
+    assert isinstance(worker.generate("next")[0], SubmitAdd)
+    assert sent(worker.generate("late"))[0].error.code == "overloaded"
+    worker.state.on_router_message("a", Abort(request_ids=("r", "next")), 0.1)
+    assert isinstance(worker.generate("all", n=3)[0], SubmitAdd)
+    assert sent(worker.generate("more"))[0].error.code == "overloaded"
+
+
 def test_choices_that_wait_for_the_prompt_reach_the_engine_after_the_first_token(worker):
     (first,) = worker.generate("r", "a", n=2)
     assert [request.request_id for request in first.requests] == ["r/0"]

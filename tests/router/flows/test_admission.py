@@ -85,7 +85,7 @@ def test_a_worker_that_names_no_limit_may_hold_any_number_of_choices(make_bench)
         bench.submit("r2", n=9)
 
 
-def test_choices_count_until_their_worker_is_done_with_them(make_bench):
+def test_choices_count_until_they_end(make_bench):
     bench = make_bench()
     bench.join("p0", max_num_choices=2)
     bench.join("d0", max_num_choices=4)
@@ -97,9 +97,29 @@ def test_choices_count_until_their_worker_is_done_with_them(make_bench):
         bench.submit("r3")
     bench.tokens(1, 60, request_id="r1", index=0, finish_reason="stop")
     with pytest.raises(Overloaded):
-        bench.submit("r3")
+        bench.submit("r3", n=2)
     bench.tokens(1, 60, request_id="r1", index=1, finish_reason="stop")
-    bench.submit("r3")
+    bench.submit("r3", n=2)
+
+
+def test_a_choice_that_ends_by_its_text_leaves_its_place_to_others(make_bench):
+    bench = make_bench("p0")
+    bench.join("d0", max_num_choices=2)
+    bench.submit("r1", n=2)
+    bench.prefill_done("r1", n=2)
+    with pytest.raises(Overloaded):
+        bench.submit("r2")
+    bench.do(bench.machine.finish_choice("r1", 0, 0.0))
+    (worker,) = [worker for worker in bench.machine.cluster.workers if worker.role == "decode"]
+    assert worker.num_inflight == 1
+    bench.tokens(1, 60, request_id="r1", index=0, finish_reason="length")  # was under way
+    assert worker.num_inflight == 1
+    bench.submit("r2")
+    assert worker.num_inflight == 2
+    bench.tokens(1, 60, request_id="r1", index=1, finish_reason="stop")
+    assert worker.num_inflight == 1
+    bench.do(bench.machine.abort("r2", "client", 0.0))
+    bench.assert_idle()
 
 
 def test_load_that_another_router_has_brought_counts(make_bench):
