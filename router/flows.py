@@ -273,12 +273,12 @@ class Flows:
     def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
         """Release the hand-over if the worker that goes on cannot read it."""
         prefill = self._cluster.get(flow.prefill)
-        is_other = prefill is not None and mismatch(prefill, decode) is not None
-        if flow.handoff is None or (prefill is not None and decode.role == "decode" and not is_other):
+        is_reader = decode.role == "decode"
+        if flow.handoff is None or (prefill is not None and is_reader and mismatch(prefill, decode) is None):
             return []
         releases = _release(flow.prefill, flow.handoff)
         flow.handoff = None
-        flow.fallback_reason = "peer_lost" if prefill is None else "layout" if is_other else "rejected"
+        flow.fallback_reason = "peer_lost" if prefill is None else "layout" if is_reader else "rejected"
         return releases
 
     def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:
