@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -88,10 +88,12 @@ def _memory_file(name: str, num_bytes: int) -> int:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What became of the load of a request."""
+    """What became of the load of a request. ``loaded`` are the positions of its blocks, ``bad`` those that must not be used."""
 
+    loaded: range
     is_ended: bool = False
     error: ErrorInfo | None = None
+    bad: set[int] = field(default_factory=set)
     usage: TransferUsage | None = None
 
 
@@ -99,7 +101,9 @@ class ConnectorEngine:
     """Blocks, memory and a connector. All calls come from one thread, as in a worker; make it inside an event loop.
 
     ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load, ``quarantined``
-    the blocks that a transfer may still write although its load is over.
+    the blocks that a transfer may still write although its load is over. A request whose load has failed, in whole or in part,
+    is aborted; with ``recomputes`` it gives its blocks back and waits to be admitted again. Every report is held against the
+    contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that nobody has called bad.
     """
 
     def __init__(
@@ -117,6 +121,8 @@ class ConnectorEngine:
         self.parked: dict[str, Request] = {}
         self.loads: dict[str, LoadOutcome] = {}
         self.quarantined: set[int] = set()
+        self.recomputes = False
+        self.checks_content = False
         self._requests: dict[str, Request] = {}
         self._aborted: set[str] = set()
         self._wake = asyncio.Event()
@@ -213,7 +219,8 @@ class ConnectorEngine:
         if is_async:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_computed_tokens = num_hits + num_external
-            self.loads[request.request_id] = LoadOutcome()
+            num_blocks = ceil_div(request.num_computed_tokens, self.layout.block_size)
+            self.loads[request.request_id] = LoadOutcome(range(num_hits // self.layout.block_size, num_blocks))
         return num_external
 
     def abort(self, request: Request) -> None:
@@ -239,10 +246,10 @@ class ConnectorEngine:
         """True if every block of the request's prompt holds what it should."""
         block_ids = self.manager.get_block_ids(request.request_id)[0]
         num_blocks = ceil_div(request.num_prompt_tokens, self.layout.block_size)
-        return all(
-            np.array_equal(self.pool.rows[block_ids[position]], self.content(request, position))
-            for position in range(num_blocks)
-        )
+        return all(self._holds(request, position, block_ids[position]) for position in range(num_blocks))
+
+    def _holds(self, request: Request, position: int, block_id: int) -> bool:
+        return np.array_equal(self.pool.rows[block_id], self.content(request, position))
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
@@ -258,21 +265,41 @@ class ConnectorEngine:
         self.worker.start_load_kv(metadata)
         self.worker.wait_for_save()
         output = self.worker.get_transfer_results(set())
+        output.invalid_block_ids |= self.worker.get_block_ids_with_load_errors()
         self.scheduler.update_connector_output(output)
-        for block_id in output.quarantined_block_ids:
-            self.manager.block_pool.touch([self.manager.block_pool.blocks[block_id]])
-            self.quarantined.add(block_id)
+        self._apply(output)
+        return output
+
+    def _apply(self, output: KVConnectorOutput) -> None:
+        pool = self.manager.block_pool
+        self._note_bad_blocks(output)
+        assert not self.quarantined & output.quarantined_block_ids, "a block is in quarantine already"
+        self.quarantined |= output.quarantined_block_ids
+        pool.touch(pool.blocks[block_id] for block_id in output.quarantined_block_ids)
+        for request_id in output.finished_recving:
+            self._end_load(request_id, output)
+        for request_id in output.finished_sending:
+            self._free(self.parked.pop(request_id))
+        assert self.quarantined >= output.unquarantined_block_ids, "a block leaves the quarantine that was never in it"
+        self.quarantined -= output.unquarantined_block_ids
+        pool.free_blocks(pool.blocks[block_id] for block_id in output.unquarantined_block_ids)
+
+    def _note_bad_blocks(self, output: KVConnectorOutput) -> None:
+        """Find whose blocks and loads a report is about: only such that have not ended before, or end with it."""
+        unknown = output.invalid_block_ids | output.quarantined_block_ids
+        for request_id, outcome in self.loads.items():
+            if outcome.is_ended:
+                continue
+            block_ids = self.manager.get_block_ids(request_id)[0]
+            bad = {position for position in outcome.loaded if block_ids[position] in unknown}
+            outcome.bad |= bad
+            unknown -= {block_ids[position] for position in bad}
+            is_explained = request_id in output.failed_recving or request_id in output.load_errors
+            assert is_explained or not bad or request_id in self._aborted, f"nobody says why blocks of {request_id} are bad"
+        assert not unknown, f"nobody loads the blocks {unknown}"
         for request_id, error in (output.failed_recving | output.load_errors).items():
             assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"
             self.loads[request_id].error = error
-        for request_id in output.finished_recving:
-            self._end_load(request_id, output.transfer_usage.get(request_id))
-        for request_id in output.finished_sending:
-            self._free(self.parked.pop(request_id))
-        for block_id in output.unquarantined_block_ids:
-            self.quarantined.remove(block_id)
-            self.manager.block_pool.free_blocks([self.manager.block_pool.blocks[block_id]])
-        return output
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Step until the condition holds; sleep while the connector has nothing to say.
@@ -299,20 +326,32 @@ class ConnectorEngine:
         self.scheduler.on_new_request(request)
         return request
 
-    def _end_load(self, request_id: str, usage: TransferUsage | None) -> None:
+    def _end_load(self, request_id: str, output: KVConnectorOutput) -> None:
         outcome = self.loads[request_id]
         assert not outcome.is_ended, f"the end of {request_id} is reported twice"
         outcome.is_ended = True
-        outcome.usage = usage
+        outcome.usage = output.transfer_usage.get(request_id)
         request = self._requests[request_id]
         if request_id in self._aborted:
             self._free(request)
-        elif outcome.error is not None:
-            self.abort(request)
-        else:
+            return
+        if self.checks_content and request_id not in output.failed_recving:
+            self._check_good_blocks(request, outcome)
+        if outcome.error is None:
             request.status = RequestStatus.RUNNING
             self.manager.cache_blocks(request, request.num_computed_tokens)
             self.manager.seal_blocks(request, request.num_computed_tokens)
+        elif self.recomputes:
+            self.manager.free(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.WAITING
+        else:
+            self.abort(request)
+
+    def _check_good_blocks(self, request: Request, outcome: LoadOutcome) -> None:
+        block_ids = self.manager.get_block_ids(request.request_id)[0]
+        for position in set(outcome.loaded) - outcome.bad:
+            assert self._holds(request, position, block_ids[position]), f"block {position} of {request.request_id} is wrong"
 
     def _free(self, request: Request) -> None:
         self.manager.free(request)

@@ -74,6 +74,7 @@ class Side:
         self.engine = ConnectorEngine(
             connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, INCARNATIONS[role]
         )
+        self.engine.checks_content = True
         self.engine.pool.rows[:] = UNTOUCHED
         pool = self.engine.manager.block_pool
         blocks = pool.get_new_blocks(pool.num_free_blocks)
@@ -394,6 +395,42 @@ class ConnectorConformance:
         await self.assert_failed(pair, "a")
         assert pair.consumer.untouched_rows() == set(range(NUM_BLOCKS))
         await pair.drained()
+
+    @pytest.mark.parametrize("is_aborted", [False, True])
+    async def test_a_request_whose_load_failed_goes_on_without_it(self, pair: Pair, is_aborted: bool) -> None:
+        """What failed is not offered again: a request that computes its prompt here must come to its end."""
+        handoff = pair.producer.engine.prefill("a", PROMPT)
+        engine = pair.consumer.engine
+        engine.recomputes = True
+        request = pair.load("a", [*PROMPT[:-1], 7], handoff)
+        await pair.ended("a")
+        assert engine.loads["a"].error is not None
+        if is_aborted:
+            engine.abort(request)
+        else:
+            assert engine.admit(request) == 0
+            await self.assert_ended_once(pair, "a")
+            engine.finish(request)
+        await pair.drained()
+        await self.assert_consumer_is_empty(pair)
+
+    async def test_blocks_of_a_load_are_in_quarantine_or_never_written_again(self, pair: Pair) -> None:
+        """Whenever a load is given up, what it reports decides which of its blocks others may have at once."""
+        engine = pair.consumer.engine
+        for turns in (0, 1, 2, 5, 20, 100):
+            name = f"a{turns}"
+            request = pair.load(name, PROMPT, pair.producer.engine.prefill(name, PROMPT))
+            block_ids = pair.consumer.block_ids(request)
+            engine.step()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            engine.abort(request)
+            await pair.ended(name)
+            free = sorted(set(block_ids) - engine.quarantined)
+            engine.pool.rows[free] = turns
+            await pair.drained()
+            await self.assert_consumer_is_empty(pair)
+            assert (engine.pool.rows[free] == turns).all(), "bytes arrived in blocks that were free"
 
     async def test_a_failed_load_spares_the_next(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)

@@ -264,6 +264,8 @@ class FolderWorker(KVConnectorWorker):
             output.finished_sending |= report.finished_sending
             output.finished_recving |= report.finished_recving
             output.failed_recving |= report.failed_recving
+            output.invalid_block_ids |= report.invalid_block_ids
+            output.load_errors |= report.load_errors
             output.transfer_usage |= report.transfer_usage
         return output
 
@@ -321,33 +323,46 @@ class FolderWorker(KVConnectorWorker):
 
     def _look_for_files(self) -> None:
         for request_id, (started_at, load) in list(self._waiting.items()):
+            now = self._clock.now()
             output = KVConnectorOutput(finished_recving={request_id})
-            is_late = self._clock.now() > started_at + self._deadline_s
+            bad: list[int] = []
             try:
-                if self._is_loaded(load):
-                    output.transfer_usage[request_id] = self._usage(load, self._clock.now() - started_at)
-                elif is_late:
-                    raise TransferTimeout(f"no file of {load.transfer_id} after {self._deadline_s:g} s")
-                else:
+                found = self._load(load)
+                if found is None and now <= started_at + self._deadline_s:
                     continue
+                if found is None:
+                    raise TransferTimeout(f"no file of {load.transfer_id} after {self._deadline_s:g} s")
+                bad = found
             except KVFerryError as error:
                 output.failed_recving[request_id] = ErrorInfo.of(error)
             except OSError as error:
                 output.failed_recving[request_id] = ErrorInfo.of(PeerUnreachable(f"{load.transfer_id}: {error}"))
+            if bad:  # the others may be used: the engine computes again from the first of these on
+                error = CorruptBlock(f"{len(bad)} blocks of {load.transfer_id} are not what was written")
+                output.invalid_block_ids.update(bad)
+                output.load_errors[request_id] = ErrorInfo.of(error)
+            num_good = 0 if output.failed_recving else len(load.rows) - len(bad)
+            output.transfer_usage[request_id] = self._usage(load, num_good, self._clock.now() - started_at)
             del self._waiting[request_id]
             self._report(output)
 
-    def _usage(self, load: Load, seconds: float) -> TransferUsage:
-        num_bytes = sum(self._rows[row].nbytes for row in load.rows)
+    def _usage(self, load: Load, num_good_blocks: int, seconds: float) -> TransferUsage:
+        """Return what a load cost; of one that has failed nothing was transferred, but it took its time."""
+        if not num_good_blocks:
+            return TransferUsage(transport=NAME, transfer_ms=1e3 * seconds)
         return TransferUsage(
-            transport=NAME, transferred_tokens=load.num_tokens, transferred_bytes=num_bytes, transfer_ms=1e3 * seconds
+            transport=NAME,
+            transferred_tokens=load.num_tokens,
+            transferred_bytes=len(load.rows) * self._rows[0].nbytes,
+            transfer_ms=1e3 * seconds,
+            verified_blocks=num_good_blocks,
         )
 
-    def _is_loaded(self, load: Load) -> bool:
-        """Read the file into the pool; False if it is not there yet.
+    def _load(self, load: Load) -> list[int] | None:
+        """Read the file into the pool; return the rows that do not hold what was written, None if there is no file yet.
 
         Raises:
-            KVFerryError: it must not be read, or holds other bytes than were written.
+            KVFerryError: it must not be read.
             OSError: it cannot be read.
         """
         if load.refusal is not None:
@@ -355,17 +370,15 @@ class FolderWorker(KVConnectorWorker):
         try:
             file = file_of(self._folder, load.transfer_id).open("rb")
         except FileNotFoundError:
-            return False
+            return None
         with file:
             file.seek(load.first * self._rows[0].nbytes)
             counts = [file.readinto(self._rows[row]) for row in load.rows]
             file.seek(-DIGEST_BYTES * len(load.rows), os.SEEK_END)
-            digests = file.read()
+            digests = [file.read(DIGEST_BYTES) for _ in load.rows]
         if any(count != self._rows[0].nbytes for count in counts):
             raise CorruptBlock(f"the file of {load.transfer_id} is too short")
-        if b"".join(digest(self._rows[row]) for row in load.rows) != digests:
-            raise CorruptBlock(f"the file of {load.transfer_id} does not hold what was written")
-        return True
+        return [row for row, written in zip(load.rows, digests, strict=True) if digest(self._rows[row]) != written]
 
     def _report(self, report: KVConnectorOutput) -> None:
         self._reports.append(report)

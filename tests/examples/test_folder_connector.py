@@ -127,17 +127,34 @@ async def test_a_file_that_never_comes_fails_the_load_at_its_deadline(peer):
         assert decode.engine.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "cut"])
-async def test_other_bytes_than_were_written_fail_the_load(peer, folder, damage):
-    async with peer("prefill") as prefill, peer("decode") as decode:
-        handoff = prefill.engine.prefill("a", PROMPT)
-        await prefill.engine.until(lambda: not prefill.engine.parked)
-        (path,) = folder.glob("*.kv")
-        content = bytearray(path.read_bytes())
+async def damaged(prefill, folder, damage):
+    """Return the hand-over of a prompt of four blocks whose file is changed by ``damage``."""
+    handoff = prefill.engine.prefill("a", PROMPT)
+    await prefill.engine.until(lambda: not prefill.engine.parked)
+    (path,) = folder.glob("*.kv")
+    path.write_bytes(damage(bytearray(path.read_bytes())))
+    return handoff
+
+
+async def test_block_with_other_bytes_than_were_written_is_bad_and_the_others_are_good(peer, folder):
+    def flip_a_bit(content):
         content[2 * LAYOUT.block_bytes + 5] ^= 1
-        path.write_bytes(content if damage == "flipped bit" else content[: 2 * LAYOUT.block_bytes])
-        decode.load("a", PROMPT, handoff)
-        assert (await decode.outcome("a")).error.code == "digest"
+        return content
+
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        decode.engine.checks_content = True
+        decode.load("a", PROMPT, await damaged(prefill, folder, flip_a_bit))
+        outcome = await decode.outcome("a")
+        assert (outcome.error.code, outcome.bad) == ("digest", {2})
+        assert outcome.usage.verified_blocks == 3
+        assert decode.engine.num_used_blocks == 0
+
+
+async def test_file_that_was_cut_fails_the_load(peer, folder):
+    async with peer("prefill") as prefill, peer("decode") as decode:
+        decode.load("a", PROMPT, await damaged(prefill, folder, lambda content: content[: 2 * LAYOUT.block_bytes]))
+        outcome = await decode.outcome("a")
+        assert (outcome.error.code, outcome.bad) == ("digest", set())
         assert decode.engine.num_used_blocks == 0
 
 
