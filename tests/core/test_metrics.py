@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from core.metrics import WorkerMetrics
+from core.metrics import WorkerMetrics, read_labelled_counter
 
 
 def test_gauges_are_read_at_scrape_time():
@@ -18,6 +18,15 @@ def test_counters_of_the_engine_are_read_at_scrape_time():
     WorkerMetrics(registry, {"engine_steps": lambda: steps[0]})
     steps[0] = 7
     assert registry.get_sample_value("kvferry_engine_steps_total") == 7.0
+
+
+def test_labelled_counters_of_the_engine_are_read_at_scrape_time():
+    registry, counts = CollectorRegistry(), {}
+    read_labelled_counter(registry, "kv_load_fallbacks", "Loads.", ("reason", "policy"), lambda: list(counts.items()))
+    labels = {"reason": "stale", "policy": "recompute"}
+    assert registry.get_sample_value("kvferry_kv_load_fallbacks_total", labels) is None
+    counts["stale", "recompute"] = 2
+    assert registry.get_sample_value("kvferry_kv_load_fallbacks_total", labels) == 2
 
 
 def test_unknown_gauge_is_refused():

@@ -197,7 +197,10 @@ class CopyConnectorScheduler(KVConnectorScheduler):
 
 
 class CopyConnectorWorker(KVConnectorWorker):
-    """Copies blocks when told to, and keeps a log of every call. With ``hold`` loads end only once ``release`` is called."""
+    """Copies blocks when told to, and keeps a log of every call. With ``hold`` loads do not end.
+
+    The source blocks in ``bad`` bring NaN and are reported; those in ``late`` may be written later, too, until it is empty.
+    """
 
     def __init__(self, source: torch.Tensor | None, is_async: bool, hold: bool = False) -> None:
         self.source = source
@@ -206,6 +209,10 @@ class CopyConnectorWorker(KVConnectorWorker):
         self.calls: list[str] = []
         self.raises: dict[str, Exception] = {}
         self.pool: KVPoolRegion | None = None
+        self.bad: set[int] = set()
+        self.late: set[int] = set()
+        self.quarantined: set[int] = set()
+        self._invalid: set[int] = set()
         self._loading: list = []
 
     def _note(self, name: str) -> None:
@@ -236,22 +243,40 @@ class CopyConnectorWorker(KVConnectorWorker):
         if self.hold:
             return KVConnectorOutput()
         ended, self._loading = self._loading, []
+        before = set(self.quarantined)
         for load in ended:
             self._copy(load)
-        return KVConnectorOutput(finished_recving={load[0] for load in ended})
+        output = KVConnectorOutput(finished_recving={load[0] for load in ended})
+        output.quarantined_block_ids = self.quarantined - before
+        if not self.late:
+            output.unquarantined_block_ids, self.quarantined = self.quarantined, set()
+        return output
 
     def get_block_ids_with_load_errors(self):
         self._note("get_block_ids_with_load_errors")
-        return set()
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def bring_late_bytes(self) -> None:
+        """Write NaN into all that is in quarantine."""
+        for own in self.quarantined:
+            self._rows()[own] = 0xFF
 
     def shutdown(self):
         self._note("shutdown")
 
+    def _rows(self) -> torch.Tensor:
+        return torch.frombuffer(self.pool.buffer, dtype=torch.uint8).view(self.pool.num_blocks, -1)
+
     def _copy(self, load) -> None:
-        rows = torch.frombuffer(self.pool.buffer, dtype=torch.uint8).view(self.pool.num_blocks, -1)
+        rows = self._rows()
         theirs = self.source.view(torch.uint8).view(len(self.source), -1)
         for source, own in zip(load[1], load[2], strict=True):
-            rows[own] = theirs[source]
+            rows[own] = 0xFF if source in self.bad | self.late else theirs[source]
+            if source in self.bad | self.late:
+                self._invalid.add(own)
+            if source in self.late:
+                self.quarantined.add(own)
 
 
 @dataclass
