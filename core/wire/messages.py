@@ -145,7 +145,7 @@ class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
     verified_blocks: Count = 0
     recomputed_tokens: Count = 0  # prompt tokens that should have been loaded and were computed
-    fallback_reason: Text = ""  # why; empty if nothing was recomputed
+    fallback_reason: Text = ""  # why the load failed, in whole or in part; empty if it did not
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
