@@ -238,7 +238,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     finished_req_ids: set[str] = field(default_factory=set)  # left since the last step; the runner drops them
-    preempted_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)  # have lost their blocks, by preemption or by a failed load
     has_sync_kv_loads: bool = False
     kv_connector_metadata: KVConnectorMetadata | None = None
 

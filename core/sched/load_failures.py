@@ -179,7 +179,7 @@ def _must_end(state: SchedulerState, request: Request, error: ErrorInfo) -> bool
 def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInfo) -> None:
     """Let a request go on from the tokens that it keeps.
 
-    The blocks of one that still loads stay with it until the load has ended; ``promote_loaded_request`` does the rest.
+    The blocks of one that still loads stay with it until the load has ended; ``settle_failed_load`` does the rest.
     """
     request, manager = affected.request, state.kv_cache_manager
     request_id = request.request_id

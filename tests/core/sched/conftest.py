@@ -259,11 +259,27 @@ class World:
         outputs = self.scheduler.update_from_output(self.last, self.model.execute_model(self.last))
         for output in outputs:
             assert output.request_id not in self.ends, f"{output.request_id} speaks after its end"
+            self.check_told(output)
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output.finish_reason
         self.outputs = outputs
         return outputs
+
+    def check_told(self, output: EngineCoreOutput) -> None:
+        """What is told about the prompt is told once, with the first output, and its counts make sense."""
+        stats, usage = output.prefill_stats, output.transfer_usage
+        is_first = output.request_id not in self.tokens
+        assert output.error is not None or (stats is not None) is is_first
+        if stats is not None:
+            counts = (stats.num_local_cached_tokens, stats.num_external_cached_tokens)
+            assert min(counts) >= 0
+            assert sum(counts) <= stats.num_prompt_tokens
+        if usage is not None:
+            assert is_first
+            num_prompt_tokens = stats.num_prompt_tokens if stats is not None else self.config.max_model_len
+            assert 0 <= usage.recomputed_tokens <= num_prompt_tokens
+            assert usage.fallback_reason or not usage.recomputed_tokens
 
     def step(self) -> list[EngineCoreOutput]:
         self.schedule()

@@ -2,7 +2,16 @@
 
 import pytest
 
-from core.request import RequestStatus
+from core.config import SchedulerSection
+from core.kv.integrity import find_violations
+from core.kv.manager import KVCacheManager
+from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus
+from core.sched.load_failures import handle_load_failures
+from core.sched.quarantine import quarantine_blocks
+from core.sched.state import SchedulerState
+from core.testing.clock import FakeClock
+from core.wire.sampling import SamplingParams
 
 
 @pytest.fixture
@@ -236,3 +245,47 @@ def test_invalid_block_that_nobody_holds_changes_nothing(world):
     world.script.report.invalid_block_ids = {60}
     (output,) = world.step()
     assert output.finish_reason is None
+
+
+# ---- several groups ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_groups():
+    """A running request of 80 tokens in two KV cache groups, with blocks of 16 and of 32 tokens."""
+    specs = [FullAttentionSpec(block_size=size, num_kv_heads=1, head_dim=1, dtype_bytes=4) for size in (16, 32)]
+    config = KVCacheConfig(20, tuple(KVCacheGroup((index,), spec) for index, spec in enumerate(specs)))
+    manager = KVCacheManager(config, 200, 32, 16, enable_caching=False)
+    state = SchedulerState(SchedulerSection(), manager, 200, None, FakeClock())
+    new = NewRequest(request_id="r", prompt_token_ids=[1] * 80, sampling=SamplingParams())
+    request = state.requests["r"] = Request(new, None)
+    assert manager.allocate_slots(request, 80) is not None
+    request.num_computed_tokens, request.status = 80, RequestStatus.RUNNING
+    state.running.append(request)
+    return state, request
+
+
+def test_several_groups_fall_back_to_where_all_of_them_can_go_on(two_groups):
+    state, request = two_groups
+    small, large = state.kv_cache_manager.get_block_ids("r")
+    assert handle_load_failures(state, KVConnectorOutput(invalid_block_ids={small[3]}), {"r": 8}) == {}
+    assert request.num_computed_tokens == 32
+    assert state.kv_cache_manager.get_block_ids("r") == (small, large), "they are written again in place"
+    blocks = state.kv_cache_manager.block_pool.blocks
+    is_renewed = [blocks[block_id].generation > 1 for block_id in [*small, *large]]
+    assert is_renewed == [False, False, True, True, True, False, True, True]
+    assert state.rolled_back == {"r"}
+
+
+def test_quarantine_in_one_group_leaves_the_other_its_blocks(two_groups):
+    state, request = two_groups
+    manager = state.kv_cache_manager
+    small, large = manager.get_block_ids("r")
+    quarantine_blocks(state, {large[1]})
+    handle_load_failures(state, KVConnectorOutput(quarantined_block_ids={large[1]}), {})
+    assert request.num_computed_tokens == 32
+    assert manager.get_block_ids("r") == (small, large[:1])
+    fresh = manager.allocate_slots(request, 48)
+    assert [len(group) for group in fresh.blocks] == [0, 2]
+    assert large[1] not in manager.get_block_ids("r")[1]
+    assert find_violations(manager, {large[1]: 1}) == []
