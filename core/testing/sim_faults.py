@@ -36,6 +36,7 @@ class Fault(StrEnum):
     JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
     SLOW = "slow"  # steps that take long
     DRAIN = "drain"  # a worker is told to leave, and replaced
+    TWIN = "twin"  # a worker is replaced without having been told
     # load
     PRESSURE = "pressure"  # pools that hold little more than one request
     SHORT_LEASE = "short_lease"  # leases and deadlines in the range of what else takes time
@@ -91,12 +92,12 @@ def draw_kinds(random: Random) -> frozenset[Fault]:
 
 
 def draw_faults(
-    random: Random, kinds: frozenset[Fault], workers: Sequence[str], router: str, moments: Sequence[float]
+    random: Random, kinds: frozenset[Fault], workers: Sequence[str], routers: Sequence[str], moments: Sequence[float]
 ) -> FaultSchedule:
     """Draw the faults of a run in which something begins at these ``moments``: shortly after is when it hurts."""
     found = FaultSchedule(kinds)
     _draw_weather(random, found)
-    everyone = [*workers, router]
+    everyone = [*workers, *routers]
     pairs = [(one, other) for index, one in enumerate(everyone) for other in everyone[index + 1 :]]
 
     def draw(kind: Fault, most: int, targets: Sequence[tuple[str, ...]], shortest_s: float, longest_s: float) -> None:
@@ -105,13 +106,14 @@ def draw_faults(
             at = random.choice(moments) + random.choice((0.1, 0.5, 2.0)) * random.random()
             found.events.append(FaultEvent(at, kind, random.choice(targets), duration_s))
 
-    each_worker = [(worker,) for worker in workers]
+    each_worker, each_router = [(worker,) for worker in workers], [(router,) for router in routers]
     draw(Fault.CUT, 8, pairs, 0.0, 0.0)
     draw(Fault.PARTITION, 3, pairs, 0.3, 8.0)
     draw(Fault.CRASH, 4, each_worker, 0.1, 3.0)
-    draw(Fault.ROUTER_CRASH, 1, [(router,)], 0.1, 4.0)
-    draw(Fault.FREEZE, 3, [*each_worker, (router,)], 0.1, 8.0)
+    draw(Fault.ROUTER_CRASH, 2, each_router, 0.1, 4.0)
+    draw(Fault.FREEZE, 3, [*each_worker, *each_router], 0.1, 8.0)
     draw(Fault.DRAIN, 2, each_worker, 0.1, 2.0)
+    draw(Fault.TWIN, 2, each_worker, 0.0, 0.0)
     draw(Fault.JUMP, 4, each_worker, 0.5, 9.0)
     found.events.sort()
     found.quiet_at = max([*moments, *(event.end for event in found.events)]) + 1.0

@@ -14,6 +14,8 @@ from core.testing.clock import FakeClock
 
 Callback = Callable[[], None]
 
+_ROUNDING_S = 1e-9  # a timer never fires before it is due by the clock that it was planned by
+
 
 class Timer:
     """A planned event. ``due`` is in the loop's seconds."""
@@ -119,8 +121,8 @@ class Process:
         return timer
 
     def call_at(self, when: float, callback: Callback) -> Timer:
-        """Plan an event by this process's own clock."""
-        return self.call_later(self.clock.delay_until(when), callback)
+        """Plan an event for when this process's own clock shows ``when``, or a little more."""
+        return self.call_later(self.clock.delay_until(when) + _ROUNDING_S, callback)
 
     def on_death(self, callback: Callback) -> None:
         """Have others told at the moment of death."""

@@ -21,7 +21,7 @@ from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.eventlog import EventLog
 from kvferry.sim.excuses import find_unexcused
 from kvferry.sim.host import Host, World
-from kvferry.sim.plan import ROUTER, ClusterPlan, WorkerPlan
+from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.repeatable import may_repeat
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import FINGERPRINT, SimWorker
@@ -59,7 +59,7 @@ class SimCluster:
         self.violations: list[str] = []
         self.loop = EventLoop()
         self.workers: dict[str, SimWorker] = {}
-        self.router: SimRouter | None = None
+        self.routers: dict[str, SimRouter] = {}
         self.clients = [Client(request, self.complain) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
@@ -96,7 +96,8 @@ class SimCluster:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _plan_events(self) -> None:
-        self._start_router()
+        for name in self.plan.routers:
+            self._start_router(name)
         for spec in self.plan.workers:
             self._start_worker(spec)
         for client in self.clients:
@@ -113,10 +114,10 @@ class SimCluster:
         self.workers[spec.engine_id] = worker
         self._lives.append(worker)
 
-    def _start_router(self) -> None:
-        seed = self._next_life(ROUTER)
-        host = Host(self._world, Process(self.loop, ROUTER, ProcessClock(self.loop, 5000.0)))
-        self.router = SimRouter(host, self.plan.config.router, seed, self._retries)
+    def _start_router(self, name: str) -> None:
+        seed = self._next_life(name)
+        host = Host(self._world, Process(self.loop, name, ProcessClock(self.loop, 5000.0)))
+        self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries)
 
     def _next_life(self, name: str) -> int:
         """Return a seed that no other life has."""
@@ -125,8 +126,7 @@ class SimCluster:
         return Random(f"{self.plan.seed}/{name}/{self._num_lives[name]}").getrandbits(63)
 
     def _process(self, name: str) -> Process:
-        assert self.router is not None
-        return self.router.host.process if name == ROUTER else self.workers[name].host.process
+        return self.routers[name].host.process if name in self.routers else self.workers[name].host.process
 
     def _spec(self, name: str) -> WorkerPlan:
         return next(spec for spec in self.plan.workers if spec.engine_id == name)
@@ -135,8 +135,7 @@ class SimCluster:
 
     def _submit(self, client: Client) -> None:
         client.submitted_at = self.loop.now
-        assert self.router is not None
-        router = self.router
+        router = self.routers[client.plan.router]
         if router.host.process.is_alive:
             router.connect(client)
         else:
@@ -146,10 +145,9 @@ class SimCluster:
 
     def _leave(self, client: Client) -> None:
         """The client closes its connection; the router notices when it next runs."""
-        assert self.router is not None
         if not client.is_over:
             client.has_left = True
-            self.router.disconnect(client)
+            self.routers[client.plan.router].disconnect(client)
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
@@ -166,8 +164,9 @@ class SimCluster:
             case Fault.CRASH:
                 self._crash(event.targets[0], event.seconds)
             case Fault.ROUTER_CRASH:
-                self._process(ROUTER).kill()
-                self.loop.call_later(event.seconds, self._start_router)
+                self._crash_router(event.targets[0], event.seconds)
+            case Fault.TWIN:
+                self._start_worker(self._spec(event.targets[0]))
             case Fault.JUMP:
                 self.workers[event.targets[0]].jump(event.seconds)
             case Fault.DRAIN:
@@ -183,6 +182,12 @@ class SimCluster:
         if process.is_alive:
             self.log.write(process.name, "thaws")
             process.thaw()
+
+    def _crash_router(self, name: str, seconds: float) -> None:
+        process = self.routers[name].host.process
+        if process.is_alive:
+            process.kill()
+            self.loop.call_later(seconds, lambda: self._start_router(name))
 
     def _crash(self, name: str, seconds: float) -> None:
         worker = self.workers[name]
@@ -236,7 +241,7 @@ class SimCluster:
 
     def _latest_end(self, client: Client) -> float:
         """Return when a request must have ended. While the router is frozen nobody can tell its client anything."""
-        frozen_s = sum(event.seconds for event in self.plan.faults.events if ROUTER in event.targets)
+        frozen_s = sum(event.seconds for event in self.plan.faults.events if client.plan.router in event.targets)
         return client.plan.at + self.plan.config.router.request_timeout_s + frozen_s + _ANSWER_BOUND_S
 
     def _rest_s(self) -> float:
@@ -246,9 +251,8 @@ class SimCluster:
         return slowest * (connector.lease_s + 2 * connector.transfer_deadline_s + connector.handshake_timeout_s + 10.0)
 
     def _leftovers(self) -> list[str]:
-        assert self.router is not None
-        found = [f"router: {self.router.num_requests} requests left"] if self.router.num_requests else []
-        for worker in self.workers.values():
+        found = [f"{name}: {router.num_requests} requests left" for name, router in self.routers.items() if router.num_requests]
+        for worker in self._lives:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
         return found

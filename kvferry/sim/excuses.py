@@ -12,7 +12,7 @@ from core.testing.sim_faults import Fault
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.plan import ClusterPlan
 
-_LOST_WORKERS = frozenset({Fault.CRASH, Fault.FREEZE, Fault.PARTITION, Fault.CUT, Fault.DRAIN, Fault.ROUTER_CRASH})
+_LOST_WORKERS = frozenset({Fault.CRASH, Fault.FREEZE, Fault.PARTITION, Fault.CUT, Fault.DRAIN, Fault.TWIN, Fault.ROUTER_CRASH})
 _BAD_TIMING = frozenset(
     {
         Fault.SHORT_LEASE,

@@ -23,8 +23,6 @@ from core.testing.hash_model import expected_tokens
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
 from core.wire.messages import LoadFailurePolicy, Role
 
-ROUTER = "router"
-ROUTER_ADDRESS = "tcp://router:5570"
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
 REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
@@ -47,17 +45,24 @@ class RequestPlan:
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    router: str = "router-0"  # that the client is connected to
     policy: LoadFailurePolicy | None = None
     abort_at: float | None = None  # when the client leaves, unless it has its answer by then
     text_ends_after: int | None = None  # tokens after which the text of a choice has ended, which only the router can know
     expected: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        details = [f"{len(self.prompt_token_ids)}+{self.max_tokens} tokens", f"n={self.n}" if self.n > 1 else ""]
-        details += [f"policy={self.policy}" if self.policy else "", f"salt={self.cache_salt}" if self.cache_salt else ""]
-        details += ["stop token" if self.stop_token_ids else "", f"abort at {self.abort_at:.3f}" if self.abort_at else ""]
-        details += [f"text ends after {self.text_ends_after}" if self.text_ends_after else ""]
-        return f"{self.at:.3f} {self.name}: {', '.join(detail for detail in details if detail)}"
+        details = {
+            f"{len(self.prompt_token_ids)}+{self.max_tokens} tokens": True,
+            f"n={self.n}": self.n > 1,
+            self.router: self.router != "router-0",
+            f"policy={self.policy}": self.policy,
+            f"salt={self.cache_salt}": self.cache_salt,
+            "stop token": self.stop_token_ids,
+            f"abort at {self.abort_at}": self.abort_at,
+            f"text ends after {self.text_ends_after}": self.text_ends_after,
+        }
+        return f"{self.at:.3f} {self.name}: {', '.join(text for text, is_told in details.items() if is_told)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ class ClusterPlan:
 
     seed: int
     config: KVFerryConfig
+    routers: tuple[str, ...]
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: FaultSchedule
@@ -115,6 +121,11 @@ class ClusterPlan:
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
+def router_address(name: str) -> str:
+    """Return where workers connect to a router."""
+    return f"tcp://{name}:5570"
+
+
 def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan:
     """Return the plan of a seed, with the kinds of faults that it draws, or with all that are ``chosen``.
 
@@ -122,16 +133,18 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     """
     random = Random(seed)
     kinds = draw_kinds(random) if chosen is None else frozenset(chosen)
-    config = _draw_config(random, kinds)
+    routers = random.choice((("router-0",), ("router-0",), ("router-0", "router-1")))
+    config = _draw_config(random, kinds, routers)
     workers = _draw_workers(random, kinds, config)
-    requests = _draw_requests(random, kinds)
+    requests = _draw_requests(random, kinds, routers)
     moments = [request.at for request in requests]
-    faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], ROUTER, moments)
+    faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
     return ClusterPlan(
         seed=seed,
         config=config,
+        routers=routers,
         workers=workers,
         requests=requests,
         faults=faults,
@@ -162,19 +175,24 @@ def draw_race_plan(seed: int) -> ClusterPlan:
     return replace(plan, workers=(prefill, decode), requests=tuple(requests))
 
 
-def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
+def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> KVFerryConfig:
     lease_s, deadline_s = 8.0, 3.0
     if Fault.SHORT_LEASE in kinds:
         lease_s = random.uniform(0.3, 2.0)
         deadline_s = random.uniform(0.2, 1.5) if random.random() < 0.3 else random.uniform(1.0, 8.0)
     return KVFerryConfig(
-        cache=CacheSection(block_size=random.choice((16, 16, 32))),
+        cache=CacheSection(
+            block_size=random.choice((16, 16, 32)),
+            enable_prefix_caching=random.random() < 0.9,
+            watermark=random.choice((0.0, 0.0, 0.1)),
+        ),
         scheduler=SchedulerSection(
             max_num_batched_tokens=random.choice((16, 48, 128)),
             max_num_seqs=random.choice((2, 4, 8)),
             policy=random.choice(("fcfs", "fcfs", "priority")),
+            long_prefill_token_threshold=random.choice((0, 0, 16)),
         ),
-        worker=WorkerSection(router_addresses=(ROUTER_ADDRESS,), drain_timeout_s=6.0),
+        worker=WorkerSection(router_addresses=tuple(map(router_address, routers)), drain_timeout_s=6.0),
         connector=ConnectorSection(
             transports=(random.choice(("tcp", "nixl", "shm")),),
             kv_verify=random.choice(("auto", "auto", "identity", "digest")),
@@ -185,7 +203,6 @@ def _draw_config(random: Random, kinds: frozenset[Fault]) -> KVFerryConfig:
             lease_max_s=4 * lease_s,
         ),
         router=RouterSection(
-            worker_address=ROUTER_ADDRESS,
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
             request_timeout_s=random.uniform(0.5, 4.0) if Fault.DEADLINE in kinds else 300.0,
@@ -217,9 +234,10 @@ def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig
     )
 
 
-def _draw_requests(random: Random, kinds: frozenset[Fault]) -> tuple[RequestPlan, ...]:
+def _draw_requests(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> tuple[RequestPlan, ...]:
     documents = [[random.randrange(50_000) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
-    return tuple(_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 20)))
+    drawn = [_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 20))]
+    return tuple(replace(request, router=random.choice(routers)) for request in drawn)
 
 
 def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[int]], index: int) -> RequestPlan:

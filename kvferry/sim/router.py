@@ -15,7 +15,7 @@ from core.ids import SeededIds, new_hex_id
 from core.wire.codec import decode_worker_frame, encode_router_message
 from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
-from kvferry.sim.plan import MODEL
+from kvferry.sim.plan import MODEL, router_address
 from router.cluster import Joined, Left
 from router.flow import Deliver, Ended, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
@@ -40,7 +40,8 @@ class SimRouter:
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
         self._clients: dict[str, Client] = {}
         self._greets_soon = False
-        self._server = host.network.listen(host.process, config.worker_address, self._on_frame, self._on_lost_connection)
+        address = router_address(host.process.name)
+        self._server = host.network.listen(host.process, address, self._on_frame, self._on_lost_connection)
         host.process.on_death(self._drop_clients)
         self._tick()
 

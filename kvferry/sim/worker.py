@@ -46,7 +46,7 @@ from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
-from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ROUTER_ADDRESS, ClusterPlan, WorkerPlan
+from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from prefill.worker import PrefillHands
 
 FINGERPRINT = b"hash-model fingerprint"
@@ -77,8 +77,9 @@ class SimWorker:
         self.hands = self._make_hands()
         self.state = self._make_state(config, core.scheduler.max_model_len)
         self._timer: Timer | None = None
-        self._link = Link(host.network, host.process, ROUTER_ADDRESS, self._on_frame)
-        self._perform(self.state.connect(ROUTER_ADDRESS, self._now()))
+        self._links = {address: self._open(address) for address in config.worker.router_addresses}
+        for address in self._links:
+            self._perform(self.state.connect(address, self._now()))
 
     @property
     def is_serving(self) -> bool:
@@ -153,6 +154,8 @@ class SimWorker:
             scheduler_block_size=config.cache.block_size,
             hash_block_size=HASH_BLOCK_SIZE,
             max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
+            enable_caching=config.cache.enable_prefix_caching,
+            watermark=config.cache.watermark,
             seals=self.model.seals,
         )
         connector = self.connector.scheduler if self.connector is not None else None
@@ -187,8 +190,11 @@ class SimWorker:
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
-    def _on_frame(self, frame: bytes) -> None:
-        self._perform(self.state.on_router_message(ROUTER_ADDRESS, decode_router_frame(frame), self._now()))
+    def _open(self, address: str) -> Link:
+        def on_frame(frame: bytes) -> None:
+            self._perform(self.state.on_router_message(address, decode_router_frame(frame), self._now()))
+
+        return Link(self.host.network, self.host.process, address, on_frame)
 
     def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
@@ -208,9 +214,9 @@ class SimWorker:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Send(_, message):
-                self.host.log("sends", message)
-                self._link.send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
+            case Send(link, message):
+                self.host.log(f"sends {link}", message)
+                self._links[link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
             case SubmitAdd(requests):
                 self.engine.submit(Add(requests))
             case SubmitAbort(engine_request_ids):

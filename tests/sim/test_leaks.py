@@ -59,6 +59,7 @@ def test_nothing_is_left(kinds):
         cluster = SimCluster(draw_plan(seed, kinds))
         cluster.run()
         alive = [worker for worker in cluster.workers.values() if worker.host.process.is_alive and not worker.is_stopped]
-        tables = [table for worker in alive for table in tables_of_worker(worker)] + list(tables_of_router(cluster.router))
+        tables = [table for worker in alive for table in tables_of_worker(worker)]
+        tables += [table for router in cluster.routers.values() for table in tables_of_router(router)]
         left = {f"{type(owner).__name__}.{name}": getattr(owner, name) for owner, name in tables if getattr(owner, name)}
         assert not left, f"seed {seed}"

@@ -28,6 +28,7 @@ from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.verification import Verdict
 from connectors.p2p.worker import P2PConnectorWorker
 from core.engine.core import EngineCore
+from core.engine.worker_state import WorkerState
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import SEAL_BYTES
@@ -284,6 +285,7 @@ def deliver_repeated_tokens_again(patch: Patch) -> None:
 
 def forget_deadlines(patch: Patch) -> None:
     patch(Flows, "on_timer", returns([]))
+    patch(WorkerState, "_expire", returns([]))
 
 
 def end_twice(patch: Patch) -> None:
@@ -322,7 +324,7 @@ MUTANTS = (
     Mutant("ignore lost connections", (Fault.CRASH,), ignore_lost_connections),
     Mutant("drop a token at replay", (Fault.CRASH,), drop_a_token_at_replay, 200),
     Mutant("deliver repeated tokens again", (Fault.REPEAT,), deliver_repeated_tokens_again),
-    Mutant("forget deadlines", (Fault.DEADLINE, Fault.FREEZE), forget_deadlines),
+    Mutant("forget deadlines", (Fault.DEADLINE, Fault.SLOW), forget_deadlines),
     Mutant("end twice", (Fault.ABORT,), end_twice),
 )
 

@@ -10,7 +10,7 @@ WORKERS = ["prefill-0", "decode-0"]
 
 
 def draw(seed: int, kinds=frozenset(Fault)):
-    return draw_faults(Random(seed), kinds, WORKERS, "router", [1.0, 5.0])
+    return draw_faults(Random(seed), kinds, WORKERS, ["router-0"], [1.0, 5.0])
 
 
 def test_same_seed_gives_the_same_faults():
@@ -39,7 +39,7 @@ def test_after_the_last_event_it_is_quiet(seed):
     found = draw(seed)
     assert found.events == sorted(found.events)
     assert found.quiet_at >= max(event.end for event in found.events)
-    assert all(set(event.targets) <= {*WORKERS, "router"} for event in found.events)
+    assert all(set(event.targets) <= {*WORKERS, "router-0"} for event in found.events)
     found.calm_down()
     for weather in (found.network, found.reads):
         assert not any(value for name, value in vars_of(weather).items() if name.endswith("_rate"))

@@ -80,6 +80,18 @@ def test_clock_of_a_process_has_its_own_origin_and_rate(loop):
     assert seen == [(pytest.approx(2.0), pytest.approx(103.0))]
 
 
+@pytest.mark.parametrize("rate", [0.75, 0.9, 1.1, 1.3])
+def test_timer_is_due_by_its_own_clock_when_it_fires(loop, rate):
+    clock = ProcessClock(loop, origin=98_765.4321, rate=rate)
+    process, late = Process(loop, "p", clock), []
+    for tenth in range(200):
+        due = clock.now() + tenth / 10
+        process.call_at(due, lambda due=due: late.append(clock.now() - due))
+    run(loop)
+    assert min(late) >= 0
+    assert max(late) < 1e-6
+
+
 def test_queue_keeps_the_order_whatever_each_call_takes(loop):
     delays = iter((5.0, 1.0, 3.0))
     queue, seen = Queue(Process(loop, "p"), loop, lambda: next(delays)), []
