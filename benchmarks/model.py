@@ -4,7 +4,8 @@ Prefill: one prompt, the logits of its last token. Decode: one more token for ea
 Ours runs on the engine's attention backend over a paged cache; transformers on its own (SDPA, dynamic cache). fp32, CPU.
 ``gemm floor`` is the time of our packed linears alone on inputs of that size, the part that no other code can take away.
 
-Linears: the four linear layers of one transformer layer and the head, packed, packed without padding to 4 rows, and dense.
+Linears: the four linear layers of ten transformer layers and the head, all on as many rows, packed, packed without padding to 4
+rows, and dense. (A prefill step has all layers, and the head on one row only: that is ``gemm floor``.)
 
     python benchmarks/model.py [--model smollm2-135m] [--repeats 7] [--only linear prefill decode]
 
@@ -127,7 +128,7 @@ def gemm_floor(decoder: Decoder, num_tokens: int, num_outputs: int) -> Call:
 
 
 def linear_calls(arch: ModelArch, num_rows: int) -> dict[str, Call]:
-    """Return the linears of one layer and the head on random weights, of as many layers as fill the caches several times."""
+    """Return the linears of ten layers, which exceed the caches several times, and the head; random weights."""
     query, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     hidden, inner = arch.hidden_size, arch.intermediate_size
     shapes = [(query + 2 * kv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)] * 10 + [

@@ -24,12 +24,22 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A script, its arguments, and which of the common ones it takes. ``quick`` are the arguments of a smoke run."""
+    """A script, its arguments, and which of the common ones it takes. ``quick`` are further arguments of a smoke run.
+
+    ``script`` is the file's name without its ending; left out, it is ``name``. Two benchmarks may share one.
+    """
 
     name: str
     quick: tuple[str, ...] = ("--quick",)
     writes_json: bool = True  # --json FILE
     writes_markdown: bool = True  # --markdown
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """The script's name inside the folder of benchmarks."""
+        return f"{self.script or self.name}.py"
 
 
 BENCHMARKS = (
@@ -37,6 +47,7 @@ BENCHMARKS = (
     Benchmark("attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
     Benchmark("engine", ("--repeats", "1"), True, False),
+    Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("transport"),
     Benchmark("handover"),
     Benchmark("through_router"),
@@ -56,14 +67,14 @@ class Run:
 
 def run(benchmark: Benchmark, folder: Path, is_quick: bool) -> Run:
     """Run a script, show what it prints as it comes, and keep it."""
-    arguments = list(benchmark.quick) if is_quick else []
+    arguments = [*benchmark.arguments, *(benchmark.quick if is_quick else ())]
     json_file = folder / f"{benchmark.name}.json"
     if benchmark.writes_json:
         arguments += ["--json", str(json_file)]
     if benchmark.writes_markdown:
         arguments.append("--markdown")
-    command = [sys.executable, str(FOLDER / f"{benchmark.name}.py"), *arguments]
-    print(f"== {shlex.join(['python', f'benchmarks/{benchmark.name}.py', *arguments])}", flush=True)
+    command = [sys.executable, str(FOLDER / benchmark.file_name), *arguments]
+    print(f"== {shlex.join(['python', f'benchmarks/{benchmark.file_name}', *arguments])}", flush=True)
     begin, lines = time.perf_counter(), []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():

@@ -56,5 +56,25 @@ def test_figures_of_a_smoke_run_do_not_get_into_a_document(run_all, monkeypatch,
 
 
 def test_every_benchmark_is_known_to_run_all(run_all):
-    scripts = {path.stem for path in run_all.FOLDER.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts - {"run_all"} == {benchmark.name for benchmark in run_all.BENCHMARKS}
+    scripts = {path.name for path in run_all.FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts - {"run_all.py"} == {benchmark.file_name for benchmark in run_all.BENCHMARKS}
+
+
+def test_every_benchmark_has_its_marks_in_the_documentation(run_all):
+    document = (run_all.FOLDER.parent / "docs" / "benchmarks.md").read_text()
+    for benchmark in run_all.BENCHMARKS:
+        marks = [document.find(f"<!-- {benchmark.name} -->"), document.find(f"<!-- /{benchmark.name} -->")]
+        assert marks == sorted(marks)
+        assert -1 not in marks
+
+
+def test_one_script_may_serve_two_benchmarks_with_different_arguments(run_all, tmp_path, monkeypatch):
+    (tmp_path / "shared.py").write_text("import sys; print(*sys.argv[1:])")
+    plain = {"quick": ("--short",), "writes_json": False, "writes_markdown": False}
+    other = run_all.Benchmark("other", **plain, script="shared", arguments=("--threads", "2"))
+    monkeypatch.setattr(run_all, "BENCHMARKS", (run_all.Benchmark("shared", **plain), other))
+    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--quick", "--output", str(tmp_path / "results")])
+    assert run_all.main() == 0
+    printed = {path.stem: json.loads(path.read_text())["output"] for path in (tmp_path / "results").glob("*.json")}
+    assert printed == {"shared": ["--short"], "other": ["--threads 2 --short"]}
