@@ -57,21 +57,10 @@ class PagedCpuBackend(AttentionBackend):
         super().__init__(cache)
         self._gather = GatherKernel(cache)
         self._decode = DecodeRows(cache) if cache.dtype is torch.float32 else None
-        has_numpy_type = cache.dtype is not torch.bfloat16
-        self._rows = [cache.layer_rows(layer).numpy() for layer in range(cache.num_layers)] if has_numpy_type else []
 
     def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
         """See ``AttentionBackend.plan``."""
         return PagedCpuPlan(self._write_rows(batch), split_sequences(batch, self.cache.block_size))
-
-    def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
-        """See ``AttentionBackend.write_kv``; numpy takes the strided source as it is, and half of ``index_copy_``'s time."""
-        if not self._rows or key_value.dtype is not self.cache.dtype:
-            super().write_kv(layer, key_value, plan)
-            return
-        rows = self._rows[layer]
-        source = key_value.reshape(len(key_value), -1, rows.shape[1])
-        rows[plan.write_rows.view(source.shape[:2]).numpy()] = source.numpy()
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """See ``AttentionBackend.attend``."""
