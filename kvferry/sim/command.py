@@ -20,9 +20,7 @@ def sim(
     seed: Annotated[int, typer.Option(min=0, help="Which run to play; with --runs, the first.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="How many seeds, this one and those that follow.")] = 1,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the runs.")] = 1,
-    faults: Annotated[
-        str, typer.Option(help="Kinds of faults that may happen, with commas between: all, none, or some.")
-    ] = "all",
+    faults: Annotated[str, typer.Option(help="Kinds of faults instead of those drawn: all, none, or some.")] = DRAWN,
     quiet: Annotated[bool, typer.Option("--quiet", help="Without the event log of a single run.")] = False,
 ) -> None:
     """Play a whole cluster under virtual time with faults drawn from a seed; the same seed gives the same events."""

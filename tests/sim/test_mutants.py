@@ -36,6 +36,7 @@ from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.plan import draw_plan, draw_race_plan
 from router.flows import Flows
+from router.legs import TokensLost
 
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
@@ -299,7 +300,38 @@ def end_twice(patch: Patch) -> None:
 
 
 _LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
+# ---- defects that the simulation has found in the real code, as they were
+
+
+def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
+    real = router.legs._check
+
+    def check(flow, item):
+        real(flow, item)
+        if item.position > len(flow.output_token_ids[item.index]):
+            raise TokensLost("tokens were lost on the way")
+
+    patch(router.legs, "_check", check)
+
+
+def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
+    patch(WorkerState, "_give_up_requests_of", lambda self, link: self._abort_requests_of(link, 0.0))
+
+
+def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:
+    real = Flows._keep_or_release_handoff
+
+    def keep_or_release_handoff(self, flow, decode):
+        handoff, actions = flow.handoff, real(self, flow, decode)
+        if handoff is not None and flow.handoff is None:
+            flow.fallback_reason = "layout"
+        return actions
+
+    patch(Flows, "_keep_or_release_handoff", keep_or_release_handoff)
+
+
 _RACE = None
+_SILENCE = (Fault.FREEZE, Fault.SLOW, Fault.PARTITION)
 
 MUTANTS = (
     Mutant("accept every seal", _RACE, accept_every_seal),
@@ -326,6 +358,13 @@ MUTANTS = (
     Mutant("deliver repeated tokens again", (Fault.REPEAT,), deliver_repeated_tokens_again),
     Mutant("forget deadlines", (Fault.DEADLINE, Fault.SLOW), forget_deadlines),
     Mutant("end twice", (Fault.ABORT,), end_twice),
+    Mutant("take what an ended choice sends for a gap", (), take_what_an_ended_choice_sends_for_a_gap),
+    Mutant(
+        "give up a silent router without a word",
+        (Fault.FREEZE, Fault.SLOW, Fault.PARTITION),
+        give_up_a_silent_router_without_a_word,
+    ),
+    Mutant("name the wrong reason", (Fault.FREEZE, Fault.CRASH), take_every_reader_that_cannot_for_one_of_another_layout, 200),
 )
 
 
