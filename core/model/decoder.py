@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
-from core.model.layers import RotaryEmbedding, rms_norm, silu_and_mul
+from core.model.layers import RMSNorm, RotaryEmbedding, silu_and_mul
 from core.model.linear import Linear
 
 
@@ -26,11 +26,11 @@ class LayerWeights:
     ``qk_norm`` ``[num_heads + num_kv_heads, head_dim]`` holds the weight of every query and key head, or is None.
     """
 
-    input_norm: Tensor
+    input_norm: RMSNorm
     qkv: Linear
     qk_norm: Tensor | None
     output: Linear
-    post_attention_norm: Tensor
+    post_attention_norm: RMSNorm
     gate_up: Linear
     down: Linear
 
@@ -41,7 +41,7 @@ class DecoderWeights:
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: RMSNorm
     head: Linear
 
 
@@ -85,17 +85,15 @@ class Decoder:
         cos, sin = self._rotary.angles(positions)
         last_place = self._places[-1]
         for layer, place in zip(self._weights.layers, self._places, strict=True):
-            normed = rms_norm(hidden, layer.input_norm, self.arch.rms_norm_eps)
-            query, key_value = self._query_key_value(layer, normed, cos, sin)
+            query, key_value = self._query_key_value(layer, layer.input_norm(hidden), cos, sin)
             plan = plans[place.group_id]
             attention.write_kv(place.index_in_group, key_value, plan)
             attended = attention.attend(place.index_in_group, query, place.spec, plan)
             if place is last_place and output_rows is not None:
                 hidden, attended = hidden[output_rows], attended[output_rows]
             hidden.add_(layer.output(attended.flatten(1)))
-            normed = rms_norm(hidden, layer.post_attention_norm, self.arch.rms_norm_eps)
-            hidden.add_(layer.down(silu_and_mul(layer.gate_up(normed))))
-        return rms_norm(hidden, self._weights.norm, self.arch.rms_norm_eps)
+            hidden.add_(layer.down(silu_and_mul(layer.gate_up(layer.post_attention_norm(hidden)))))
+        return self._weights.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits ``[R, vocab_size]`` of ``hidden`` ``[R, hidden_size]``, rows picked from ``forward``'s result."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.model.arch import ModelArch
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
-from core.model.layers import RotaryEmbedding
+from core.model.layers import RMSNorm, RotaryEmbedding
 from core.model.linear import Linear, make_linear
 
 
@@ -100,7 +100,7 @@ def _decoder_weights(tensors: _Checkpoint, arch: ModelArch) -> DecoderWeights:
     else:
         head = tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
     layers = tuple(_layer_weights(tensors, arch, f"model.layers.{number}") for number in range(arch.num_layers))
-    norm = tensors.take("model.norm.weight", arch.hidden_size)
+    norm = RMSNorm(tensors.take("model.norm.weight", arch.hidden_size), arch.rms_norm_eps)
     return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
@@ -111,11 +111,11 @@ def _layer_weights(tensors: _Checkpoint, arch: ModelArch, prefix: str) -> LayerW
     qkv_names = [f"{attention}.{name}_proj" for name in ("q", "k", "v")]
     gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     return LayerWeights(
-        input_norm=tensors.take(f"{prefix}.input_layernorm.weight", hidden),
+        input_norm=RMSNorm(tensors.take(f"{prefix}.input_layernorm.weight", hidden), arch.rms_norm_eps),
         qkv=tensors.linear(qkv_names, [query_size, kv_size, kv_size], hidden, arch.qkv_bias),
         qk_norm=_qk_norm(tensors, arch, attention) if arch.qk_norm else None,
         output=tensors.linear([f"{attention}.o_proj"], [hidden], query_size, arch.attention_output_bias),
-        post_attention_norm=tensors.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+        post_attention_norm=RMSNorm(tensors.take(f"{prefix}.post_attention_layernorm.weight", hidden), arch.rms_norm_eps),
         gate_up=tensors.linear(gate_up_names, [inner, inner], hidden, arch.mlp_bias),
         down=tensors.linear([f"{mlp}.down_proj"], [hidden], inner, arch.mlp_bias),
     )

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from core.model.arch import parse_arch
-from core.model.layers import RotaryEmbedding, inverse_frequencies, rms_norm, silu_and_mul
+from core.model.layers import RMSNorm, RotaryEmbedding, inverse_frequencies, silu_and_mul
 
 BASE = {
     "model_type": "llama",
@@ -71,7 +71,7 @@ def test_rms_norm_divides_by_the_root_mean_square(dtype, size):
     hidden, weight = (size * torch.randn(5, 16)).to(dtype), torch.randn(16).to(dtype)
     before, exact = hidden.clone(), hidden.double()
     expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    actual = rms_norm(hidden, weight, 1e-5)
+    actual = RMSNorm(weight, 1e-5)(hidden)
     assert actual.dtype is dtype
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=0)
     assert torch.equal(hidden, before)
