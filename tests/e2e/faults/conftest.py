@@ -295,6 +295,10 @@ class FaultCluster:
         """Return a gauge of a worker."""
         return self.samples(worker)[(name,)]
 
+    def gauges(self, role: str, name: str) -> dict[str, float]:
+        """Return a gauge of every worker of this role, by the worker's name."""
+        return {worker.engine_id: self.gauge(worker.engine_id, name) for worker in self._workers(role)}
+
     def holder(self) -> str:
         """Wait until a prefill worker holds blocks for a reader, and return its name."""
         return self.busy("prefill", "kvferry_kv_leased_blocks")
@@ -304,7 +308,7 @@ class FaultCluster:
         found: list[str] = []
 
         def look() -> bool:
-            found[:] = [worker.engine_id for worker in self._workers(role) if self.gauge(worker.engine_id, gauge)]
+            found[:] = [worker for worker, value in self.gauges(role, gauge).items() if value]
             return bool(found)
 
         self.eventually(look, f"{gauge} of a {role} worker", 30.0)
@@ -317,7 +321,7 @@ class FaultCluster:
 
     def held_leases(self) -> float:
         """Return how many blocks the prefill workers hold for readers."""
-        return sum(self.gauge(worker.engine_id, "kvferry_kv_leased_blocks") for worker in self._workers("prefill"))
+        return sum(self.gauges("prefill", "kvferry_kv_leased_blocks").values())
 
     def held(self) -> dict[str, float]:
         """Return every gauge of the live workers that counts something held."""
