@@ -199,9 +199,9 @@ class FaultCluster:
         self._epoch_at = time.monotonic()
         self._write({"epoch": next(self._epochs), **faults})
 
-    def confine_to(self, worker: str) -> None:
-        """Let the other workers' reads go well."""
-        self._write({**self._plan, "worker": worker})
+    def end_deadlines(self) -> None:
+        """Let the deadlines of all loads of this moment pass; kept and stalled reads stay so."""
+        self._write({**self._plan, "end_deadlines": True})
 
     def let_go(self) -> float:
         """Let kept and stalled reads go on; the numbering stays. Returns when."""

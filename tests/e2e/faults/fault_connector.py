@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,27 @@ def connector(context: ConnectorContext) -> Connector:
     desk = FaultDesk(Path(context.config.extra["faults"]), context.role, context.engine_id)
 
     def create(name: str, settings: TransportSettings) -> Transport:
-        return CommandedTransport(create_transport(name, settings), desk)
+        return CommandedTransport(create_transport(name, settings), desk, made.end_deadlines)
 
-    return (BoastfulConnector if context.config.extra.get("boastful_leases") else P2PConnector)(context, create)
+    made = (BoastfulConnector if context.config.extra.get("boastful_leases") else CommandedConnector)(context, create)
+    return made
 
 
-class BoastfulConnector(P2PConnector):
+class CommandedConnector(P2PConnector):
+    """Lets the deadlines of its loads pass when it is told to: no test has to wait for them, or to be faster than they are."""
+
+    def end_deadlines(self) -> None:
+        """Let the deadline of every load in progress be now. Any thread."""
+        self._call_soon(self._end_deadlines, None)
+
+    def _end_deadlines(self, _: None) -> None:
+        assert self._node is not None
+        for load in self._node._pull._loads.values():
+            load.deadline = self._context.clock.now()
+        self._on_timer()
+
+
+class BoastfulConnector(CommandedConnector):
     """Ends its leases in time, but tells readers that they last: what is left to protect them are the seals."""
 
     async def start(self) -> None:
@@ -47,11 +62,10 @@ class FaultDesk:
     """A worker's end of the folder: the plan as it stands, and the trace.
 
     Plans number the reads from 1, counted from the first read that is posted after a plan of a new ``epoch`` was put there.
-    Every worker of the role counts for itself; a plan that names a ``worker`` is for that one.
+    Every worker of the role counts for itself.
     """
 
     def __init__(self, folder: Path, role: str, engine_id: str) -> None:
-        self._engine_id = engine_id
         self._path = folder / f"{role}.json"
         self._trace = (folder / f"{engine_id}.trace").open("a", buffering=1)
         self._seen: tuple[int, int] = (0, 0)
@@ -75,8 +89,6 @@ class FaultDesk:
 
     def absolute(self, kind: str) -> set[int]:
         """Return the numbers of the reads that meet a fault, over the life of the transport."""
-        if self._plan.get("worker", self._engine_id) != self._engine_id:
-            return set()
         return {self._base + number for number in self._plan.get(kind, ())}
 
     def number(self, absolute: int) -> int:
@@ -91,8 +103,10 @@ class FaultDesk:
 class CommandedTransport(FaultTransport):
     """A fault transport over ``LateTransport`` over a real one; follows the desk's plan."""
 
-    def __init__(self, inner: Transport, desk: FaultDesk) -> None:
+    def __init__(self, inner: Transport, desk: FaultDesk, end_deadlines: Callable[[], None]) -> None:
         self._desk = desk
+        self._end_deadlines = end_deadlines
+        self._has_ended_deadlines = False  # by the plan as it stands
         self._late = LateTransport(inner, desk)
         self._excused: set[int] = set()  # stalled reads that a cancel or a fence has ended, whatever the plan says
         super().__init__(self._late, FaultPlan())
@@ -139,6 +153,10 @@ class CommandedTransport(FaultTransport):
         for kind in ("refuse", "fail", "stall", "corrupt"):
             setattr(self.plan, kind, self._desk.absolute(kind) - self._excused)
         self.plan.ignore_cancel = bool(plan.get("ignore_cancel"))
+        wants_end = bool(plan.get("end_deadlines"))
+        if wants_end and not self._has_ended_deadlines:
+            self._end_deadlines()
+        self._has_ended_deadlines = wants_end
 
 
 class LateTransport(Transport):
