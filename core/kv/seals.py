@@ -169,6 +169,22 @@ def decode_seal(row: bytes) -> Seal | None:
     return Seal(incarnation, generation, group_id, block_hash, num_tokens, layout_version, digest if has_digest else None)
 
 
+def encode_seal(seal: Seal) -> bytes:
+    """Return the row that says this, for memory that has no table of seals: what travels into stores and tiers."""
+    return _ROW.pack(
+        _MAGIC,
+        _VERSION,
+        seal.group_id,
+        seal.incarnation,
+        seal.block_hash,
+        seal.digest or 0,
+        seal.num_tokens,
+        0 if seal.digest is None else _HAS_DIGEST,
+        seal.layout_version,
+        seal.generation,
+    )
+
+
 def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:
     """Say, with both values, why a seal is not the expected one; None if it is. Digests are not looked at."""
     magic, version, group_id, sealed_by, block_hash, _, num_tokens, _, layout, generation = _ROW.unpack(row)

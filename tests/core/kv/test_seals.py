@@ -17,6 +17,7 @@ from core.kv.seals import (
     Seal,
     SealTable,
     decode_seal,
+    encode_seal,
     find_mismatch,
     layout_fingerprint,
     map_seal_memory,
@@ -183,3 +184,9 @@ def test_layouts_that_differ_have_different_fingerprints():
 
 def test_a_fingerprint_is_the_same_in_every_process():
     assert layout_fingerprint(LAYOUT) == 221868591691210058
+
+
+@pytest.mark.parametrize("digest", [None, 0, 2**64 - 1])
+def test_a_row_for_a_store_says_what_a_row_of_a_table_says(digest):
+    seal = Seal(2**64 - 1, 7, 3, bytes(range(16)), 64, 12345, digest)
+    assert decode_seal(encode_seal(seal)) == seal

@@ -1,0 +1,79 @@
+"""The name of a block in the store, and its packed form.
+
+Owns what enters a key. A block hash is keyed by the model's fingerprint and chains the tokens of the whole prefix, the tenant's
+``cache_salt`` and the adapters; the layout part says how the bytes lie and which share of the model they are. Two blocks with
+one key have the same content, whoever computed them. Called by connectors, which make keys, and by everything in this package.
+
+    packed: block_hash[16] | layout_version: u64 | shard[8] | group_id: u32        36 bytes, little-endian
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from core.errors import ProtocolError
+from core.kv.hashing import BLOCK_HASH_BYTES
+from core.kv.seals import layout_fingerprint
+from core.wire.kv import KVLayoutInfo
+
+LAYOUT_KEY_BYTES = 16
+PACKED_KEY_BYTES = BLOCK_HASH_BYTES + LAYOUT_KEY_BYTES + 4
+
+_VERSION_BYTES = 8
+_SHARD_DOMAIN = b"kvferry shard v1"
+_MAX_GROUP_ID = 2**16 - 1  # a seal has 16 bits for it
+
+
+class StoreKey(NamedTuple):
+    """What a block is: the hash of its prefix (16 bytes), the layout of its bytes (``layout_key``), its KV cache group."""
+
+    block_hash: bytes
+    layout: bytes
+    group_id: int
+
+    @property
+    def layout_version(self) -> int:
+        """What the seals of such blocks say of their layout: ``core.kv.seals.layout_fingerprint``."""
+        return int.from_bytes(self.layout[:_VERSION_BYTES], "little")
+
+    def pack(self) -> bytes:
+        """Return the 36 bytes under which tiers and messages know the block."""
+        return b"%b%b%b" % (self.block_hash, self.layout, self.group_id.to_bytes(4, "little"))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> StoreKey:
+        """Return the key of 36 bytes.
+
+        Raises:
+            ProtocolError: they are no key.
+        """
+        if len(packed) != PACKED_KEY_BYTES:
+            raise ProtocolError(f"a packed store key has {PACKED_KEY_BYTES} bytes, not {len(packed)}")
+        group_id = int.from_bytes(packed[-4:], "little")
+        if group_id > _MAX_GROUP_ID:
+            raise ProtocolError(f"group id {group_id} of a store key is above {_MAX_GROUP_ID}")
+        return cls(packed[:BLOCK_HASH_BYTES], packed[BLOCK_HASH_BYTES:-4], group_id)
+
+
+def layout_key(layout: KVLayoutInfo, shard: str = "") -> bytes:
+    """Return the 16 bytes that stand for a layout; ``shard`` names the part of the heads and layers that this worker holds."""
+    part = hashlib.blake2b(shard.encode(), digest_size=LAYOUT_KEY_BYTES - _VERSION_BYTES, person=_SHARD_DOMAIN).digest()
+    return layout_fingerprint(layout).to_bytes(_VERSION_BYTES, "little") + part
+
+
+def pack_keys(keys: Iterable[StoreKey]) -> bytes:
+    """Return the packed keys, one after another."""
+    return b"".join([b"%b%b%b" % (block_hash, layout, group_id.to_bytes(4, "little")) for block_hash, layout, group_id in keys])
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """Return the single packed keys of ``pack_keys``.
+
+    Raises:
+        ProtocolError: the length is no multiple of a key's.
+    """
+    if len(packed) % PACKED_KEY_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of store keys")
+    return [packed[start : start + PACKED_KEY_BYTES] for start in range(0, len(packed), PACKED_KEY_BYTES)]
