@@ -38,6 +38,7 @@ class ConnectorContext:
     layout: KVLayoutInfo
     config: ConnectorSection
     control_address: str  # where to bind the control socket (producers)
+    data_port: int = 0  # of a data socket beside it; 0 = any
     advertise_host: str
     clock: Clock
     ids: IdSource
@@ -58,6 +59,16 @@ class Connector(ABC):
     @abstractmethod
     def transports(self) -> tuple[str, ...]:
         """Transports that work here, in order of preference; empty if the connector has none."""
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which the transports of one host work; empty if that plays no part."""
+        return ""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if what is read here can be verified byte by byte."""
+        return False
 
     async def start(self) -> None:
         """Bind sockets and start tasks. The KV pool is registered by now.
@@ -144,6 +155,7 @@ def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes
                 layout=layout,
                 config=host.config.connector,
                 control_address=host.config.worker.control_address,
+                data_port=host.config.worker.data_port,
                 advertise_host=host.config.worker.advertise_host,
                 clock=host.clock,
                 ids=host.ids,

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from core.errors import (
     Cancelled,
+    ConnectorUnavailable,
     DeadlineExceeded,
     KVFerryError,
     NoWorker,
@@ -30,6 +31,7 @@ from core.errors import (
     PeerUnreachable,
     ProtocolError,
     RequestError,
+    fallback_reason,
 )
 from core.wire.kv import KVHandoff
 from core.wire.messages import Abort, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
@@ -272,13 +274,14 @@ class Flows:
 
     def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
         """Release the hand-over if the worker that goes on cannot read it."""
-        prefill = self._cluster.get(flow.prefill)
-        is_reader = decode.role == "decode"
-        if flow.handoff is None or (prefill is not None and is_reader and mismatch(prefill, decode) is None):
+        if flow.handoff is None:
+            return []
+        problem = _why_not_read(self._cluster.get(flow.prefill), decode)
+        if problem is None:
             return []
         releases = _release(flow.prefill, flow.handoff)
         flow.handoff = None
-        flow.fallback_reason = "peer_lost" if prefill is None else "layout" if is_reader else "rejected"
+        flow.fallback_reason = fallback_reason(problem.code)
         return releases
 
     def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:
@@ -427,6 +430,15 @@ class Flows:
 
 def _demand(flow: Flow) -> Demand:
     return Demand(num_tokens=flow.submission.num_tokens, num_choices=len(flow.live_choices), avoid=frozenset(flow.avoid))
+
+
+def _why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
+    """Return why a worker that goes on cannot read what a prefill worker holds; None if it can."""
+    if prefill is None:
+        return PeerUnreachable("the prefill worker was lost")
+    if successor.role != "decode":
+        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no hand-overs")
+    return mismatch(prefill, successor)
 
 
 def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.errors import ContextTooLong, InvalidRequest, NoWorker, Overloaded
+from core.errors import ConnectorUnavailable, ContextTooLong, InvalidRequest, KVFerryError, NoWorker, Overloaded
+from core.wire.pairing import check_compatible, choose_transport
 from router.cluster import Worker, WorkerKey
 
 
@@ -52,18 +53,22 @@ class Route:
         return max(worker.load for worker in self.workers)
 
 
-def mismatch(prefill: Worker, decode: Worker) -> str | None:
-    """Say why the two cannot hand over, with both values; None if they can."""
-    mine, theirs = prefill.facts, decode.facts
-    names = f"prefill {mine.engine_id} and decode {theirs.engine_id}"
-    if mine.model_fingerprint != theirs.model_fingerprint:
-        return f"{names} hold different models: {mine.model_fingerprint.hex()} and {theirs.model_fingerprint.hex()}"
-    if mine.layout != theirs.layout:
-        return f"{names} lay out their KV cache differently: {mine.layout} and {theirs.layout}"
-    if mine.connector != theirs.connector:
-        return f"{names} use different connectors: {mine.connector!r} and {theirs.connector!r}"
-    if (mine.transports or theirs.transports) and not set(mine.transports) & set(theirs.transports):
-        return f"{names} share no transport: {', '.join(mine.transports)} and {', '.join(theirs.transports)}"
+def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
+    """Return why the two cannot hand over, with both values; None if they can.
+
+    It is the handshake's own decision, made on what the two say when they register.
+    """
+    owner, reader = prefill.facts, decode.facts
+    names = f"prefill {owner.engine_id} and decode {reader.engine_id}"
+    if owner.connector != reader.connector:
+        return ConnectorUnavailable(f"{names} use different connectors: {owner.connector!r} and {reader.connector!r}")
+    try:
+        if owner.transports or reader.transports:
+            choose_transport(reader, owner)
+        else:  # of a connector that has none
+            check_compatible(owner, reader.model_fingerprint, reader.layout)
+    except KVFerryError as error:
+        return type(error)(f"{names} cannot hand over: {error.message}")
     return None
 
 
@@ -126,7 +131,7 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
     reasons = [mismatch(prefill, worker) for worker in decoders]
     able = [worker for worker, reason in zip(decoders, reasons, strict=True) if reason is None]
     if not able:
-        why = next((f": {reason}" for reason in reasons if reason), "")
+        why = next((f": {reason.message}" for reason in reasons if reason), "")
         raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}{why}")
     return _least_loaded_of(able, demand)
 
@@ -155,7 +160,7 @@ def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
     decodes = [worker for worker in open_workers if worker.role == "decode"]
     reasons = {prefill.key: [mismatch(prefill, decode) for decode in decodes] for prefill in prefills}
     reasons |= {decode.key: [mismatch(prefill, decode) for prefill in prefills] for decode in decodes}
-    return {key: str(found[0]) for key, found in reasons.items() if found and all(found)}
+    return {key: found[0].message for key, found in reasons.items() if found and found[0] and all(found)}
 
 
 def max_model_len(workers: Iterable[Worker]) -> int:
@@ -179,7 +184,8 @@ def why_not_ready(workers: Iterable[Worker]) -> str | None:
         return "no prefill worker is available, and no aggregated one"
     if not decodes:
         return "no decode worker is available, and no aggregated one"
-    return mismatch(prefills[0], decodes[0])
+    reason = mismatch(prefills[0], decodes[0])
+    return reason.message if reason else None
 
 
 def _least_loaded(worker: Worker) -> tuple[float, int]:

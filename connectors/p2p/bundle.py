@@ -26,7 +26,7 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.control import ControlClients, ControlServer
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, verifies_digests
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.host import host_id
 from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.metrics import P2PMetrics
@@ -43,6 +43,7 @@ from core.errors import ConnectorUnavailable
 from core.log import event
 from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
+from core.wire.pairing import verifies_digests
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
@@ -90,6 +91,17 @@ class P2PConnector(Connector):
     def transports(self) -> tuple[str, ...]:
         """Transports that work here, in order of preference; known after ``start``."""
         return tuple(self._transport_set.transports)
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which shared memory works."""
+        return self._identity.host_id
+
+    @property
+    def has_digests(self) -> bool:
+        """True if the seals made here hold digests."""
+        pool = self.worker.pool
+        return pool is not None and pool.seals is not None and pool.seals.has_digests
 
     @property
     def control_address(self) -> str:
@@ -293,7 +305,7 @@ class P2PConnector(Connector):
         return TransportSettings(
             ids=self._context.ids,
             engine_id=self._context.engine_id,
-            bind_address=join_tcp(host, 0),
+            bind_address=join_tcp(host, self._context.data_port),
             advertise_host=self._context.advertise_host,
         )
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
-from connectors.p2p.handshake import WorkerIdentity, check_compatible, check_verifiable, verifies_digests
+from connectors.p2p.handshake import WorkerIdentity
 from core.errors import ProtocolError
 from core.transport import PeerId
 from core.wire.kv import Handshake, HandshakeReply, KVVerify
+from core.wire.pairing import check_compatible, check_verifiable, verifies_digests
 
 
 @dataclass(slots=True)

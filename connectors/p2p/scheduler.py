@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest
-from connectors.p2p.handshake import WorkerIdentity, check_compatible
+from connectors.p2p.handshake import WorkerIdentity
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock
 from core.ids import IdSource, new_hex_id
@@ -23,6 +23,7 @@ from core.kv.seals import ExpectedSeal
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.transport import PeerId
 from core.wire.kv import GroupBlocks, KVHandoff
+from core.wire.pairing import check_compatible
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 

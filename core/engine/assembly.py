@@ -32,6 +32,14 @@ class ConnectorBundle(ConnectorSides, Protocol):
     def transports(self) -> tuple[str, ...]:
         """Transports that work here; known after ``start``."""
 
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which the transports of one host work."""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if what is read here can be verified byte by byte."""
+
     async def start(self) -> None:
         """Bind sockets and start tasks."""
 

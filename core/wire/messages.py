@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from core.errors import KVFerryError
-from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     ChoiceIndex,
     Count,
@@ -74,7 +74,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaults=True):
-    """A worker introduces itself; repeated until a ``Registered`` comes back, and after every reconnect."""
+    """A worker introduces itself; repeated until a ``Registered`` comes back, and after every reconnect.
+
+    Holds what the handshake of two workers decides on (``core.wire.pairing``), so that the router pairs none in vain.
+    """
 
     engine_id: Name
     incarnation: Unsigned64
@@ -87,7 +90,10 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     num_blocks: Positive
     max_num_choices: Count = 0  # that it holds at most, waiting ones included; more are refused. 0 = it does not say
     connector: Text = ""
-    transports: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()  # that work there, in its order of preference as a reader
+    host_id: Text = ""  # equal on two workers that share memory and a pid namespace
+    kv_verify: KVVerify = "auto"  # what it checks of what it reads
+    has_digests: bool = False  # its seals hold digests
     ops_address: Text = ""
     pid: Count = 0
 

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
-from connectors.p2p.handshake import verifies_digests
 from core.config import (
     CacheSection,
     ConnectorSection,
@@ -22,6 +21,7 @@ from core.config import (
 from core.testing.hash_model import expected_tokens
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
 from core.wire.messages import LoadFailurePolicy, Role
+from core.wire.pairing import verifies_digests
 
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens

@@ -50,6 +50,7 @@ from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from prefill.worker import PrefillHands
 
 FINGERPRINT = b"hash-model fingerprint"
+HOST_ID = "sim"
 LINGER_S = 1.0  # for the last replies and the goodbye
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 
@@ -132,7 +133,7 @@ class SimWorker:
             incarnation=self.incarnation,
             model_fingerprint=FINGERPRINT,
             layout=hash_model_layout(config.cache.block_size),
-            host_id="sim",
+            host_id=HOST_ID,
         )
         address = self.spec.control_address if self.spec.role == "prefill" else ""
         return SimConnector(self.host, identity, config.connector, ids, address)
@@ -180,6 +181,9 @@ class SimWorker:
             max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
             connector=config.connector.name if self.connector is not None else "",
             transports=self.connector.transports if self.connector is not None else (),
+            host_id=HOST_ID,
+            kv_verify=config.connector.kv_verify,
+            has_digests=self.model.seals.has_digests,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -132,6 +132,7 @@ class FakeWorker:
             "num_blocks": 64,
             "connector": "p2p",
             "transports": ("tcp",),
+            "has_digests": True,
         }
         return Register(engine_id=self.engine_id, incarnation=self.incarnation, role=self.role, **{**defaults, **self._facts})
 

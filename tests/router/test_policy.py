@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from core.errors import ContextTooLong, NoWorker, Overloaded
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
 from core.wire.messages import Register
 from router.cluster import Worker, WorkerKey
 from router.policy import (
@@ -34,6 +37,8 @@ def member(role: str, engine_id: str, *, load: int = 0, is_draining: bool = Fals
         num_blocks=10,
         connector="p2p",
         transports=("shm", "tcp"),
+        host_id="host",
+        has_digests=True,
     )
     return Worker(
         key=WorkerKey(engine_id, 1),
@@ -94,20 +99,53 @@ def test_an_idle_aggregated_worker_wins_over_a_pair_with_a_full_half():
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"model_fingerprint": b"other"}, ["different models", b"w".hex(), b"other".hex()]),
-        ({"layout": msgspec.structs.replace(LAYOUT, block_size=16)}, ["block_size=64", "block_size=16"]),
+        ({"model_fingerprint": b"other"}, ["model", b"w".hex(), b"other".hex()]),
+        ({"layout": msgspec.structs.replace(LAYOUT, dtype="bfloat16")}, ["float32", "bfloat16"]),
         ({"connector": "lmcache"}, ["'p2p'", "'lmcache'"]),
-        ({"transports": ("nixl",)}, ["shm, tcp", "nixl"]),
+        ({"transports": ("nixl",)}, ["['shm', 'tcp']", "['nixl']"]),
+        ({"transports": ("shm",), "host_id": "another"}, ["['shm', 'tcp']", "['shm']", "different hosts"]),
     ],
 )
 def test_incompatible_workers_are_never_paired_and_the_reason_names_both_values(facts, said):
     prefill, decode = member("prefill", "p0"), member("decode", "d0", **facts)
     reason = mismatch(prefill, decode)
     assert reason is not None
-    assert all(part in reason for part in ["p0", "d0", *said])
+    assert all(part in reason.message for part in ["p0", "d0", *said])
     with pytest.raises(NoWorker) as refused:
         choose_route([prefill, decode], Demand(num_tokens=10))
-    assert refused.value.message == reason
+    assert refused.value.message == reason.message
+
+
+def test_a_reader_that_demands_digests_is_not_paired_with_an_owner_that_makes_none():
+    prefill, decode = member("prefill", "p0", has_digests=False), member("decode", "d0", kv_verify="digest")
+    with pytest.raises(NoWorker, match=r"p0 and decode d0 .*kv_verify = digest over shm.* the owner's seals have none"):
+        choose_route([prefill, decode], Demand(num_tokens=10))
+    assert names(choose_route([prefill, decode, member("prefill", "p1", load=5)], Demand(num_tokens=10))) == ["p1", "d0"]
+
+
+SIDES = {
+    "transports": [("shm",), ("tcp", "shm"), ("nixl",), ()],
+    "host_id": ["host", "another"],
+    "kv_verify": ["auto", "identity", "digest"],
+    "has_digests": [False, True],
+    "model_fingerprint": [b"w", b"other"],
+    "layout": [LAYOUT, msgspec.structs.replace(LAYOUT, dtype="bfloat16")],
+}
+
+
+@given(*2 * [st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SIDES.items()})])
+def test_two_workers_are_paired_exactly_if_their_handshake_would_succeed(owner, reader):
+    prefill, decode = member("prefill", "p0", **owner), member("decode", "d0", **reader)
+    facts = ("engine_id", "incarnation", "model_fingerprint", "layout")
+    identity = WorkerIdentity(**{name: getattr(prefill.facts, name) for name in facts}, host_id=prefill.facts.host_id)
+    offers = dict.fromkeys(owner["transports"], b"")
+    question = {name: getattr(decode.facts, name) for name in (*facts, "transports", "host_id", "kv_verify")}
+    answer = HandshakeResponder(identity, 10, offers, owner["has_digests"]).answer(Handshake(**question))
+    reason = mismatch(prefill, decode)
+    if owner["transports"] or reader["transports"]:
+        assert (reason is None) == isinstance(answer, HandshakeReply)
+    if reason is not None and isinstance(answer, HandshakeRefused):
+        assert answer.message.startswith(reason.message.partition("cannot hand over: ")[2])
 
 
 def test_a_prefill_worker_without_a_partner_is_passed_over():
@@ -179,7 +217,7 @@ def test_a_successor_decode_worker_must_fit_and_suit_the_prefill_worker():
 
 def test_a_decode_worker_that_does_not_fit_is_refused_with_both_values():
     workers = [prefill := member("prefill", "p0"), member("decode", "d0", model_fingerprint=b"v2")]
-    with pytest.raises(NoWorker, match=f"{b'w'.hex()} and {b'v2'.hex()}"):
+    with pytest.raises(NoWorker, match=f"{b'v2'.hex()} at the peer, {b'w'.hex()} at p0"):
         choose_decode(workers, prefill, Demand(num_tokens=50))
 
 

@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, check_compatible, peer_error
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity, peer_error
 from core.errors import LayoutMismatch
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply
 from core.wire.messages import ErrorInfo
+from core.wire.pairing import check_compatible
 
 OFFERS = {"shm": b"a file", "nixl": b"an agent", "tcp": b"an address"}
 

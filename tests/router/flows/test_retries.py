@@ -380,7 +380,7 @@ def test_a_pair_that_falls_silent_together_is_lost_whichever_is_missed_first(mak
 def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
     bench = make_bench("d0")
     for name in ("p0", "d0"):
-        bench.join(name, connector="p2p", transports=("tcp",))
+        bench.join(name, connector="p2p", transports=("tcp",), has_digests=True)
     bench.join("a0")  # has no connector, as real ones
     bench.heartbeat("a0", num_running=50)
     bench.submit()

@@ -1,0 +1,129 @@
+"""Whether a worker can read KV blocks out of another's pool, and by which transport. Pure functions.
+
+One decision for everybody who has to make it: the owner when a reader shakes hands, the reader when it hears the answer or gets
+a hand-over, and the router before it pairs two workers, so that it never pairs two whose handshake would be refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from core.config import DIGEST_TRANSPORTS
+from core.errors import ConnectorUnavailable, LayoutMismatch
+from core.wire.kv import KVLayoutInfo, KVVerify
+
+SAME_HOST_TRANSPORTS = frozenset({"shm"})
+
+
+class KVHolder(Protocol):
+    """A worker with a KV pool: whose it is, what it holds, and how."""
+
+    @property
+    def engine_id(self) -> str:
+        """Stable name of the instance."""
+        ...
+
+    @property
+    def model_fingerprint(self) -> bytes:
+        """The model of which it holds KV."""
+        ...
+
+    @property
+    def layout(self) -> KVLayoutInfo:
+        """What one block looks like."""
+        ...
+
+
+class KVPeer(KVHolder, Protocol):
+    """What both sides of a hand-over say of themselves besides."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work there; a reader's are in its order of preference."""
+        ...
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers that share memory and a pid namespace."""
+        ...
+
+
+class KVReader(KVPeer, Protocol):
+    """A worker that loads blocks (``Handshake`` and ``Register`` are such)."""
+
+    @property
+    def kv_verify(self) -> KVVerify:
+        """What it checks of what it has read."""
+        ...
+
+
+class KVOwner(KVPeer, Protocol):
+    """A worker whose blocks are read (``HandshakeResponder`` and ``Register`` are such)."""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if its seals hold digests."""
+        ...
+
+
+def choose_transport(reader: KVReader, owner: KVOwner) -> str:
+    """Return the reader's first preference that works between the two and that it can verify.
+
+    Raises:
+        LayoutMismatch: they hold KV of different models, or in different layouts; the message holds both values.
+        ConnectorUnavailable: there is no such transport; the message says what stands in the way of the first that works
+            otherwise.
+    """
+    check_compatible(owner, reader.model_fingerprint, reader.layout)
+    same_host = reader.host_id == owner.host_id
+    common = [
+        name for name in reader.transports if name in owner.transports and (same_host or name not in SAME_HOST_TRANSPORTS)
+    ]
+    for name in common:
+        if owner.has_digests or not verifies_digests(reader.kv_verify, name):
+            return name
+    if common:
+        check_verifiable(reader.kv_verify, common[0], owner.has_digests)
+    hosts = "the same host" if same_host else "different hosts"
+    raise ConnectorUnavailable(
+        f"no common transport: the reader has {list(reader.transports)}, the owner {list(owner.transports)}, on {hosts}"
+    )
+
+
+def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutInfo) -> None:
+    """Check that the peer holds KV of the same model in the same layout.
+
+    Raises:
+        LayoutMismatch: it does not; the message holds both values.
+    """
+    if model_fingerprint != ours.model_fingerprint:
+        raise LayoutMismatch(
+            f"model fingerprint {model_fingerprint.hex()} at the peer, {ours.model_fingerprint.hex()} at {ours.engine_id}"
+        )
+    differences = [
+        f"{field} {getattr(layout, field)} at the peer, {getattr(ours.layout, field)} at {ours.engine_id}"
+        for field in (field.name for field in msgspec.structs.fields(KVLayoutInfo))
+        if getattr(layout, field) != getattr(ours.layout, field)
+    ]
+    if differences:
+        raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
+
+
+def verifies_digests(kv_verify: KVVerify, transport: str) -> bool:
+    """Say whether a reader checks the bytes of what it reads by this transport, and not only the seals."""
+    return kv_verify == "digest" or (kv_verify == "auto" and transport in DIGEST_TRANSPORTS)
+
+
+def check_verifiable(kv_verify: KVVerify, transport: str, has_digests: bool) -> None:
+    """Check that the owner's seals hold what the reader is going to verify.
+
+    Raises:
+        ConnectorUnavailable: they do not; the message holds both values.
+    """
+    if verifies_digests(kv_verify, transport) and not has_digests:
+        raise ConnectorUnavailable(
+            f"the reader verifies digests (kv_verify = {kv_verify} over {transport}), the owner's seals have none "
+            "(it makes them with kv_verify = digest, or with auto if it serves tcp from host memory)"
+        )
