@@ -64,6 +64,7 @@ class Worker:
         self._ops = OpsServer(
             {
                 ("GET", "/health"): self._health,
+                ("GET", "/started"): self._started,
                 ("GET", "/ready"): self._ready,
                 ("GET", "/metrics"): self._metrics,
                 ("POST", "/drain"): self._drain,
@@ -128,7 +129,7 @@ class Worker:
         return True
 
     def _make_state(self, assembled: Assembled) -> WorkerState:
-        built, config = assembled.built, self._context.config
+        built, config, connector = assembled.built, self._context.config, assembled.connector
         self._num_blocks = built.num_blocks
         registration = Register(
             engine_id=self._context.engine_id,
@@ -141,8 +142,11 @@ class Worker:
             max_num_seqs=config.scheduler.max_num_seqs,
             num_blocks=built.num_blocks,
             max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
-            connector=config.connector.name if assembled.connector is not None else "",
-            transports=assembled.connector.transports if assembled.connector is not None else (),
+            connector=config.connector.name if connector is not None else "",
+            transports=connector.transports if connector is not None else (),
+            host_id=connector.host_id if connector is not None else "",
+            kv_verify=config.connector.kv_verify,
+            has_digests=connector is not None and connector.has_digests,
             ops_address=self._ops_address,
             pid=os.getpid(),
         )
@@ -292,6 +296,12 @@ class Worker:
             logger.error(event("unhealthy", reason=reason))
             return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": reason})
         return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
+
+    def _started(self) -> OpsResponse:
+        """Say whether the model is loaded, so that from now on silence means trouble; no router has a part in the answer."""
+        if self._state is None:
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "loading"})
+        return OpsResponse.of_json(HTTPStatus.OK, {"status": "started"})
 
     def _ready(self) -> OpsResponse:
         reason = self._why_not_ready()
