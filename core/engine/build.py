@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from core.attention.base import AttentionBackend, AttentionSpec
+from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, select_backend
 from core.clock import Clock
 from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE, ConnectorSection, KVFerryConfig, ModelSection, WorkerSection
@@ -33,6 +33,7 @@ from core.kv.seals import SealTable
 from core.kv.spec import KVCacheConfig
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
+from core.model.decoder import attention_spec
 from core.model.hub import ModelFiles, resolve_model
 from core.model.loader import load_decoder
 from core.sched.scheduler import Scheduler
@@ -106,7 +107,8 @@ def build_engine(
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
         if connector is not None:
             connector.worker.register_kv_caches(pool.region)
-        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device)
+        groups = [group.layer_indices for group in cache_config.groups]
+        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=groups)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
         manager = _kv_cache_manager(config, cache_config, max_model_len, pool.seals)
@@ -190,10 +192,7 @@ def _max_model_len(section: ModelSection, arch: ModelArch, cache_config: KVCache
 def _select_attention(
     arch: ModelArch, cache_config: KVCacheConfig, dtype: torch.dtype, device: torch.device
 ) -> type[AttentionBackend]:
-    windows = dict.fromkeys(arch.sliding_windows)
-    specs = tuple(
-        AttentionSpec(arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.attention_scale, window) for window in windows
-    )
+    specs = tuple(dict.fromkeys(attention_spec(arch, layer) for layer in range(arch.num_layers)))
     group = cache_config.groups[0]
     return select_backend(AttentionProblem(device, dtype, specs, len(group.layer_indices), group.spec.block_size))
 

@@ -1,8 +1,8 @@
 """The shape of a model: a Hugging Face ``config.json`` parsed into one frozen description.
 
-Owns which architectures and rope variants exist here, and the model's fingerprint. Knows nothing of tensors or files and
-imports no torch: the router, the KV manager and the engine all read it. A new architecture is one entry of ``_TRAITS``;
-a hybrid model (Gemma 3) is one more, because window sizes are already per layer.
+Owns which architectures exist here, what each fixes in its code instead of its configuration, and the model's fingerprint.
+Knows nothing of tensors or files and imports no torch: the router, the KV manager and the engine all read it. A new
+architecture is one entry of ``_TRAITS``; what layers of one model do differently is a tuple with one entry per layer.
 """
 
 from __future__ import annotations
@@ -10,28 +10,36 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from core.errors import ConfigError
+from core.model.rope import Rope, parse_rope, parse_rope_pair
 
-RopeKind = Literal["default", "linear", "llama3"]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+# Root mean square norm of query and key heads: none, with weights of the checkpoint, or without any and on rotated layers only.
+QKNorm = Literal["none", "weighted", "unit"]
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How the base frequencies of rope are stretched; ``linear`` uses ``factor`` alone, ``llama3`` all four."""
+class AttentionTemperature:
+    """Queries of layers without rope are multiplied by ``1 + scale * ln(1 + floor((position + 1) / floor_tokens))``.
 
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025), as Llama 4 uses it.
+    """
+
+    floor_tokens: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArch:
-    """Everything about a model that is not a weight. Sizes are in elements, ``sliding_windows`` in tokens per layer."""
+    """Everything about a model that is not a weight. Sizes are in elements, windows and chunks in tokens.
+
+    ``ropes``, ``sliding_windows`` and ``attention_chunk_sizes`` have one entry per layer: None where the layer does not know
+    positions, or attends to everything. ``attention_scale`` is the factor on query-key products, ``embedding_scale`` that on
+    embedded tokens. ``has_post_norms``: the outputs of attention and MLP are normalized, too, before they are added.
+    """
 
     model_type: str
     vocab_size: int
@@ -41,24 +49,24 @@ class ModelArch:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_scale: float
+    embedding_scale: float
+    activation: Activation
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
+    ropes: tuple[Rope | None, ...]
+    temperature: AttentionTemperature | None
     tie_word_embeddings: bool
     qkv_bias: bool
     attention_output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm
+    has_post_norms: bool
     sliding_windows: tuple[int | None, ...]
+    attention_chunk_sizes: tuple[int | None, ...]
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
-
-    @property
-    def attention_scale(self) -> float:
-        """The factor on query-key products."""
-        return float(self.head_dim**-0.5)
 
     @property
     def kv_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -71,39 +79,80 @@ class ModelArch:
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What an architecture fixes in its code and therefore does not say in its config."""
+    """What an architecture fixes in its code and therefore does not say in its config.
 
-    qkv_bias: bool | None  # None: read ``attention_bias``
-    attention_output_bias: bool | None
-    qk_norm: bool = False
+    ``defaults``: fields that its config may leave out. ``only``: fields with a single value that is computed here.
+    """
+
+    defaults: Mapping[str, Any]
+    only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    qkv_bias: bool | None = None  # None: read ``attention_bias``
+    attention_output_bias: bool | None = None
+    qk_norm: QKNorm = "none"
     window_gate: str | None = None  # the flag that switches ``sliding_window`` on; None: the window alone decides
-    num_kv_heads: int | None = None  # default where the config may leave it out
-    max_position_embeddings: int = 2048
 
+
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28}
 
 _TRAITS: Mapping[str, _Traits] = {
-    "llama": _Traits(qkv_bias=None, attention_output_bias=None),
-    "mistral": _Traits(qkv_bias=False, attention_output_bias=False, num_kv_heads=8, max_position_embeddings=4096 * 32),
+    "gemma3_text": _Traits(
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        only={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        qk_norm="weighted",
+    ),
+    "llama": _Traits(defaults={"max_position_embeddings": 2048, "sliding_window": None}),
+    "llama4_text": _Traits(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size_mlp": 16384,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "max_position_embeddings": 4096 * 32,
+        },
+    ),
+    "mistral": _Traits(
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32},
+        qkv_bias=False,
+        attention_output_bias=False,
+    ),
     "qwen2": _Traits(
+        defaults=_QWEN_DEFAULTS,
         qkv_bias=True,
         attention_output_bias=False,
         window_gate="use_sliding_window",
-        num_kv_heads=32,
-        max_position_embeddings=32768,
     ),
     "qwen3": _Traits(
-        qkv_bias=None,
-        attention_output_bias=None,
-        qk_norm=True,
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        qk_norm="weighted",
         window_gate="use_sliding_window",
-        num_kv_heads=32,
-        max_position_embeddings=32768,
     ),
 }
 
 SUPPORTED_MODEL_TYPES = tuple(sorted(_TRAITS))
 
 _DEFAULT_ROPE_THETA = 10000.0
+_GEMMA3_FULL_ROPE_THETA = 1000000.0
 _NOT_IN_FINGERPRINT = ("max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype")
 
 
@@ -111,43 +160,40 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
     """Parse a Hugging Face ``config.json``.
 
     Raises:
-        ConfigError: unknown ``model_type``, unsupported rope or activation, or a field that is missing or inconsistent.
+        ConfigError: unknown ``model_type``, unsupported rope, activation or experts, or a field that is missing or wrong.
     """
-    model_type = config.get("model_type")
-    traits = _TRAITS.get(model_type) if isinstance(model_type, str) else None
-    if traits is None or not isinstance(model_type, str):
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {supported}", param="model_type")
-    _require_value(config, "hidden_act", "silu")
-    num_heads = _count(config, "num_attention_heads")
-    hidden_size = _count(config, "hidden_size")
-    num_kv_heads = _count(config, "num_key_value_heads", traits.num_kv_heads or num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
-            param="num_key_value_heads",
-        )
+    traits = _traits(config.get("model_type"))
+    config = {**traits.defaults, **config}
+    for name, value in traits.only.items():
+        _require_value(config, name, value)
+    num_heads, num_kv_heads, head_dim = _parse_heads(config)
+    is_gemma = config["model_type"] == "gemma3_text"
     attention_bias = bool(config.get("attention_bias", False))
-    theta, scaling = _parse_rope(config)
+    ropes = _parse_ropes(config, traits)
     return ModelArch(
-        model_type=model_type,
+        model_type=config["model_type"],
         vocab_size=_count(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_count(config, "intermediate_size"),
+        hidden_size=_count(config, "hidden_size"),
+        intermediate_size=_parse_intermediate_size(config),
         num_layers=_count(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_count(config, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads),
+        head_dim=head_dim,
+        attention_scale=float((config["query_pre_attn_scalar"] if is_gemma else head_dim) ** -0.5),
+        embedding_scale=float(_count(config, "hidden_size") ** 0.5) if is_gemma else 1.0,
+        activation="gelu_pytorch_tanh" if is_gemma else "silu",
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        ropes=ropes,
+        temperature=_parse_temperature(config, ropes),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
         attention_output_bias=attention_bias if traits.attention_output_bias is None else traits.attention_output_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=traits.qk_norm,
+        qk_norm="unit" if config.get("use_qk_norm") and config["model_type"] == "llama4_text" else traits.qk_norm,
+        has_post_norms=is_gemma,
         sliding_windows=_parse_windows(config, traits),
-        max_position_embeddings=_count(config, "max_position_embeddings", traits.max_position_embeddings),
+        attention_chunk_sizes=_parse_chunk_sizes(config),
+        max_position_embeddings=_count(config, "max_position_embeddings"),
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -188,32 +234,68 @@ def _require_value(config: Mapping[str, Any], name: str, only: object) -> None:
         raise ConfigError(f"config.json: {name}={value!r} is not supported; supported: {only!r}", param=name)
 
 
-def _parse_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
-    """Return (theta, scaling) from ``rope_parameters`` (new layout) or ``rope_theta`` + ``rope_scaling`` (old one)."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope: Mapping[str, Any] = config.get(field) or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"config.json: {field}.partial_rotary_factor must be 1.0", param=field)
-    try:
-        if kind == "default":
-            return theta, RopeScaling()
-        if kind == "linear":
-            return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
-        if kind == "llama3":
-            return theta, RopeScaling(
-                kind="llama3",
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-            )
-    except KeyError as missing:
-        raise ConfigError(f"config.json: {field}.{missing.args[0]} is missing for rope type {kind!r}", param=field) from None
-    raise ConfigError(
-        f"config.json: {field}.rope_type={kind!r} is not supported; supported: default, linear, llama3", param=field
-    )
+def _traits(model_type: object) -> _Traits:
+    traits = _TRAITS.get(model_type) if isinstance(model_type, str) else None
+    if traits is None:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {supported}", param="model_type")
+    return traits
+
+
+def _parse_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the numbers of query and of key-value heads, and their size."""
+    num_heads = _count(config, "num_attention_heads")
+    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
+            param="num_key_value_heads",
+        )
+    return num_heads, num_kv_heads, _count(config, "head_dim", _count(config, "hidden_size") // num_heads)
+
+
+def _parse_intermediate_size(config: Mapping[str, Any]) -> int:
+    """Return the width of the MLP. Raises: ConfigError for a mixture of experts, which does not exist here."""
+    if config["model_type"] != "llama4_text":
+        return _count(config, "intermediate_size")
+    moe_layers = config.get("moe_layers")
+    if moe_layers is None:
+        step = _count(config, "interleave_moe_layer_step")
+        moe_layers = list(range(step - 1, _count(config, "num_hidden_layers"), step))
+    if moe_layers:
+        raise ConfigError(
+            f"config.json: layers {moe_layers} are mixtures of experts, which are not supported; supported: moe_layers = []",
+            param="moe_layers",
+        )
+    return _count(config, "intermediate_size_mlp")
+
+
+def _parse_ropes(config: Mapping[str, Any], traits: _Traits) -> tuple[Rope | None, ...]:
+    """Return the rope of each layer, None where queries and keys are not rotated."""
+    num_layers = _count(config, "num_hidden_layers")
+    if config["model_type"] == "gemma3_text":
+        full, local = parse_rope_pair(config, _GEMMA3_FULL_ROPE_THETA, _DEFAULT_ROPE_THETA)
+        return tuple(full if window is None else local for window in _parse_windows(config, traits))
+    rope = parse_rope(config, _DEFAULT_ROPE_THETA)
+    if config["model_type"] == "llama4_text":
+        return tuple(rope if rotates else None for rotates in _llama4_rotations(config))
+    return (rope,) * num_layers
+
+
+def _llama4_rotations(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether each layer rotates; the field's 1 means that it does, whatever its name says."""
+    num_layers = _count(config, "num_hidden_layers")
+    named = config.get("no_rope_layers")
+    if named:
+        return tuple(bool(flag) for flag in _one_per_layer("no_rope_layers", named, num_layers))
+    interval = _count(config, "no_rope_layer_interval")
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _parse_temperature(config: Mapping[str, Any], ropes: tuple[Rope | None, ...]) -> AttentionTemperature | None:
+    if None not in ropes or not config.get("attn_temperature_tuning"):
+        return None
+    return AttentionTemperature(float(config["floor_scale"]), float(config["attn_scale"]))
 
 
 def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | None, ...]:
@@ -222,13 +304,34 @@ def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | No
     window = config.get("sliding_window")
     if traits.window_gate is not None and not config.get(traits.window_gate, False):
         window = None
-    if window is None or config["model_type"] == "llama":
+    is_gemma = config["model_type"] == "gemma3_text"
+    if config["model_type"] in ("llama", "llama4_text") or (window is None and not is_gemma):
         return (None,) * num_layers
     window = _count(config, "sliding_window")
     layer_types = config.get("layer_types")
     if layer_types is not None:
-        if len(layer_types) != num_layers:
-            raise ConfigError(f"config.json: layer_types names {len(layer_types)} of {num_layers} layers", param="layer_types")
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    first_windowed = 0 if traits.window_gate is None else int(config.get("max_window_layers", 28))
+        kinds = _one_per_layer("layer_types", layer_types, num_layers)
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if is_gemma:  # every n-th layer sees everything
+        pattern = _count(config, "sliding_window_pattern")
+        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
+    first_windowed = 0 if traits.window_gate is None else int(config["max_window_layers"])
     return tuple(window if layer >= first_windowed else None for layer in range(num_layers))
+
+
+def _parse_chunk_sizes(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the attention chunk of each layer, None where the layer attends to everything."""
+    num_layers = _count(config, "num_hidden_layers")
+    if config["model_type"] != "llama4_text":
+        return (None,) * num_layers
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        layer_types = ["chunked_attention" if rotates else "full_attention" for rotates in _llama4_rotations(config)]
+    kinds = _one_per_layer("layer_types", layer_types, num_layers)
+    return tuple(_count(config, "attention_chunk_size") if kind == "chunked_attention" else None for kind in kinds)
+
+
+def _one_per_layer(name: str, values: list[Any], num_layers: int) -> list[Any]:
+    if len(values) != num_layers:
+        raise ConfigError(f"config.json: {name} names {len(values)} of {num_layers} layers", param=name)
+    return values

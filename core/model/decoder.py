@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: what differs between them is in ``ModelArch`` and in the weights.
+"""One decoder for Llama, Mistral, Qwen, Gemma 3 and Llama 4: what differs between them is in ``ModelArch`` and the weights.
 
 Owns the order of operations of a forward pass over a flat batch of tokens. Knows nothing of requests, paging, devices or
 sampling: attention comes in as an argument together with one plan per KV cache group. Built by ``core.model.loader``,
@@ -10,29 +10,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
-from core.model.layers import RMSNorm, RotaryEmbedding, silu_and_mul
+from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, silu_and_mul
 from core.model.linear import Linear
+from core.model.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer, fused: ``qkv`` gives query, key and value heads in this order, ``gate_up`` both halves.
 
-    ``qk_norm`` ``[num_heads + num_kv_heads, head_dim]`` holds the weight of every query and key head, or is None.
+    ``qk_norm`` ``[num_heads + num_kv_heads, head_dim]`` holds the weight of every query and key head, or is None. The norms
+    ``attended`` and ``mlp_output`` are None unless ``ModelArch.has_post_norms``.
     """
 
     input_norm: RMSNorm
     qkv: Linear
     qk_norm: Tensor | None
     output: Linear
-    post_attention_norm: RMSNorm
+    attended_norm: RMSNorm | None
+    mlp_norm: RMSNorm
     gate_up: Linear
     down: Linear
+    mlp_output_norm: RMSNorm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +52,29 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPlace:
-    """Where a layer's KV lies: its KV cache group, its number inside the group, and how it attends."""
+    """Where a layer's KV lies: its KV cache group, its number inside the group; how it attends; the number of its rope."""
 
     group_id: int
     index_in_group: int
     spec: AttentionSpec
+    rope: int | None
 
 
 class Decoder:
     """A causal language model over flat batches; holds weights and no state of any request."""
 
-    def __init__(self, arch: ModelArch, weights: DecoderWeights, rotary: RotaryEmbedding) -> None:
+    def __init__(self, arch: ModelArch, weights: DecoderWeights, layer_groups: Sequence[Sequence[int]]) -> None:
+        """Take the weights of ``arch``, and the layers of each KV cache group in the order of their slots in a block."""
+        dtype, device = weights.embedding.dtype, weights.embedding.device
+        ropes = [rope for rope in dict.fromkeys(arch.ropes) if rope is not None]
         self.arch = arch
+        self.layer_groups = tuple(tuple(layers) for layers in layer_groups)
         self._weights = weights
-        self._rotary = rotary
-        self._places = _layer_places(arch)
+        self._places = _layer_places(arch, layer_groups, ropes)
+        self._rotaries = [RotaryEmbedding(arch.head_dim, rope, dtype, device) for rope in ropes]
+        # rounded to the weights' dtype, as the model was trained
+        self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
+        self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else silu_and_mul
 
     def forward(
         self,
@@ -77,30 +90,39 @@ class Decoder:
             input_ids: int32 or int64 ``[T]``, all sequences of the step one after another.
             positions: int32 or int64 ``[T]``, each token's place in its own sequence.
             attention: writes and reads the KV cache.
-            plans: one per entry of ``arch.kv_groups``, in that order.
+            plans: one per KV cache group, in their order.
             output_rows: int64 ``[R]``, the rows to return, in this order; None for all. Behind its attention the last layer
                 then computes these rows only, which saves most of one layer in a prefill step. May be empty.
         """
         hidden = F.embedding(input_ids, self._weights.embedding)
-        cos, sin = self._rotary.angles(positions)
+        if self._embedding_scale != 1.0:
+            hidden.mul_(self._embedding_scale)
+        angles = [rotary.angles(positions) for rotary in self._rotaries]
+        temperature = self.arch.temperature
+        factors = query_factors(temperature, positions, hidden.dtype) if temperature is not None else None
         last_place = self._places[-1]
         for layer, place in zip(self._weights.layers, self._places, strict=True):
-            query, key_value = self._query_key_value(layer, layer.input_norm(hidden), cos, sin)
+            query, key_value = self._query_key_value(layer, layer.input_norm(hidden), place.rope, angles)
+            if factors is not None and place.rope is None:
+                query.mul_(factors)
             plan = plans[place.group_id]
             attention.write_kv(place.index_in_group, key_value, plan)
             attended = attention.attend(place.index_in_group, query, place.spec, plan)
             if place is last_place and output_rows is not None:
                 hidden, attended = hidden[output_rows], attended[output_rows]
-            hidden.add_(layer.output(attended.flatten(1)))
-            hidden.add_(layer.down(silu_and_mul(layer.gate_up(layer.post_attention_norm(hidden)))))
+            hidden.add_(_normalized(layer.output(attended.flatten(1)), layer.attended_norm))
+            gated = self._gate(layer.gate_up(layer.mlp_norm(hidden)))
+            hidden.add_(_normalized(layer.down(gated), layer.mlp_output_norm))
         return self._weights.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits ``[R, vocab_size]`` of ``hidden`` ``[R, hidden_size]``, rows picked from ``forward``'s result."""
         return self._weights.head(hidden).float()
 
-    def _query_key_value(self, layer: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query ``[T, Hq, D]`` and key with value ``[T, 2, Hkv, D]``, rotated, as views of one buffer.
+    def _query_key_value(
+        self, layer: LayerWeights, normed: Tensor, rope: int | None, angles: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return query ``[T, Hq, D]`` and key with value ``[T, 2, Hkv, D]``, rotated by ``rope``, as views of one buffer.
 
         heads   | 0 .. Hq | Hq .. Hq + Hkv | Hq + Hkv .. Hq + 2 Hkv |
                   query     key              value
@@ -112,15 +134,33 @@ class Decoder:
         if layer.qk_norm is not None:
             unit = F.rms_norm(query_key, (head_dim,), None, self.arch.rms_norm_eps)
             query_key.copy_(unit.mul_(layer.qk_norm))
-        self._rotary.rotate_(query_key, cos, sin)
+        if rope is not None:
+            self._rotaries[rope].rotate_(query_key, *angles[rope])
         return heads[:, :num_heads], heads[:, num_heads:].view(-1, 2, num_kv_heads, head_dim)
 
 
-def _layer_places(arch: ModelArch) -> tuple[_LayerPlace, ...]:
+def _normalized(output: Tensor, norm: RMSNorm | None) -> Tensor:
+    return output if norm is None else norm(output)
+
+
+def _layer_places(arch: ModelArch, layer_groups: Sequence[Sequence[int]], ropes: Sequence[Rope]) -> tuple[_LayerPlace, ...]:
     places: dict[int, _LayerPlace] = {}
-    for group_id, layers in enumerate(arch.kv_groups):
-        window = arch.sliding_windows[layers[0]]
-        spec = AttentionSpec(arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.attention_scale, window)
+    for group_id, layers in enumerate(layer_groups):
         for index, layer in enumerate(layers):
-            places[layer] = _LayerPlace(group_id, index, spec)
+            rope = arch.ropes[layer]
+            number = None if rope is None else ropes.index(rope)
+            places[layer] = _LayerPlace(group_id, index, attention_spec(arch, layer), number)
+    assert sorted(places) == list(range(arch.num_layers)), "the KV cache groups must cover every layer once"
     return tuple(places[layer] for layer in range(arch.num_layers))
+
+
+def attention_spec(arch: ModelArch, layer: int) -> AttentionSpec:
+    """Return how a layer attends."""
+    return AttentionSpec(
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_dim,
+        arch.attention_scale,
+        sliding_window=arch.sliding_windows[layer],
+        chunk_size=arch.attention_chunk_sizes[layer],
+    )

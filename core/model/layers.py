@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.model.arch import ModelArch, RopeScaling
+from core.model.arch import AttentionTemperature
+from core.model.rope import Rope
 
 
 class RMSNorm:
@@ -42,19 +43,31 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up`` ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``, gelu by its tanh approximation (GeGLU)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def query_factors(temperature: AttentionTemperature, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors ``[T, 1, 1]`` of queries at ``positions`` ``[T]``; see ``AttentionTemperature``."""
+    floors = torch.floor((positions[:, None, None] + 1.0) / temperature.floor_tokens)
+    return floors.log1p_().mul_(temperature.scale).add_(1.0).to(dtype)
+
+
 class RotaryEmbedding:
     """Rotary position embedding, halves convention: element i is paired with element i + head_dim / 2 (Su et al., 2021)."""
 
-    def __init__(self, arch: ModelArch, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, head_dim: int, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
-        self._half = arch.head_dim // 2
-        inv_freq = inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling).to(device)
+        self._half = head_dim // 2
+        inv_freq = inverse_frequencies(head_dim, rope).to(device)
         self._inv_freq = torch.cat((inv_freq, inv_freq))
         # The first half is rotated with -sin: folding the sign in here spares negating half of every query and key.
         self._signs = torch.cat((-torch.ones(self._half), torch.ones(self._half))).to(device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cos, signed sin), each ``[T, 1, head_dim]``, of ``positions`` ``[T]``; made once per step for all layers."""
+        """Return (cos, signed sin), each ``[T, 1, head_dim]``, of ``positions`` ``[T]``; made once per step."""
         angles = positions[:, None, None] * self._inv_freq
         return angles.cos().to(self._dtype), angles.sin().mul_(self._signs).to(self._dtype)
 
@@ -64,23 +77,23 @@ class RotaryEmbedding:
         heads.mul_(cos).addcmul_(swapped, sin)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+def inverse_frequencies(head_dim: int, rope: Rope) -> Tensor:
     """Return the ``head_dim / 2`` angular frequencies in radians per token, fp32, on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    inv_freq = 1.0 / (theta**exponents)
-    if scaling.kind == "linear":
-        return inv_freq / scaling.factor
-    if scaling.kind == "llama3":
-        return _llama3_frequencies(inv_freq, scaling)
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind == "llama3":
+        return _llama3_frequencies(inv_freq, rope)
     return inv_freq
 
 
-def _llama3_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3_frequencies(inv_freq: Tensor, rope: Rope) -> Tensor:
     """Divide slow frequencies by ``factor``, keep fast ones, blend linearly between (Llama 3.1, 2024).
 
     Fast and slow are counted in turns over the original context: above ``high_freq_factor``, below ``low_freq_factor``.
     """
-    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
-    return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+    return (1 - keep) * inv_freq / rope.factor + keep * inv_freq

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,42 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.model.arch import ModelArch
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
-from core.model.layers import RMSNorm, RotaryEmbedding
+from core.model.layers import RMSNorm
 from core.model.linear import Linear, make_linear
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How an architecture names what others name differently, and how it stores it.
+
+    ``mlp_norm``: the norm before the MLP. ``pairs_are_adjacent``: rope pairs lie side by side in the rows of queries and keys
+    instead of half a head apart. ``norms_leave_one_out``: the weight of a norm is one more than what is stored.
+    """
+
+    mlp: str = "mlp"
+    mlp_norm: str = "post_attention_layernorm"
+    pairs_are_adjacent: bool = False
+    norms_leave_one_out: bool = False
+
+
+_NAMES: Mapping[str, _Names] = {
+    "gemma3_text": _Names(mlp_norm="pre_feedforward_layernorm", norms_leave_one_out=True),
+    "llama4_text": _Names(mlp="feed_forward", pairs_are_adjacent=True),
+}
+_USUAL_NAMES = _Names()
+
+
 def load_decoder(
-    arch: ModelArch, weight_files: Sequence[Path], *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    arch: ModelArch,
+    weight_files: Sequence[Path],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    layer_groups: Sequence[Sequence[int]] | None = None,
 ) -> Decoder:
     """Load the weights of ``arch`` from safetensors files into a decoder on ``device``.
+
+    ``layer_groups``: the layers of each KV cache group; None for one group of all layers.
 
     Raises:
         ConfigError: a file cannot be read, or a tensor is missing, has another shape, or has no place in ``arch``.
@@ -35,8 +64,7 @@ def load_decoder(
         tensors = _Checkpoint(_open_all(weight_files, open_files), dtype, target)
         weights = _decoder_weights(tensors, arch)
         tensors.require_all_used()
-        rotary = RotaryEmbedding(arch, dtype, target)
-    return Decoder(arch, weights, rotary)
+    return Decoder(arch, weights, layer_groups or [range(arch.num_layers)])
 
 
 def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, Any]:
@@ -73,11 +101,20 @@ class _Checkpoint:
         self._unused.discard(name)
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool) -> Linear:
-        """Read one or several projections of the same input and fuse them into one layer."""
+    def constant(self, value: float, *shape: int) -> Tensor:
+        """Return a tensor of one value where the checkpoint needs none."""
+        return torch.full(shape, value, device=self._device, dtype=self._dtype)
+
+    def linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool, order: Tensor | None = None
+    ) -> Linear:
+        """Read one or several projections of the same input and fuse them into one layer, its rows in ``order``."""
         parts = list(zip(names, rows, strict=True))
         weight = torch.cat([self.take(f"{name}.weight", size, columns) for name, size in parts])
         bias = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if has_bias else None
+        if order is not None:
+            order = order.to(self._device)
+            weight, bias = weight[order], None if bias is None else bias[order]
         return make_linear(weight, bias)
 
     def ignore(self, name: str) -> None:
@@ -99,30 +136,60 @@ def _decoder_weights(tensors: _Checkpoint, arch: ModelArch) -> DecoderWeights:
         head = make_linear(embedding)
     else:
         head = tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
-    layers = tuple(_layer_weights(tensors, arch, f"model.layers.{number}") for number in range(arch.num_layers))
-    norm = RMSNorm(tensors.take("model.norm.weight", arch.hidden_size), arch.rms_norm_eps)
-    return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
+    layers = tuple(_layer_weights(tensors, arch, number) for number in range(arch.num_layers))
+    return DecoderWeights(embedding=embedding, layers=layers, norm=_norm(tensors, arch, "model.norm"), head=head)
 
 
-def _layer_weights(tensors: _Checkpoint, arch: ModelArch, prefix: str) -> LayerWeights:
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    query_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+def _layer_weights(tensors: _Checkpoint, arch: ModelArch, number: int) -> LayerWeights:
+    names, prefix = _names(arch), f"model.layers.{number}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.{names.mlp}"
+    query_size = arch.num_heads * arch.head_dim
     hidden, inner = arch.hidden_size, arch.intermediate_size
-    qkv_names = [f"{attention}.{name}_proj" for name in ("q", "k", "v")]
     gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    has_post_norms = arch.has_post_norms
     return LayerWeights(
-        input_norm=RMSNorm(tensors.take(f"{prefix}.input_layernorm.weight", hidden), arch.rms_norm_eps),
-        qkv=tensors.linear(qkv_names, [query_size, kv_size, kv_size], hidden, arch.qkv_bias),
-        qk_norm=_qk_norm(tensors, arch, attention) if arch.qk_norm else None,
+        input_norm=_norm(tensors, arch, f"{prefix}.input_layernorm"),
+        qkv=_qkv(tensors, arch, attention),
+        qk_norm=_qk_norm(tensors, arch, number, attention),
         output=tensors.linear([f"{attention}.o_proj"], [hidden], query_size, arch.attention_output_bias),
-        post_attention_norm=RMSNorm(tensors.take(f"{prefix}.post_attention_layernorm.weight", hidden), arch.rms_norm_eps),
+        attended_norm=_norm(tensors, arch, f"{prefix}.post_attention_layernorm") if has_post_norms else None,
+        mlp_norm=_norm(tensors, arch, f"{prefix}.{names.mlp_norm}"),
         gate_up=tensors.linear(gate_up_names, [inner, inner], hidden, arch.mlp_bias),
         down=tensors.linear([f"{mlp}.down_proj"], [hidden], inner, arch.mlp_bias),
+        mlp_output_norm=_norm(tensors, arch, f"{prefix}.post_feedforward_layernorm") if has_post_norms else None,
     )
 
 
-def _qk_norm(tensors: _Checkpoint, arch: ModelArch, attention: str) -> Tensor:
+def _names(arch: ModelArch) -> _Names:
+    return _NAMES.get(arch.model_type, _USUAL_NAMES)
+
+
+def _norm(tensors: _Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
+    return RMSNorm(_norm_weight(tensors, arch, name, arch.hidden_size), arch.rms_norm_eps)
+
+
+def _norm_weight(tensors: _Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:
+    weight = tensors.take(f"{name}.weight", size)
+    return weight + 1.0 if _names(arch).norms_leave_one_out else weight
+
+
+def _qkv(tensors: _Checkpoint, arch: ModelArch, attention: str) -> Linear:
+    """Return the fused projection to query, key and value heads, rope pairs half a head apart."""
+    sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
+    names = [f"{attention}.{name}_proj" for name in ("q", "k", "v")]
+    order = None
+    if _names(arch).pairs_are_adjacent:
+        halves = torch.arange(sizes[0] + sizes[1]).view(-1, arch.head_dim // 2, 2).transpose(1, 2).flatten()
+        order = torch.cat((halves, torch.arange(sizes[0] + sizes[1], sum(sizes))))
+    return tensors.linear(names, sizes, arch.hidden_size, arch.qkv_bias, order)
+
+
+def _qk_norm(tensors: _Checkpoint, arch: ModelArch, layer: int, attention: str) -> Tensor | None:
     """Return ``[num_heads + num_kv_heads, head_dim]``: one multiplication then serves query and key heads."""
-    query = tensors.take(f"{attention}.q_norm.weight", arch.head_dim)
-    key = tensors.take(f"{attention}.k_norm.weight", arch.head_dim)
-    return torch.cat((query.expand(arch.num_heads, -1), key.expand(arch.num_kv_heads, -1)))
+    if arch.qk_norm == "weighted":
+        query = _norm_weight(tensors, arch, f"{attention}.q_norm", arch.head_dim)
+        key = _norm_weight(tensors, arch, f"{attention}.k_norm", arch.head_dim)
+        return torch.cat((query.expand(arch.num_heads, -1), key.expand(arch.num_kv_heads, -1)))
+    if arch.qk_norm == "unit" and arch.ropes[layer] is not None:
+        return tensors.constant(1.0, arch.num_heads + arch.num_kv_heads, arch.head_dim)
+    return None

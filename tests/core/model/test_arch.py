@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from core.errors import ConfigError
-from core.model.arch import ModelArch, RopeScaling, model_fingerprint, parse_arch
+from core.model.arch import ModelArch, model_fingerprint, parse_arch
+from core.model.rope import Rope
 
 LLAMA = {
     "model_type": "llama",
@@ -33,7 +32,7 @@ def parse(**overrides: object) -> ModelArch:
 def test_reads_sizes_and_derives_head_dim():
     arch = parse()
     assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (4, 4, 2, 16)
-    assert (arch.rope_theta, arch.rope_scaling, arch.dtype) == (5000.0, RopeScaling(), "bfloat16")
+    assert (arch.ropes, arch.dtype) == ((Rope(5000.0),) * 4, "bfloat16")
     assert arch.attention_scale == 0.25
     assert parse(head_dim=32).head_dim == 32
     assert parse(num_key_value_heads=None).num_kv_heads == 4
@@ -47,10 +46,10 @@ def test_eos_may_be_one_id_several_or_none(value, expected):
 @pytest.mark.parametrize(
     ("model_type", "qkv", "output", "qk_norm"),
     [
-        ("llama", False, False, False),
-        ("mistral", False, False, False),
-        ("qwen2", True, False, False),
-        ("qwen3", False, False, True),
+        ("llama", False, False, "none"),
+        ("mistral", False, False, "none"),
+        ("qwen2", True, False, "none"),
+        ("qwen3", False, False, "weighted"),
     ],
 )
 def test_architectures_fix_their_biases_and_norms(model_type, qkv, output, qk_norm):
@@ -71,14 +70,14 @@ def test_both_layouts_of_rope_settings_mean_the_same():
     new = parse(rope_theta=None, rope_parameters={"rope_type": "llama3", "rope_theta": 5000.0, **scaling})
     older = parse(rope_scaling={"type": "linear", "factor": 2})
     assert old == new
-    assert old.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 256)
-    assert older.rope_scaling == RopeScaling("linear", 2.0)
+    assert old.ropes == (Rope(5000.0, "llama3", 8.0, 1.0, 4.0, 256),) * 4
+    assert older.ropes == (Rope(5000.0, "linear", 2.0),) * 4
 
 
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type", ["gpt2", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, "model_type", ["gpt2", "gemma3_text, llama, llama4_text, mistral, qwen2, qwen3"]),
         ({"model_type": None}, "model_type", ["None"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling", ["yarn", "linear"]),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling", ["factor"]),
@@ -110,13 +109,8 @@ def test_windows_are_per_layer():
     assert parse(**gated, layer_types=types).sliding_windows == (8, None, 8, None)
 
 
-def test_layers_of_equal_window_share_a_kv_group():
-    arch = dataclasses.replace(parse(), sliding_windows=(8, None, 8, 4))
-    assert arch.kv_groups == ((0, 2), (1,), (3,))
-
-
 def test_fingerprint_is_the_same_in_every_process_and_release():
-    assert model_fingerprint(parse(), "weights").hex() == "81f02eff4f6586b3745d534ca69abc34"
+    assert model_fingerprint(parse(), "weights").hex() == "3f03dc2a06984da360500764be62658b"
 
 
 @pytest.mark.parametrize("change", [{"rope_theta": 5001.0}, {"rms_norm_eps": 1e-6}, {"num_hidden_layers": 5}])

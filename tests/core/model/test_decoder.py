@@ -109,6 +109,6 @@ def test_bfloat16_runs_and_stays_near_float32(model_type, tiny_model, paged):
 
 def test_layers_with_and_without_window_use_their_own_kv_group(tiny_model):
     decoder = tiny_model("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1).load()
-    assert decoder.arch.kv_groups == ((0,), (1, 2))
+    assert decoder.layer_groups == ((0,), (1, 2))
     places = [(place.group_id, place.index_in_group, place.spec.sliding_window) for place in decoder._places]
     assert places == [(0, 0, None), (1, 0, 20), (1, 1, 20)]

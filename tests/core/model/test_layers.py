@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from core.model.arch import parse_arch
 from core.model.layers import RMSNorm, RotaryEmbedding, inverse_frequencies, silu_and_mul
+from core.model.rope import Rope
 
 BASE = {
     "model_type": "llama",
@@ -34,20 +35,21 @@ ROPES = {
 
 
 def rotary(rope):
-    return RotaryEmbedding(parse_arch({**BASE, "rope_parameters": rope}), torch.float32, torch.device("cpu"))
+    arch = parse_arch({**BASE, "rope_parameters": rope})
+    return RotaryEmbedding(arch.head_dim, arch.ropes[0], torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_frequencies_are_those_of_transformers(kind):
     arch = parse_arch({**BASE, "rope_parameters": ROPES[kind]})
     reference = LlamaRotaryEmbedding(LlamaConfig(**BASE, rope_parameters=ROPES[kind]))
-    ours = inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling)
+    ours = inverse_frequencies(arch.head_dim, arch.ropes[0])
     torch.testing.assert_close(ours, reference.inv_freq, rtol=1e-6, atol=0)
 
 
 def test_rotation_is_a_complex_product_of_the_two_halves():
     positions, heads = torch.tensor([0, 5, 1000]), torch.randn(3, 4, 64)
-    frequencies = inverse_frequencies(64, 10000.0, parse_arch(BASE).rope_scaling).double()
+    frequencies = inverse_frequencies(64, Rope(10000.0)).double()
     turn = torch.polar(torch.ones(3, 1, 32, dtype=torch.float64), positions[:, None, None] * frequencies)
     expected = torch.complex(heads[..., :32].double(), heads[..., 32:].double()) * turn
     embedding = rotary(ROPES["default"])
