@@ -97,6 +97,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
     router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
     control_address: str = "tcp://127.0.0.1:0"  # prefill: where decode workers shake hands; port 0 = any
+    data_port: Port = 0  # prefill: where decode workers read blocks by transport tcp; 0 = any
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0  # /health /ready /metrics /drain; 0 = any

@@ -17,6 +17,7 @@ from http import HTTPStatus
 
 from core.errors import ConfigError
 from core.log import event
+from core.wire.sockets import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,15 @@ Routes = Mapping[tuple[str, str], Callable[[], OpsResponse]]
 
 
 class OpsServer:
-    """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too; others refuse what a web page sends."""
+    """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too.
 
-    def __init__(self, routes: Routes) -> None:
+    Others change something, and the port has no authentication: they are for callers whose host ``is_trusted``, by default this
+    machine (in a pod: its own containers), and refuse what a web page sends.
+    """
+
+    def __init__(self, routes: Routes, is_trusted: Callable[[str], bool] = is_loopback) -> None:
         self._routes = routes
+        self._is_trusted = is_trusted
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -71,12 +77,13 @@ class OpsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                method, response = await self._answer(reader)
+                peer = writer.get_extra_info("peername")
+                method, response = await self._answer(reader, str(peer[0]) if peer else "")
                 writer.write(_encode(response, is_head=method == "HEAD"))
                 await writer.drain()
         writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, OpsResponse]:
+    async def _answer(self, reader: asyncio.StreamReader, caller: str) -> tuple[str, OpsResponse]:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -89,6 +96,8 @@ class OpsServer:
         if method not in ("GET", "HEAD") and any(field.lower().startswith(b"origin:") for field in fields):
             # Browsers add it to whatever a page sends; a page that somebody happens to open must not drain a worker.
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"not for web pages\n")
+        if method not in ("GET", "HEAD") and not self._is_trusted(caller):
+            return method, OpsResponse(HTTPStatus.FORBIDDEN, b"only from the worker's own host or pod\n")
         return method, self._respond(method, path)
 
     def _respond(self, method: str, path: str) -> OpsResponse:

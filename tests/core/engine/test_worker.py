@@ -236,6 +236,7 @@ async def test_ready_only_while_registered_and_not_draining(running, router):
     assert (await get(f"{running.ops_address}/health")).status_code == 200
     assert (await get(f"{running.ops_address}/ready")).status_code == 503
     await router.expect(Heartbeat)
+    assert (await get(f"{running.ops_address}/started")).status_code == 200
     assert (await get(f"{running.ops_address}/ready")).status_code == 200
     await router.send(generate("endless", first_token=7))
     async with httpx.AsyncClient() as client:

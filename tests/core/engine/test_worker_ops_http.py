@@ -50,6 +50,17 @@ async def test_refuses_unknown_paths_and_methods(client, method, path, status):
     assert (await client.request(method, path)).status_code == status
 
 
+async def test_only_the_own_host_may_change_something_and_others_may_look():
+    routes = {("GET", "/drain"): lambda: OpsResponse(200, b""), ("POST", "/drain"): lambda: OpsResponse(202, b"")}
+    callers = []
+    server = OpsServer(routes, is_trusted=lambda caller: callers.append(caller) or False)
+    async with httpx.AsyncClient(base_url=await server.start("127.0.0.1", 0)) as client:
+        assert (await client.get("/drain")).status_code == 200
+        assert (await client.post("/drain")).status_code == 403
+    await server.stop()
+    assert callers == ["127.0.0.1"]
+
+
 @pytest.mark.parametrize("name", ["Origin", "origin", "ORIGIN"])
 async def test_web_page_cannot_drain_but_may_look(client, name):
     headers = {name: "null"}
