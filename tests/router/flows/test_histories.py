@@ -190,7 +190,9 @@ class Histories(RuleBasedStateMachine):
     # ---- harness -----------------------------------------------------------------------------------------------------
 
     def do(self, actions) -> None:
-        for action in actions:
+        """Carry out actions as ``RouterService`` does: those that follow from peers found gone come last."""
+        queue = list(actions)
+        for action in queue:  # grows while it is walked
             match action:
                 case Transmit(peer, message):
                     if isinstance(message, Generate):
@@ -198,7 +200,7 @@ class Histories(RuleBasedStateMachine):
                     if peer.decode() in self.inboxes:
                         self.inboxes[peer.decode()].append(message)
                     else:
-                        self.do(self.machine.on_unreachable(peer, self.now))
+                        queue += self.machine.on_unreachable(peer, self.now)
                 case Deliver(request_id, update):
                     assert request_id not in self.ended, "news after the end"
                     for choice in update.choices:
