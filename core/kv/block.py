@@ -16,8 +16,8 @@ Life cycle. The state is derived from the fields, so that it can never disagree 
 A hit is not a reallocation: it adds a reference and keeps the generation. A lease, a pin or a transfer in flight is one more
 reference held by someone who is not a request (``BlockPool.touch``, later ``BlockPool.free_blocks``). While it lasts the block
 cannot be reused, whatever happens to its request. The states of a remote load are told apart by the holder of that
-reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again; its generation grows when it
-will be rewritten in place.
+reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again; its generation grows whenever
+it is going to be rewritten in place, with or without its hash.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class KVCacheBlock:
 
     ``ref_cnt`` counts references: block tables, leases, pins. ``block_hash`` is the 16-byte chain value at the block's end and
     ``group_id`` the KV cache group it was hashed for; both are meaningful only together. ``generation`` grows at every
-    allocation and before a rollback that recomputes in place, so (block_id, generation) names one content, with one exception:
-    when every token of a request was loaded, the last one is computed again, and rewrites its slot in a block that keeps hash
-    and generation. The value is the same to rounding, not to the bit.
+    allocation and before anything in the block is computed again in place, so (block_id, generation) names one content to the
+    bit. It grows without a loss of the hash in one case: when every token of a request was loaded, the last one is computed
+    again, into a slot of a block that was sealed already; the value is the same to rounding.
     """
 
     block_id: int

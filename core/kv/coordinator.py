@@ -118,10 +118,10 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.seal_partial_block(request_id, num_tokens, block_hash)
 
-    def break_seals(self, request_id: str, num_tokens: int) -> None:
-        """Take the seals off what is going to be written from ``num_tokens`` on, in every group."""
+    def rewrite_sealed(self, request_id: str, num_tokens: int) -> None:
+        """Unseal what is going to be written again from ``num_tokens`` on, in every group."""
         for manager in self.managers:
-            manager.break_seals(request_id, num_tokens)
+            manager.rewrite_sealed(request_id, num_tokens)
 
     def truncate(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
         """Unhash what lies beyond ``num_tokens`` and give it a new generation; return those blocks."""

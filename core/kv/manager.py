@@ -186,7 +186,7 @@ class KVCacheManager:
         elif num_needed:
             new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_slots))
         if num_new_tokens:
-            coordinator.break_seals(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
+            coordinator.rewrite_sealed(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
             coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids)

@@ -312,6 +312,16 @@ class BlockPool:
         if self.seals is not None:
             self.seals.break_seals([block.block_id for block in blocks])
 
+    def rewrite_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take the seals off blocks in which slots are going to be written again, and give them a new generation.
+
+        Hashes stay: the same tokens come back, though not to the bit. Whoever knows the old generation accepts neither.
+        """
+        rewritten = [block for block in blocks if not block.is_null]
+        for block in rewritten:
+            block.generation += 1
+        self.break_seals(rewritten)
+
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Drop the hashes and seals of these blocks, so that nobody hits or reads them again; references stay.
 
@@ -332,8 +342,7 @@ class BlockPool:
         for block in rewritten:
             if block.block_hash is not None:
                 self._drop_hash(block)
-            block.generation += 1
-        self.break_seals(rewritten)
+        self.rewrite_blocks(rewritten)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False, with nothing changed, while any block is referenced."""

@@ -2,7 +2,8 @@
 
 Owns the 64-byte row format and the table of rows. A reader that has read a block reads its row *afterwards*: a row that is as
 expected proves that the block held this content, of this life of the worker, until the bytes had arrived. A block that is
-allocated again loses its seal before anything can write it. Knows no requests, transports or tensors.
+allocated again, or computed again in part, loses its seal before anything can write it, and is sealed by another generation.
+Knows no requests, transports or tensors.
 
     0     4       6        8             16           32       40           44      48              56
     magic version group_id incarnation   block_hash   digest   num_tokens   flags   layout_version  generation

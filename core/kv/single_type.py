@@ -116,11 +116,11 @@ class SingleTypeKVCacheManager(ABC):
         if num_tail and index >= self.num_sealed_block[request_id]:
             self.block_pool.seal_block(self.req_to_blocks[request_id][index], self.group_id, block_hash, num_tail)
 
-    def break_seals(self, request_id: str, num_tokens: int) -> None:
-        """Take the seals off the blocks that hold slots from ``num_tokens`` on: those slots are going to be written."""
+    def rewrite_sealed(self, request_id: str, num_tokens: int) -> None:
+        """Unseal the blocks that hold slots from ``num_tokens`` on, for good: those slots are going to be written again."""
         num_kept, num_sealed = num_tokens // self.block_size, self.num_sealed_block[request_id]
         if num_kept < num_sealed:
-            self.block_pool.break_seals(self.req_to_blocks[request_id][num_kept:num_sealed])
+            self.block_pool.rewrite_blocks(self.req_to_blocks[request_id][num_kept:num_sealed])
             self.num_sealed_block[request_id] = num_kept
 
     def truncate(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
