@@ -23,8 +23,9 @@ from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE, ConnectorSection, KV
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.inputs import InputBatch
-from core.engine.kv_cache import KVPool, allocate_kv_pool, kv_cache_config
+from core.engine.kv_cache import KVPool, allocate_kv_pool
 from core.engine.kv_events import KVEventPublisher
+from core.engine.kv_sizing import KVCacheSizing, size_kv_cache
 from core.engine.runner import ModelRunner
 from core.errors import ConfigError
 from core.kv.hashing import BlockHasher
@@ -94,8 +95,8 @@ def build_engine(
     arch = parse_arch(files.config)
     device = _device(config.model)
     dtype = _dtype(config.model, device)
-    cache_config = kv_cache_config(arch, config.cache, dtype)
-    max_model_len = _max_model_len(config.model, arch, cache_config)
+    sizing = size_kv_cache(config, arch, dtype.itemsize)
+    cache_config, max_model_len = sizing.config, sizing.max_model_len
     backend = _select_attention(arch, cache_config, dtype, device)
     fingerprint = model_fingerprint(arch, files.weights_id)
     makes_digests = has_readers and _readers_demand_digests(config.connector, device)
@@ -111,7 +112,7 @@ def build_engine(
         decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=groups)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
-        manager = _kv_cache_manager(config, cache_config, max_model_len, pool.seals)
+        manager = _kv_cache_manager(config, sizing, pool.seals)
         scheduler = Scheduler(
             config.scheduler,
             manager,
@@ -172,40 +173,21 @@ def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
     return dtypes[section.dtype]
 
 
-def _max_model_len(section: ModelSection, arch: ModelArch, cache_config: KVCacheConfig) -> int:
-    """Return the longest sequence: as configured, or what both the model and an otherwise empty pool allow."""
-    spec = cache_config.groups[0].spec
-    num_pool_tokens = (cache_config.num_blocks - 1) // len(cache_config.groups) * spec.block_size
-    if section.max_model_len > arch.max_position_embeddings:
-        raise ConfigError(
-            f"model.max_model_len = {section.max_model_len}: the model allows {arch.max_position_embeddings}",
-            param="model.max_model_len",
-        )
-    if section.max_model_len > num_pool_tokens:
-        raise ConfigError(
-            f"model.max_model_len = {section.max_model_len}: the KV pool holds {num_pool_tokens}, see cache.memory_bytes",
-            param="model.max_model_len",
-        )
-    return section.max_model_len or min(arch.max_position_embeddings, num_pool_tokens)
-
-
 def _select_attention(
     arch: ModelArch, cache_config: KVCacheConfig, dtype: torch.dtype, device: torch.device
 ) -> type[AttentionBackend]:
     specs = tuple(dict.fromkeys(attention_spec(arch, layer) for layer in range(arch.num_layers)))
-    group = cache_config.groups[0]
-    return select_backend(AttentionProblem(device, dtype, specs, len(group.layer_indices), group.spec.block_size))
+    block_size = cache_config.groups[0].spec.block_size
+    return select_backend(AttentionProblem(device, dtype, specs, cache_config.layers_per_group, block_size))
 
 
-def _kv_cache_manager(
-    config: KVFerryConfig, cache_config: KVCacheConfig, max_model_len: int, seals: SealTable
-) -> KVCacheManager:
+def _kv_cache_manager(config: KVFerryConfig, sizing: KVCacheSizing, seals: SealTable) -> KVCacheManager:
     return KVCacheManager(
-        cache_config,
-        max_model_len,
+        sizing.config,
+        sizing.max_model_len,
         scheduler_block_size=config.cache.block_size,
         hash_block_size=HASH_BLOCK_SIZE,
-        max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
+        max_in_flight_tokens=sizing.max_in_flight_tokens,
         enable_caching=config.cache.enable_prefix_caching,
         enable_kv_cache_events=config.cache.kv_events,
         watermark=config.cache.watermark,

@@ -26,65 +26,28 @@ from pathlib import Path
 import torch
 
 from core.attention.base import KVLayout, PagedKVCache
-from core.config import CacheSection
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester, digest_tensor
 from core.errors import ConfigError
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
-from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from core.model.arch import ModelArch
+from core.kv.spec import KVCacheConfig
 from core.wire.kv import KVLayoutInfo
 
 _POOL_FILE_NAME = "kvferry-kv"
 _SEALS_FILE_NAME = "kvferry-seals"
 
 
-def kv_cache_config(arch: ModelArch, section: CacheSection, dtype: torch.dtype) -> KVCacheConfig:
-    """Return the groups of a model and the number of blocks that the configured memory holds.
-
-    Windowed layers keep all blocks of a sequence, as full ones do; their window is applied by attention.
-
-    Raises:
-        ConfigError: there are several groups although prefix caching is on, they differ in size, or the memory holds no
-            usable block.
-    """
-    groups = arch.kv_groups
-    if len({len(layers) for layers in groups}) > 1:
-        raise ConfigError(f"layers per attention window differ: {[len(layers) for layers in groups]}", param="model.name")
-    if len(groups) > 1 and section.enable_prefix_caching:
-        raise ConfigError(
-            f"cache.enable_prefix_caching = true, but the model mixes {len(groups)} attention windows, and prefixes of several "
-            "KV cache groups cannot be found yet: set it to false",
-            param="cache.enable_prefix_caching",
-        )
-    spec = FullAttentionSpec(
-        block_size=section.block_size,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        dtype_bytes=dtype.itemsize,
-    )
-    block_bytes = len(groups[0]) * spec.page_size_bytes
-    num_blocks = section.num_blocks or section.memory_bytes // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV pool holds {num_blocks} blocks of {block_bytes} bytes (cache.memory_bytes = {section.memory_bytes}, "
-            f"cache.num_blocks = {section.num_blocks}); at least 2 are needed",
-            param="cache.num_blocks" if section.num_blocks else "cache.memory_bytes",
-        )
-    return KVCacheConfig(num_blocks, tuple(KVCacheGroup(layers, spec) for layers in groups))
-
-
 def layout_info(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout) -> KVLayoutInfo:
     """Return what two workers compare before one reads the other's blocks."""
-    group = config.groups[0]
+    spec = config.groups[0].spec
     return KVLayoutInfo(
         dtype=str(dtype).removeprefix("torch."),
         order=layout.value,
-        block_size=group.spec.block_size,
-        num_layers=len(group.layer_indices),
-        num_kv_heads=group.spec.num_kv_heads,
-        head_dim=group.spec.head_dim,
-        block_bytes=group.block_bytes,
+        block_size=spec.block_size,
+        num_layers=config.layers_per_group,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_bytes=config.block_bytes,
         num_groups=len(config.groups),
     )
 

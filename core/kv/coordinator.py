@@ -2,7 +2,7 @@
 
 Owns the pool and one manager per group; adds up demand and makes every group move together. Does not decide whether a
 request may have blocks: ``core.kv.manager``, its only caller, does. Which subclass serves a cache depends on how its prefix
-hits are found: none, or in one group. Several groups with prefix caching need a subclass that reconciles their hits.
+hits are found: never, in one group, or in several whose hits are reconciled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
 from core.kv.seals import SealTable
 from core.kv.single_type import get_manager_for_kv_cache_spec
-from core.kv.spec import KVCacheConfig
+from core.kv.spec import KVCacheConfig, KVCacheSizes
 
 BlocksPerGroup = tuple[Sequence[KVCacheBlock], ...]
 
@@ -35,12 +35,12 @@ class KVCacheCoordinator(ABC):
     def __init__(
         self,
         kv_cache_config: KVCacheConfig,
-        scheduler_block_size: int,
-        hash_block_size: int,
+        sizes: KVCacheSizes,
         enable_caching: bool,
         enable_kv_cache_events: bool = False,
         seals: SealTable | None = None,
     ) -> None:
+        scheduler_block_size, hash_block_size = sizes.scheduler_block_size, sizes.hash_block_size
         _check_divisible("scheduler_block_size", scheduler_block_size, "hash_block_size", hash_block_size)
         for index, group in enumerate(kv_cache_config.groups):
             name = f"block_size of group {index},"
@@ -52,36 +52,44 @@ class KVCacheCoordinator(ABC):
         num_blocks = kv_cache_config.num_blocks
         self.block_pool = BlockPool(num_blocks, enable_caching, hash_block_size, enable_kv_cache_events, seals)
         self.managers = tuple(
-            get_manager_for_kv_cache_spec(group.spec, self.block_pool, index)
+            get_manager_for_kv_cache_spec(group.spec, self.block_pool, index, sizes)
             for index, group in enumerate(kv_cache_config.groups)
         )
         # Empty for full attention: a decode step then pays nothing for windows.
-        self._recycling_managers = tuple(m for m in self.managers if m.max_admission_blocks is not None)
+        self._recycling_managers = tuple(manager for manager in self.managers if manager.spec.recycles)
         self.no_blocks: BlocksPerGroup = tuple(() for _ in self.managers)
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
-        """Return the cached blocks per group of the longest common prefix, and its length in tokens."""
+        """Return the tables of the longest prefix that is cached in every group, and its length in tokens."""
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: BlocksPerGroup, apply_admission_cap: bool = False
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: BlocksPerGroup,
+        num_processed_tokens: int = 0,
+        apply_admission_cap: bool = False,
     ) -> int:
         """Return how many free blocks all groups together take for ``num_tokens`` slots of the request."""
         num_blocks = 0
         for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):
-            num_blocks += manager.get_num_blocks_to_allocate(request_id, num_tokens, blocks, apply_admission_cap)
+            num_blocks += manager.get_num_blocks_to_allocate(
+                request_id, num_tokens, blocks, num_processed_tokens, apply_admission_cap
+            )
         return num_blocks
 
     def allocate_new_computed_blocks(
-        self, request_id: str, new_computed_blocks: BlocksPerGroup, num_computed_tokens: int
+        self, request_id: str, new_computed_blocks: BlocksPerGroup, num_computed_tokens: int, num_processed_tokens: int
     ) -> BlocksPerGroup:
         """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
 
         In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
-        a hit that nobody references yet. Returns the blocks of the second phase.
+        a hit that nobody references yet. Blocks that no token behind ``num_processed_tokens`` attends to are left out.
+        Returns the blocks of the second phase.
         """
         for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):
-            manager.add_local_computed_blocks(request_id, blocks)
+            manager.add_local_computed_blocks(request_id, blocks, num_processed_tokens)
         return self.allocate_new_blocks(request_id, num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
@@ -135,8 +143,9 @@ class KVCacheCoordinator(ABC):
         return [block for manager in self.managers for block in manager.drop_shared_tail(request_id, num_tokens, kept)]
 
     def num_cached_tokens(self, request_id: str) -> int:
-        """Return how many leading tokens of the request are hashed in every group, down to where a hit may end."""
-        return self.floor_to_boundary(min(m.num_cached_block[request_id] * m.block_size for m in self.managers))
+        """Return how many leading tokens of the request are hashed in every group, down to where it can go on from."""
+        num_hashed = min(m.num_cached_block[request_id] * m.block_size for m in self.managers)
+        return self.find_boundary(request_id, self.floor_to_boundary(num_hashed))
 
     def find_boundary(self, request_id: str, num_tokens: int) -> int:
         """Return where a hit may end, at most ``num_tokens``, so that every group holds what the next token needs."""
@@ -151,8 +160,15 @@ class KVCacheCoordinator(ABC):
         return num_tokens - num_tokens % self.scheduler_block_size
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """End the request in every group; return its blocks in the order in which they may be evicted."""
-        return [block for manager in self.managers for block in manager.pop_blocks(request_id)]
+        """End the request in every group; return its blocks as they may be evicted, the last tokens' first in all groups."""
+        if len(self.managers) == 1:
+            return self.managers[0].pop_blocks(request_id)
+        by_end: list[tuple[int, KVCacheBlock]] = []
+        for manager in self.managers:
+            blocks = manager.pop_blocks(request_id)
+            by_end += [((len(blocks) - i) * manager.block_size, block) for i, block in enumerate(blocks) if not block.is_null]
+        by_end.sort(key=lambda entry: -entry[0])
+        return [block for _, block in by_end]
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
@@ -174,23 +190,52 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
         """Ask the only group."""
         manager = self.managers[0]
-        blocks = manager.find_longest_cache_hit(block_hashes, max_length, self.scheduler_block_size)
+        blocks = manager.find_longest_cache_hit(block_hashes, max_length)
         return (blocks,), len(blocks) * manager.block_size
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups: a prefix is a hit as far as every group can go on behind it."""
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
+        """Ask the groups in turn, each for at most what those before it have left, until all agree on one length.
+
+        No group is ever asked for less than the answer: it accepts the answer, so it never says less. Groups that keep every
+        token come first and are asked once: what is a hit of theirs is one for every shorter prefix too, if cut.
+        """
+        found: list[Sequence[KVCacheBlock]] = list(self.no_blocks)
+        length = self.floor_to_boundary(max_length)
+        recycling = self._recycling_managers
+        for manager in self.managers:
+            if not manager.spec.recycles and length:
+                found[manager.group_id] = manager.find_longest_cache_hit(block_hashes, length)
+                length = len(found[manager.group_id]) * manager.block_size
+        num_agreed = 0
+        while length and num_agreed < len(recycling):
+            for manager in recycling:
+                found[manager.group_id] = manager.find_longest_cache_hit(block_hashes, length)
+                shorter = len(found[manager.group_id]) * manager.block_size
+                num_agreed = num_agreed + 1 if shorter == length else 1
+                length = shorter
+                if not length or num_agreed == len(recycling):
+                    break
+        if not length:
+            return self.no_blocks, 0
+        return tuple(found[manager.group_id][: length // manager.block_size] for manager in self.managers), length
 
 
 def get_kv_cache_coordinator(
     kv_cache_config: KVCacheConfig,
-    scheduler_block_size: int,
-    hash_block_size: int,
+    sizes: KVCacheSizes,
     enable_caching: bool,
     enable_kv_cache_events: bool = False,
     seals: SealTable | None = None,
 ) -> KVCacheCoordinator:
     """Build the coordinator that a cache needs.
 
-    Raises: ValueError for block sizes that do not fit together, and for prefix caching over several groups.
+    Raises: ValueError for block sizes that do not fit together.
     """
-    kind: type[KVCacheCoordinator] = UnitaryKVCacheCoordinator if enable_caching else KVCacheCoordinatorNoPrefixCache
-    if enable_caching and len(kv_cache_config.groups) > 1:
-        raise ValueError(f"prefix caching works with one KV cache group, not {len(kv_cache_config.groups)}: disable it")
-    return kind(kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events, seals)
+    kind: type[KVCacheCoordinator] = KVCacheCoordinatorNoPrefixCache
+    if enable_caching:
+        kind = UnitaryKVCacheCoordinator if len(kv_cache_config.groups) == 1 else HybridKVCacheCoordinator
+    return kind(kv_cache_config, sizes, enable_caching, enable_kv_cache_events, seals)

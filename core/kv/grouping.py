@@ -24,7 +24,8 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     """
     if not specs:
         raise ValueError("a KV cache needs at least one layer")
-    for what, values in (("block_size", {s.block_size for s in specs}), ("page_size_bytes", {s.page_size_bytes for s in specs})):
+    for what in ("block_size", "page_size_bytes"):
+        values = {getattr(spec, what) for spec in specs}
         if len(values) > 1:
             raise ValueError(f"layers that share a KV pool differ in {what}: {sorted(values)}")
     layers_of: dict[KVCacheSpec, list[int]] = {}

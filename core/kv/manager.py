@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from core.kv.block import KVCacheBlock
 from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
 from core.kv.seals import SealTable
-from core.kv.spec import KVCacheConfig, ceil_div
+from core.kv.spec import KVCacheConfig, KVCacheSizes, ceil_div
 from core.kv.stats import PrefixCacheStats
 
 
@@ -101,9 +102,13 @@ class KVCacheManager:
         self.max_model_len = max_model_len
         self.max_in_flight_tokens = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
         self.enable_caching = enable_caching
-        self.coordinator = get_kv_cache_coordinator(
-            kv_cache_config, scheduler_block_size, hash_block_size, enable_caching, enable_kv_cache_events, seals
+        sizes = KVCacheSizes(
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+            max_in_flight_tokens=self.max_in_flight_tokens,
+            max_model_len=max_model_len,
         )
+        self.coordinator = get_kv_cache_coordinator(kv_cache_config, sizes, enable_caching, enable_kv_cache_events, seals)
         self.block_pool = self.coordinator.block_pool
         self.empty_kv_cache_blocks = KVCacheBlocks(self.coordinator.no_blocks)
         self.prefix_cache_stats = PrefixCacheStats()
@@ -155,7 +160,8 @@ class KVCacheManager:
         ``full_sequence_must_fit`` demands room for all ``num_tokens``; ``reserved_blocks`` must stay free. The watermark
         applies when a request without blocks joins others that run.
 
-        Returns None, with no reference, table or hash changed, if there are not enough free blocks.
+        Returns None if there are not enough free blocks; then nothing has changed but that blocks which left the window are
+        given back, as they are in any case.
         Raises: ValueError if there is nothing to do.
         """
         if num_new_tokens < 0 or not (num_new_tokens or num_new_computed_tokens or num_external_computed_tokens):
@@ -169,18 +175,23 @@ class KVCacheManager:
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_computed = min(num_computed, self.max_model_len)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        # The last token is computed here even if its KV was loaded, and it sees one token more than the next one will.
+        num_processed = max(0, min(num_computed, request.num_tokens - 1) - request.num_in_flight_tokens)
         watermark = self._watermark_blocks if is_admission and has_scheduled_reqs else 0
         pool = self.block_pool
-        if full_sequence_must_fit and self._num_blocks_of_sequence(request, hits) + watermark > pool.num_free_blocks:
-            return None
-        coordinator.remove_skipped_blocks(request_id, max(0, num_computed - request.num_in_flight_tokens))
-        num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits)
+        if full_sequence_must_fit:
+            num_tokens = min(request.num_tokens, self.max_model_len)
+            num_wanted = coordinator.get_num_blocks_to_allocate(request_id, num_tokens, hits, num_processed, True)
+            if num_wanted + watermark > pool.num_free_blocks:
+                return None
+        coordinator.remove_skipped_blocks(request_id, num_processed)
+        num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits, num_processed)
         if num_needed + watermark > pool.num_free_blocks - reserved_blocks:
             return None
 
         new_blocks = self.empty_kv_cache_blocks
         if is_admission:
-            external = coordinator.allocate_new_computed_blocks(request_id, hits, num_computed)
+            external = coordinator.allocate_new_computed_blocks(request_id, hits, num_computed, num_processed)
             fresh = coordinator.allocate_new_blocks(request_id, num_slots)
             new_blocks = KVCacheBlocks(tuple([*first, *rest] for first, rest in zip(external, fresh, strict=True)))
         elif num_needed:
@@ -191,11 +202,6 @@ class KVCacheManager:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
             coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids)
         return new_blocks
-
-    def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: BlocksPerGroup) -> int:
-        """Blocks that all known tokens of the request still take, counting what it really holds at a time."""
-        num_tokens = min(request.num_tokens, self.max_model_len)
-        return self.coordinator.get_num_blocks_to_allocate(request.request_id, num_tokens, hits, apply_admission_cap=True)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
@@ -259,20 +265,19 @@ class KVCacheManager:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Tell whether a request of ``num_tokens`` tokens could run if it were alone."""
-        num_slots = min(num_tokens, self.max_model_len)
-        num_blocks = sum(
-            min(
-                ceil_div(num_slots, group.spec.block_size),
-                group.spec.max_admission_blocks_per_request(self.max_in_flight_tokens, self.max_model_len),
-            )
-            for group in self.kv_cache_config.groups
-        )
-        return num_blocks <= self.block_pool.num_usable_blocks
+        return min(num_tokens, self.max_model_len) <= self.max_tokens_that_fit
+
+    @cached_property
+    def max_tokens_that_fit(self) -> int:
+        """Length of the longest request that could run if it were alone."""
+        return self.kv_cache_config.max_tokens_of_sequence(self.max_in_flight_tokens, self.max_model_len)
 
     def get_num_missing_blocks(self, request: KVCacheRequest) -> int:
-        """Return how many blocks the request still takes until all its tokens have slots."""
+        """Return how many blocks the request takes at most until all its tokens have slots."""
         coordinator = self.coordinator
-        return coordinator.get_num_blocks_to_allocate(request.request_id, request.num_tokens, coordinator.no_blocks, True)
+        return coordinator.get_num_blocks_to_allocate(
+            request.request_id, request.num_tokens, coordinator.no_blocks, apply_admission_cap=True
+        )
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Return all blocks of the request, none for an unknown one. The sequences are live views."""

@@ -11,6 +11,7 @@ Names and eviction order are those of vLLM V1's block pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -256,7 +257,7 @@ class BlockPool:
         """Return a block of this group that holds this content, or None."""
         return self.cached_blocks.get(cache_key(block_hash, group_id))
 
-    def cache_full_blocks(
+    def cache_full_blocks(  # noqa: PLR0913  the signature is vLLM's
         self,
         blocks: Sequence[KVCacheBlock],
         block_hashes: Sequence[bytes],
@@ -264,8 +265,10 @@ class BlockPool:
         block_size: int,
         group_id: int,
         token_ids: Sequence[int] = (),
+        *,
+        block_mask: Sequence[bool] | None = None,
     ) -> None:
-        """Make the full blocks ``blocks[num_cached:]`` of a block table hits.
+        """Make the full blocks ``blocks[num_cached:]`` of a block table hits, null blocks and those masked out excepted.
 
         ``block_hashes`` is the request's chain, one value per ``hash_block_size`` tokens. The hash of block i is the value at
         its end:
@@ -273,13 +276,17 @@ class BlockPool:
             chain   | 0 1 2 3 | 4 5 6 7 |      hash_block_size 16
             blocks  |    0    |    1    |      block_size 64, k = 4: block i <- chain[(i + 1) * k - 1]
 
-        ``token_ids`` are the request's, from its first one on, for the event.
+        ``token_ids`` are the request's, from its first one on, for the event. ``block_mask`` has an entry for each of these
+        blocks.
         """
         k = block_size // self.hash_block_size
-        stored = [block_hashes[(index + 1) * k - 1] for index in range(num_cached, len(blocks))]
-        for block, block_hash in zip(blocks[num_cached:], stored, strict=True):
-            if block.is_null:
+        stored: list[int] = []
+        for index in range(num_cached, len(blocks)):
+            block = blocks[index]
+            if block.is_null or (block_mask is not None and not block_mask[index - num_cached]):
                 continue
+            block_hash = block_hashes[(index + 1) * k - 1]
+            stored.append(index)
             if block.block_hash is not None:
                 # Shared and hashed again after a rollback by somebody else: the content must be the same.
                 assert (block.block_hash, block.group_id) == (block_hash, group_id), block
@@ -287,10 +294,21 @@ class BlockPool:
             self.cached_blocks.add(cache_key(block_hash, group_id), block)
             block.block_hash = block_hash
             block.group_id = group_id
-        if self._enable_kv_cache_events and stored:
-            parent = block_hashes[num_cached * k - 1] if num_cached else None
-            tokens = tuple(token_ids[num_cached * block_size : len(blocks) * block_size])
-            self._events.append(BlockStored(tuple(stored), parent, block_size, group_id, tokens))
+        if self._enable_kv_cache_events:
+            self._note_stored(stored, block_hashes, block_size, group_id, token_ids)
+
+    def _note_stored(
+        self, indices: Sequence[int], block_hashes: Sequence[bytes], block_size: int, group_id: int, token_ids: Sequence[int]
+    ) -> None:
+        """Add one event for each run of blocks that follow one another: an event names one parent."""
+        k = block_size // self.hash_block_size
+        for _, run in groupby(enumerate(indices), key=lambda entry: entry[1] - entry[0]):
+            run_indices = [index for _, index in run]
+            start, end = run_indices[0], run_indices[-1] + 1
+            hashes = tuple(block_hashes[(index + 1) * k - 1] for index in run_indices)
+            parent = block_hashes[start * k - 1] if start else None
+            tokens = tuple(token_ids[start * block_size : end * block_size])
+            self._events.append(BlockStored(hashes, parent, block_size, group_id, tokens))
 
     def seal_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_sealed: int, block_size: int, group_id: int

@@ -4,8 +4,12 @@ Owns request id -> blocks and how many leading blocks of each are hashed, and se
 blocks are asked for. Called only by ``core.kv.coordinator``, which checks that enough blocks are free before it lets anyone
 allocate.
 
-A new attention type overrides ``find_longest_cache_hit``. One that forgets tokens overrides ``remove_skipped_blocks`` too and
-says so by ``max_admission_blocks``.
+A table has an entry for every block of the sequence. What no later token attends to is the null block, always a prefix:
+
+    table   | null | null | 17 | 4 | 29 |
+    tokens  |-- skipped --|-- window -- p       p = first token that is not processed yet
+
+A new attention type says in its spec which tokens it skips, and overrides ``find_longest_cache_hit`` here.
 """
 
 from __future__ import annotations
@@ -15,7 +19,14 @@ from collections.abc import Container, Sequence
 
 from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
-from core.kv.spec import FullAttentionSpec, KVCacheSpec, ceil_div
+from core.kv.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSizes,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    ceil_div,
+)
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -26,23 +37,38 @@ class SingleTypeKVCacheManager(ABC):
     """
 
     def __init__(
-        self, spec: KVCacheSpec, block_pool: BlockPool, group_id: int, max_admission_blocks: int | None = None
+        self,
+        spec: KVCacheSpec,
+        block_pool: BlockPool,
+        group_id: int,
+        scheduler_block_size: int,
+        max_admission_blocks: int | None = None,
     ) -> None:
         self.spec = spec
         self.block_size = spec.block_size
         self.block_pool = block_pool
         self.group_id = group_id
+        self.scheduler_block_size = scheduler_block_size
         self.max_admission_blocks = max_admission_blocks
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
         self.num_sealed_block: dict[str, int] = {}  # hits count: whoever filled them seals them
 
     @abstractmethod
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int, alignment: int) -> list[KVCacheBlock]:
-        """Return the cached blocks of the longest prefix of at most ``max_length`` tokens, a multiple of ``alignment``.
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
+        """Return the table of the longest prefix of at most ``max_length`` tokens behind which a request can go on.
 
+        Its length is a multiple of ``scheduler_block_size``; blocks that no later token attends to are null.
         ``block_hashes`` has one value per ``hash_block_size`` tokens. Takes no reference.
         """
+
+    def num_skipped_blocks(self, num_processed_tokens: int) -> int:
+        """Return how many leading blocks no token behind the first ``num_processed_tokens`` attends to."""
+        return self.spec.num_skipped_tokens(num_processed_tokens) // self.block_size
+
+    def num_null_blocks(self, request_id: str) -> int:
+        """Return how many leading blocks of the request's table are null."""
+        return 0
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         """Give back blocks that no later token attends to. Nothing, for a type whose tokens attend to all before."""
@@ -52,27 +78,41 @@ class SingleTypeKVCacheManager(ABC):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
+        num_processed_tokens: int = 0,
         apply_admission_cap: bool = False,
     ) -> int:
         """Return how many free blocks it takes to give the request slots for ``num_tokens`` tokens.
 
-        Hits that nobody references lie in the free queue and leave it when they are adopted, so they count.
+        Hits that nobody references lie in the free queue and leave it when they are adopted, so they count. Without the cap
+        it is exactly what an allocation takes now. With it, what the request takes at most at any time until it has these
+        slots, skipped blocks given back meanwhile: for the decision whether it may begin at all.
         """
         num_required = -(-num_tokens // self.block_size)
-        if apply_admission_cap and self.max_admission_blocks is not None:
-            num_required = min(num_required, self.max_admission_blocks)
         blocks = self.req_to_blocks.get(request_id)
         if blocks is not None:
             num_missing = num_required - len(blocks)
+            if num_missing > 0 and apply_admission_cap and self.max_admission_blocks is not None:
+                num_missing = min(num_missing, self.max_admission_blocks - sum(block.ref_cnt == 1 for block in blocks))
             return num_missing if num_missing > 0 else 0
-        num_evictable = sum(block.ref_cnt == 0 and not block.is_null for block in new_computed_blocks)
-        return max(num_required - len(new_computed_blocks), 0) + num_evictable
+        num_skipped = self.num_skipped_blocks(num_processed_tokens)
+        num_evictable = sum(block.ref_cnt == 0 and not block.is_null for block in new_computed_blocks[num_skipped:])
+        num_missing = max(num_required - max(num_skipped, len(new_computed_blocks)), 0) + num_evictable
+        if apply_admission_cap and self.max_admission_blocks is not None:
+            num_missing = min(num_missing, self.max_admission_blocks)
+        return num_missing
 
-    def add_local_computed_blocks(self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock]) -> None:
-        """Start the table of a request with its hits and take a reference of each."""
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_processed_tokens: int
+    ) -> None:
+        """Start the table of a request with its hits and take a reference of each that it needs.
+
+        Skipped blocks are null; there may be more of them than hits, where tokens come from elsewhere.
+        """
         assert request_id not in self.req_to_blocks
-        self.block_pool.touch(new_computed_blocks)
-        self.req_to_blocks[request_id] = list(new_computed_blocks)
+        num_skipped = self.num_skipped_blocks(num_processed_tokens)
+        kept = new_computed_blocks[num_skipped:]
+        self.block_pool.touch(kept)
+        self.req_to_blocks[request_id] = [*[self.block_pool.null_block] * num_skipped, *kept]
         self.num_cached_block[request_id] = len(new_computed_blocks)
         self.num_sealed_block[request_id] = len(new_computed_blocks)
 
@@ -96,8 +136,18 @@ class SingleTypeKVCacheManager(ABC):
             return
         blocks = self.req_to_blocks[request_id][:num_full]
         assert len(blocks) == num_full, f"{request_id} has no blocks for {num_tokens} tokens"
-        self.block_pool.cache_full_blocks(blocks, block_hashes, num_cached, self.block_size, self.group_id, token_ids)
+        mask = self.reachable_block_mask(num_cached, num_full)
+        self.block_pool.cache_full_blocks(
+            blocks, block_hashes, num_cached, self.block_size, self.group_id, token_ids, block_mask=mask
+        )
         self.num_cached_block[request_id] = num_full
+
+    def reachable_block_mask(self, start: int, end: int) -> list[bool] | None:
+        """Say of each block [start, end) of a table whether a hit can ever use it; None if all can be used.
+
+        The others are never hashed: they would only push useful blocks out of the cache.
+        """
+        return None
 
     def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Seal the full blocks of the first ``num_tokens`` tokens, as far as this request has not done so."""
@@ -133,11 +183,12 @@ class SingleTypeKVCacheManager(ABC):
     def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
         """Take the blocks behind ``num_tokens`` out of the table, from the first one on that others reference too.
 
-        A block in ``kept`` stays all the same. Returns them last first, the order in which they may be evicted.
+        A block in ``kept`` stays all the same, a null block never: nothing can be written there. Returns them last first, the
+        order in which they may be evicted.
         """
         blocks = self.req_to_blocks[request_id]
         behind = range(ceil_div(num_tokens, self.block_size), len(blocks))
-        cut = next((i for i in behind if blocks[i].ref_cnt > 1 and blocks[i].block_id not in kept), len(blocks))
+        cut = next((i for i in behind if _cannot_be_rewritten(blocks[i], kept)), len(blocks))
         dropped = blocks[cut:]
         del blocks[cut:]
         self.num_cached_block[request_id] = min(self.num_cached_block[request_id], cut)
@@ -148,9 +199,9 @@ class SingleTypeKVCacheManager(ABC):
     def get_boundary(self, request_id: str, num_tokens: int) -> int:
         """Return the most tokens, ``num_tokens`` at most, behind which the request can go on with the blocks it holds here.
 
-        For a type whose tokens attend to all before them that is any number of tokens it holds.
+        Fewer tokens need earlier blocks: if those that ``num_tokens`` need are gone, only a start from nothing is left.
         """
-        return num_tokens
+        return num_tokens if self.num_skipped_blocks(num_tokens) >= self.num_null_blocks(request_id) else 0
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """End the request here; return its blocks last first, the order in which they may be evicted."""
@@ -161,10 +212,14 @@ class SingleTypeKVCacheManager(ABC):
         return blocks
 
 
+def _cannot_be_rewritten(block: KVCacheBlock, kept: Container[int]) -> bool:
+    return block.is_null or (block.ref_cnt > 1 and block.block_id not in kept)
+
+
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Blocks of layers whose tokens attend to every token before them."""
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int, alignment: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
         """Scan from the left and stop at the first miss: a later block is worth nothing without those before."""
         k = self.block_size // self.block_pool.hash_block_size
         num_blocks = min(max_length // self.block_size, len(block_hashes) // k)
@@ -175,15 +230,151 @@ class FullAttentionManager(SingleTypeKVCacheManager):
             if block is None:
                 break
             hit.append(block)
-        del hit[len(hit) - len(hit) % (alignment // self.block_size) :]
+        del hit[len(hit) - len(hit) % (self.scheduler_block_size // self.block_size) :]
         return hit
 
 
-def get_manager_for_kv_cache_spec(spec: KVCacheSpec, block_pool: BlockPool, group_id: int) -> SingleTypeKVCacheManager:
-    """Return the manager for the attention type of ``spec``.
+class RecyclingManager(SingleTypeKVCacheManager):
+    """Blocks of layers whose tokens attend to a part of those before them: the rest is given back while a request runs."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        block_pool: BlockPool,
+        group_id: int,
+        scheduler_block_size: int,
+        max_admission_blocks: int | None = None,
+    ) -> None:
+        super().__init__(spec, block_pool, group_id, scheduler_block_size, max_admission_blocks)
+        self._num_null_blocks: dict[str, int] = {}
+
+    def num_null_blocks(self, request_id: str) -> int:
+        """See the base class."""
+        return self._num_null_blocks.get(request_id, 0)
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_processed_tokens: int
+    ) -> None:
+        """See the base class."""
+        super().add_local_computed_blocks(request_id, new_computed_blocks, num_processed_tokens)
+        self._num_null_blocks[request_id] = self.num_skipped_blocks(num_processed_tokens)
+
+    def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
+        """Replace by null what no later token attends to, and give it back, last block first.
+
+        Only behind tokens that are processed: a step in flight may still read what the tokens scheduled with it attend to.
+        """
+        blocks = self.req_to_blocks.get(request_id)
+        if blocks is None:
+            return
+        start = self._num_null_blocks[request_id]
+        end = min(self.num_skipped_blocks(num_processed_tokens), len(blocks))
+        if end <= start:
+            return
+        removed = blocks[start:end]
+        blocks[start:end] = [self.block_pool.null_block] * (end - start)
+        self._num_null_blocks[request_id] = end
+        removed.reverse()
+        self.block_pool.free_blocks(removed)
+
+    def reachable_block_mask(self, start: int, end: int) -> list[bool]:
+        """See the base class: a hit uses a block if it is needed behind the first place after it where a hit may end.
+
+        Behind any later place, what is skipped reaches further. With blocks of 16, a window of 16 and hits that end at
+        multiples of 64, only the last of four blocks is ever used:
+
+            blocks  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+            hits end                |               |
+            used                  x               x
+        """
+        size, alignment = self.block_size, self.scheduler_block_size
+        return [self.num_skipped_blocks(ceil_div(i + 1, alignment // size) * alignment) <= i for i in range(start, end)]
+
+    def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
+        """See the base class."""
+        dropped = super().drop_shared_tail(request_id, num_tokens, kept)
+        num_left = len(self.req_to_blocks[request_id])
+        self._num_null_blocks[request_id] = min(self._num_null_blocks[request_id], num_left)
+        return dropped
+
+    def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """See the base class."""
+        self._num_null_blocks.pop(request_id, None)
+        return super().pop_blocks(request_id)
+
+
+class SlidingWindowManager(RecyclingManager):
+    """Blocks of layers whose tokens attend to the last ``sliding_window`` tokens."""
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
+        """Scan from the right for a run of blocks, ending where a hit may end, that covers all the next token attends to.
+
+        A run that begins with block 0 covers everything, however short it is.
+        """
+        k = self.block_size // self.block_pool.hash_block_size
+        blocks_per_unit = self.scheduler_block_size // self.block_size
+        end = min(max_length // self.block_size, len(block_hashes) // k)
+        end -= end % blocks_per_unit
+        run: list[KVCacheBlock] = []  # last block first
+        first = self.num_skipped_blocks(end * self.block_size)  # of the run that ends at ``end``
+        index = end - 1
+        while index >= first:
+            block = self.block_pool.get_cached_block(block_hashes[(index + 1) * k - 1], self.group_id)
+            if block is not None:
+                run.append(block)
+            else:  # nothing that needs this block can be a hit
+                run.clear()
+                end = index - index % blocks_per_unit
+                first = self.num_skipped_blocks(end * self.block_size)
+                index = end
+            index -= 1
+        return [*[self.block_pool.null_block] * (end - len(run)), *reversed(run)]
+
+
+class ChunkedLocalAttentionManager(RecyclingManager):
+    """Blocks of layers whose tokens attend to those before them in their own chunk."""
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
+        """Scan the chunk of the next token from the left; nothing before it is needed.
+
+        If what is cached of the chunk ends before a place where a hit may end, the place before it, in an earlier chunk, is
+        tried.
+        """
+        k = self.block_size // self.block_pool.hash_block_size
+        blocks_per_unit = self.scheduler_block_size // self.block_size
+        length = min(max_length // self.block_size, len(block_hashes) // k)
+        while True:
+            length -= length % blocks_per_unit
+            start = self.num_skipped_blocks(length * self.block_size)
+            hit: list[KVCacheBlock] = []
+            for index in range(start, length):
+                block = self.block_pool.get_cached_block(block_hashes[(index + 1) * k - 1], self.group_id)
+                if block is None:
+                    break
+                hit.append(block)
+            length = start + len(hit)
+            excess = length % blocks_per_unit
+            if excess <= len(hit):
+                del hit[len(hit) - excess :]
+                return [*[self.block_pool.null_block] * start, *hit]
+
+
+_MANAGERS: tuple[tuple[type[KVCacheSpec], type[SingleTypeKVCacheManager]], ...] = (
+    (FullAttentionSpec, FullAttentionManager),
+    (SlidingWindowSpec, SlidingWindowManager),
+    (ChunkedLocalAttentionSpec, ChunkedLocalAttentionManager),
+)
+
+
+def get_manager_for_kv_cache_spec(
+    spec: KVCacheSpec, block_pool: BlockPool, group_id: int, sizes: KVCacheSizes
+) -> SingleTypeKVCacheManager:
+    """Return the manager for the attention type of ``spec``, with the cap that the spec says.
 
     Raises: ValueError for a type that has none.
     """
-    if isinstance(spec, FullAttentionSpec):
-        return FullAttentionManager(spec, block_pool, group_id)
+    for spec_type, manager_type in _MANAGERS:
+        if isinstance(spec, spec_type):
+            bound = spec.max_admission_blocks_per_request(sizes.max_in_flight_tokens, sizes.max_model_len)
+            return manager_type(spec, block_pool, group_id, sizes.scheduler_block_size, bound if spec.recycles else None)
     raise ValueError(f"no KV cache manager for {type(spec).__name__}")

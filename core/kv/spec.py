@@ -2,7 +2,7 @@
 
 A spec says how many bytes a block of one layer takes, how many leading tokens of a sequence nobody needs any more, and how many
 blocks one request holds at most. That last number is the only bound there is: it sizes the pool at start-up and caps admission
-at run time. Two numbers could drift apart, and then a prompt that fits would wait for ever, or a prefill would run out of blocks
+at run time. Two numbers could drift apart, and then a prompt that fits would wait for ever, or a prefill would lack blocks
 half-way. Knows no tensors. Built by ``core.engine`` from the model's configuration and grouped by ``core.kv.grouping``. A new
 attention type is a subclass here and a manager in ``core.kv.single_type``.
 """
@@ -136,11 +136,6 @@ class KVCacheGroup:
     layer_indices: tuple[int, ...]
     spec: KVCacheSpec
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the pages of all layers of the group, which lie side by side; a block may have padding behind them."""
-        return len(self.layer_indices) * self.spec.page_size_bytes
-
 
 @dataclass(slots=True, frozen=True)
 class LayerSlot:
@@ -148,6 +143,20 @@ class LayerSlot:
 
     group_id: int
     slot: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVCacheSizes:
+    """Token counts that all parts of one KV cache are built with. They are handed down as they are; nobody recomputes one.
+
+    Prefix hits end at multiples of ``scheduler_block_size``; the hash chain has one value per ``hash_block_size``.
+    ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps.
+    """
+
+    scheduler_block_size: int
+    hash_block_size: int
+    max_in_flight_tokens: int
+    max_model_len: int
 
 
 @dataclass(slots=True, frozen=True)

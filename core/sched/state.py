@@ -15,7 +15,6 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,7 +57,7 @@ class SchedulerState:
         self.config = config
         self.kv_load_failure_policy = kv_load_failure_policy
         self.kv_cache_manager = kv_cache_manager
-        self.max_model_len = _most_tokens_that_fit(kv_cache_manager, max_model_len)
+        self.max_model_len = min(max_model_len, kv_cache_manager.max_tokens_that_fit)
         self.connector = connector
         self.clock = clock
 
@@ -115,10 +114,6 @@ class SchedulerState:
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         left = max(0, usage.recomputed_tokens - num_tokens)
         self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, recomputed_tokens=left)
-
-
-def _most_tokens_that_fit(kv_cache_manager: KVCacheManager, max_model_len: int) -> int:
-    return bisect_left(range(1, max_model_len + 1), True, key=lambda n: not kv_cache_manager.can_ever_fit(n))
 
 
 @dataclass(slots=True)

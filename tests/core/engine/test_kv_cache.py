@@ -7,7 +7,8 @@ import torch
 from core.attention.base import KVLayout
 from core.config import CacheSection
 from core.digest import BlockDigester
-from core.engine.kv_cache import allocate_kv_pool, kv_cache_config
+from core.engine.kv_cache import allocate_kv_pool
+from core.engine.kv_sizing import kv_cache_config
 from core.errors import ConfigError
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal, layout_fingerprint
 from core.model.arch import parse_arch
@@ -26,7 +27,7 @@ BLOCK_BYTES = 3 * 2 * 2 * 16 * 8 * 4  # layers, key and value, heads, tokens, he
 
 @pytest.fixture
 def pool():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32.itemsize)
     pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
     yield pool
     pool.close()
@@ -42,7 +43,7 @@ def pool():
     ],
 )
 def test_block_count_comes_from_memory_unless_it_is_set(section, num_blocks):
-    config = kv_cache_config(parse_arch(CONFIG), section, torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), section, torch.float32.itemsize)
     assert config.num_blocks == num_blocks
     assert config.groups[0].layer_indices == (0, 1, 2)
 
@@ -50,29 +51,7 @@ def test_block_count_comes_from_memory_unless_it_is_set(section, num_blocks):
 @pytest.mark.parametrize("section", [CacheSection(block_size=16, memory_bytes=2 * BLOCK_BYTES - 1), CacheSection(num_blocks=1)])
 def test_memory_for_less_than_one_usable_block_is_refused(section):
     with pytest.raises(ConfigError, match="at least 2"):
-        kv_cache_config(parse_arch(CONFIG), section, torch.float32)
-
-
-def test_several_groups_are_refused_with_prefix_caching_and_named_with_the_fix():
-    arch = parse_arch(
-        CONFIG
-        | {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
-        | {"max_position_embeddings": 64}
-    )
-    section = CacheSection(block_size=16, num_blocks=4)
-    with pytest.raises(ConfigError, match=r"2 attention windows.*set it to false") as refused:
-        kv_cache_config(arch, section, torch.float32)
-    assert refused.value.param == "cache.enable_prefix_caching"
-    section = CacheSection(block_size=16, num_blocks=4, enable_prefix_caching=False)
-    assert len(kv_cache_config(arch, section, torch.float32).groups) == 2
-
-
-def test_windows_of_unequal_groups_are_refused():
-    arch = parse_arch(
-        CONFIG | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1, "max_position_embeddings": 64}
-    )
-    with pytest.raises(ConfigError, match="layers per attention window"):
-        kv_cache_config(arch, CacheSection(block_size=16, num_blocks=4), torch.float32)
+        kv_cache_config(parse_arch(CONFIG), section, torch.float32.itemsize)
 
 
 def test_layout_describes_one_block(pool):
@@ -100,7 +79,7 @@ def test_another_mapping_of_the_memory_file_sees_a_block_as_one_run(pool):
 
 
 def test_nhd_swaps_heads_and_tokens():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.bfloat16)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.bfloat16.itemsize)
     pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.NHD, torch.device("cpu"))
     assert pool.cache.pool.shape == (2, 3, 2, 16, 2, 8)
     assert (pool.layout.order, pool.layout.dtype) == ("NHD", "bfloat16")
@@ -119,13 +98,13 @@ def test_pages_are_present_before_first_use(pool):
 
 
 def test_memory_that_is_not_there_is_a_configuration_error():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=1 << 42), torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=1 << 42), torch.float32.itemsize)
     with pytest.raises(ConfigError, match="bytes of memory are available"):
         allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
 
 
 def test_closing_keeps_the_memory_of_living_tensors():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32.itemsize)
     pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
     tensor = pool.cache.pool
     pool.close()
@@ -135,7 +114,7 @@ def test_closing_keeps_the_memory_of_living_tensors():
 
 
 def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32.itemsize)
     pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), incarnation=77)
     seals = pool.region.seals
     seals.seal(3, ExpectedSeal(generation=9, group_id=0, block_hash=bytes(16), num_tokens=16))
@@ -147,7 +126,7 @@ def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout()
 
 
 def test_digests_are_those_of_the_blocks_bytes_and_enter_the_seals_if_asked_for():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.bfloat16)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.bfloat16.itemsize)
     pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.HND, torch.device("cpu"), makes_digests=True)
     pool.cache.pool[3] = 1.5
     size = pool.region.block_bytes
@@ -165,7 +144,7 @@ def test_seals_hold_no_digests_unless_asked_for(pool):
 
 
 def test_closing_gives_both_memory_files_back():
-    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32)
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32.itemsize)
     pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
     memory_fds = (pool.region.memory_fd, pool.seals.memory.memory_fd)
     pool.close()

@@ -11,7 +11,7 @@ def test_page_holds_keys_and_values_of_one_layer(make_spec):
 
 def test_block_of_a_group_holds_all_its_layers(make_spec):
     # SmolLM2-135M: 30 layers, 3 KV heads of 64, float32, blocks of 16 tokens.
-    assert KVCacheGroup(tuple(range(30)), make_spec(16)).block_bytes == 720 * 1024
+    assert KVCacheConfig(2, (KVCacheGroup(tuple(range(30)), make_spec(16)),)).block_bytes == 720 * 1024
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(1, 1), (16, 1), (17, 2), (10_000, 625)])
