@@ -220,10 +220,11 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.num_sealed[request.request_id] = index + 1
 
     def unseal(self, request, num_kept_tokens):
-        """What lies beyond is going to be written again."""
+        """What lies beyond is going to be written again: the seals break, and the next ones are of another generation."""
         kept = min(self.num_sealed[request.request_id], num_kept_tokens // self.block_size)
         for block_id in self.tables[request.request_id][kept : self.num_sealed[request.request_id]]:
             self.pool.sealed.pop(block_id, None)
+            self.pool.generation[block_id] += 1
         self.num_sealed[request.request_id] = kept
 
     def add_request(self, family, length, fork, salt):
@@ -261,8 +262,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.pool.prefix.pop(block_id, None)
             self.pool.sealed.pop(block_id, None)
             self.pool.generation[block_id] += 1
-        self.unseal(request, kept)
-        self.num_cached[request.request_id] = min(self.num_cached[request.request_id], kept // self.block_size)
+        for num_blocks in (self.num_sealed, self.num_cached):
+            num_blocks[request.request_id] = min(num_blocks[request.request_id], kept // self.block_size)
 
     # ---- what happens to requests ----------------------------------------------------------------------------------
 
