@@ -49,11 +49,6 @@ class KVPoolRegion:
 class KVConnectorScheduler(ABC):
     """The side inside the scheduler. All calls come from the engine thread."""
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """True if a request must not finish on output of a step whose blocks may be gone (producers)."""
-        return False
-
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Receive the manager, once, before any request."""
 

@@ -71,7 +71,6 @@ class P2PConnector(Connector):
         )
         self.scheduler = P2PConnectorScheduler(
             self._identity,
-            is_producer=self._is_producer,
             lease_ms=int(1000 * context.config.lease_s),
             ids=context.ids,
             grant=lambda grant: self._call_soon(self._on_grant, grant),

@@ -47,10 +47,9 @@ class P2PConnectorScheduler(KVConnectorScheduler):
     """
 
     def __init__(
-        self, identity: WorkerIdentity, *, is_producer: bool, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]
+        self, identity: WorkerIdentity, *, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]
     ) -> None:
         self._identity = identity
-        self._is_producer = is_producer
         self._lease_ms = lease_ms
         self._ids = ids
         self._grant = grant
@@ -62,11 +61,6 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         self._refs: dict[str, HandoffRef] = {}  # by request id, until it needs the hand-over no more
         self._readers: dict[HandoffRef, set[str]] = {}
         self._next = P2PConnectorMetadata()
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """True for producers: what they hand over must have been computed."""
-        return self._is_producer
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Keep the manager, for the generations of blocks."""

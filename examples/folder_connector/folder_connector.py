@@ -114,11 +114,6 @@ class FolderScheduler(KVConnectorScheduler):
         self._loading: set[str] = set()
         self._next = FolderMetadata()
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """True for prefill workers: what they hand over must have been computed."""
-        return self._context.role == "prefill"
-
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Keep the manager, for the generations of blocks."""
         self._manager = manager

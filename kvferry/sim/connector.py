@@ -53,7 +53,6 @@ class SimConnector:
         self.node: P2PNode | None = None
         self.scheduler = P2PConnectorScheduler(
             identity,
-            is_producer=bool(control_address),
             lease_ms=int(1000 * config.lease_s),
             ids=ids,
             grant=self._grant,

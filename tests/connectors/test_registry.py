@@ -89,11 +89,10 @@ def test_builder_hands_on_everything_of_its_host(host, monkeypatch):
     assert (context.clock, context.ids, context.metrics) == (host.clock, host.ids, host.metrics)
 
 
-@pytest.mark.parametrize(("role", "must_deliver"), [("prefill", True), ("decode", False)])
-def test_built_p2p_connector_is_a_producer_on_prefill_workers_only(host, role, must_deliver):
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_p2p_connector_is_built_before_anything_of_it_runs(host, role):
     host.role = role
     built = connector_builder("p2p")(host, LAYOUT, b"fingerprint")
     assert isinstance(built, P2PConnector)
-    assert built.scheduler.requires_kv_delivery is must_deliver
     assert built.num_leased_blocks() == built.num_loading_blocks() == 0
     assert built.transports == ()  # known after start

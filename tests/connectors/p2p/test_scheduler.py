@@ -28,12 +28,10 @@ ERROR = ErrorInfo(code="peer_lost", message="gone", http_status=502)
 class Side:
     """One worker's scheduler side on a real manager; ``news`` is what it told its worker side in the last step."""
 
-    def __init__(self, identity, is_producer: bool) -> None:
+    def __init__(self, identity) -> None:
         self.grants: list[LeaseGrant] = []
         self.submitted: list[P2PConnectorMetadata] = []
-        self.connector = P2PConnectorScheduler(
-            identity, is_producer=is_producer, lease_ms=30_000, ids=SeededIds(3), grant=self.grants.append
-        )
+        self.connector = P2PConnectorScheduler(identity, lease_ms=30_000, ids=SeededIds(3), grant=self.grants.append)
         self.connector.control_address = "tcp://10.0.0.1:5600"
         self.worker = P2PConnectorWorker(self.submitted.append)
         self.engine = ConnectorEngine(self.connector, self.worker, identity.model_fingerprint, LAYOUT)
@@ -67,14 +65,14 @@ class Side:
 
 @pytest.fixture
 async def producer(make_identity) -> Iterator[Side]:
-    side = Side(make_identity("prefill-0", 42, layout=LAYOUT), is_producer=True)
+    side = Side(make_identity("prefill-0", 42, layout=LAYOUT))
     yield side
     side.engine.close()
 
 
 @pytest.fixture
 async def consumer(make_identity) -> Iterator[Side]:
-    side = Side(make_identity("decode-0", 77, layout=LAYOUT), is_producer=False)
+    side = Side(make_identity("decode-0", 77, layout=LAYOUT))
     yield side
     side.engine.close()
 
@@ -172,11 +170,6 @@ async def test_blocks_are_kept_until_the_lease_ends(producer):
     producer.worker.report(SendingEnded("r"))
     producer.step()
     assert producer.engine.num_used_blocks == 0
-
-
-async def test_only_producers_require_delivery(producer, consumer):
-    assert producer.connector.requires_kv_delivery
-    assert not consumer.connector.requires_kv_delivery
 
 
 # ---- consumer: offers and reads
