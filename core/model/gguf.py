@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Array = npt.NDArray[np.float32]
 
 # llama.cpp stores the q and k rows of these architectures with each rope pair side by side; Hugging Face keeps halves.
 _PERMUTED = frozenset({"llama"})
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES = {"gemma3": "gemma3_text", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -50,6 +51,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3_27B_LAYERS = 62  # llama.cpp tells this size by its number of layers, and so whether queries are scaled unusually
+_GEMMA3_FULL_EVERY = 6  # layers; the others slide
 _ROPE_FREQS = "rope_freqs.weight"  # llama3 rope, given as one divisor per frequency
 
 
@@ -117,16 +126,39 @@ def _hf_config(metadata: Mapping[str, Any], reader: GGUFReader) -> dict[str, Any
         "rms_norm_eps": _shortest(required("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": required("context_length"),
         "rope_parameters": {"rope_theta": _shortest(theta), **_rope_scaling(metadata, architecture, tensors)},
-        "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "dtype": "float32",
     }
+    if architecture == "gemma3":
+        config.update(_gemma3_fields(config, required("attention.sliding_window")))
+    else:
+        config["hidden_act"] = "silu"
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         config["bos_token_id"] = bos
     stops = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     config["eos_token_id"] = sorted({token_id for token_id in stops if token_id is not None})
     return config
+
+
+def _gemma3_fields(config: Mapping[str, Any], sliding_window: int) -> dict[str, Any]:
+    """Return what Gemma 3 has besides the others' fields; llama.cpp keeps most of it in its code."""
+    scaled_by = config["head_dim"]
+    if config["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
+        scaled_by = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scaled_by,
+        "sliding_window": sliding_window,
+        "layer_types": [
+            "full_attention" if (layer + 1) % _GEMMA3_FULL_EVERY == 0 else "sliding_attention"
+            for layer in range(config["num_hidden_layers"])
+        ],
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }
 
 
 def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
@@ -164,35 +196,49 @@ def _llama3_rope(factors: Array, theta: float) -> dict[str, Any]:
 def _hf_tensors(reader: GGUFReader, config: Mapping[str, Any]) -> list[_Tensor]:
     """Describe every output tensor, sorted by name so that the file is the same on every machine."""
     head_counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    is_gemma = config["model_type"] == "gemma3_text"
+    layer_names = _GEMMA3_LAYER_NAMES if is_gemma else _LAYER_NAMES
     permuted = config["model_type"] in _PERMUTED
     tensors = []
     for source in reader.tensors:
         if source.name == _ROPE_FREQS:
             continue
-        stem, name = _hf_name(source.name)
-        num_heads = head_counts.get(stem) if permuted else None
-        shape = tuple(int(size) for size in reversed(source.shape))
-        tensors.append(_Tensor(name, shape, lambda source=source, heads=num_heads: _values(source, heads)))  # type: ignore[misc]
+        stem, name = _hf_name(source.name, layer_names)
+        values = partial(_values, source)
+        if permuted and stem in head_counts:
+            values = partial(_halves, source, head_counts[stem])
+        elif is_gemma and stem.endswith("norm"):
+            values = partial(_less_one, source)
+        tensors.append(_Tensor(name, tuple(int(size) for size in reversed(source.shape)), values))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def _hf_name(gguf_name: str) -> tuple[str, str]:
+def _hf_name(gguf_name: str, layer_names: Mapping[str, str]) -> tuple[str, str]:
     """Return (stem, Hugging Face name) of ``token_embd.weight`` or ``blk.7.attn_q.bias``."""
     stem, _, kind = gguf_name.rpartition(".")
     if stem in _GLOBAL_NAMES:
         return stem, f"{_GLOBAL_NAMES[stem]}.{kind}"
     prefix, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if prefix == "blk" and part in _LAYER_NAMES:
-        return part, f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+    if prefix == "blk" and part in layer_names:
+        return part, f"model.layers.{layer}.{layer_names[part]}.{kind}"
     raise ConfigError(f"GGUF tensor {gguf_name!r} belongs to no architecture supported here", param="model")
 
 
-def _values(source: ReaderTensor, num_heads: int | None) -> Array:
-    """Dequantize to fp32 and, given ``num_heads``, turn interleaved rope pairs ``(d/2, 2)`` into halves ``(2, d/2)``."""
+def _values(source: ReaderTensor) -> Array:
+    """Dequantize to fp32."""
     values: Array = dequantize(source.data, source.tensor_type).astype(np.float32, copy=False)
-    if num_heads is None:
-        return values
+    return values
+
+
+def _less_one(source: ReaderTensor) -> Array:
+    """Return what Gemma stores of a norm's weight: llama.cpp has added the one that its code adds."""
+    return _values(source) - np.float32(1.0)
+
+
+def _halves(source: ReaderTensor, num_heads: int) -> Array:
+    """Dequantize, and turn interleaved rope pairs ``(d/2, 2)`` into halves ``(2, d/2)``."""
+    values = _values(source)
     rows = values.shape[0]
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)

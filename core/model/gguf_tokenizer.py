@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Owns the pre-tokenizer names of llama.cpp and what each means for the ``tokenizers`` library. Called by ``core.model.gguf``.
+Owns the tokenizer and pre-tokenizer names of llama.cpp, and what each means in ``tokenizers``. Called by ``core.model.gguf``.
 A ``tokenizer.json`` beside the GGUF file wins over the metadata: that is the way out for every kind not listed here.
 """
 
@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from core.errors import ConfigError
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_SPACE_MARK = "\u2581"
 _SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,33 +45,74 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) 
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build a byte-level BPE tokenizer from ``tokenizer.ggml.*``.
+    """Build the tokenizer of ``tokenizer.ggml.*``: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama").
 
     Raises:
         ConfigError: naming the key whose value is not supported.
     """
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    _require(model, ("gpt2",), "tokenizer.ggml.model")
-    _require(pre, tuple(_PRE_TOKENIZERS), "tokenizer.ggml.pre")
+    model = metadata.get("tokenizer.ggml.model")
+    _require(model, ("gpt2", "llama"), "tokenizer.ggml.model")
+    tokenizer = _byte_level(metadata) if model == "gpt2" else _sentencepiece(metadata)
     tokens: list[str] = _list(metadata, "tokenizer.ggml.tokens")
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [_split_merge(merge) for merge in _list(metadata, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    for token, token_type in zip(tokens, _list(metadata, "tokenizer.ggml.token_type"), strict=True):
-        if token_type == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    types = _list(metadata, "tokenizer.ggml.token_type")
+    pairs = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, kind in pairs if kind == _CONTROL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == _USER_DEFINED])
     if metadata.get("tokenizer.ggml.add_bos_token", False):
         bos_id = metadata["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
         )
     return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    _require(pre, tuple(_PRE_TOKENIZERS), "tokenizer.ggml.pre")
+    vocab = _vocabulary(metadata)
+    merges = [_split_merge(merge) for merge in _list(metadata, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Return SentencePiece's BPE as Gemma uses it: spaces are letters, unknown letters fall back to bytes.
+
+    Pieces that the user defined are no part of it: they stand for themselves before any merge, as in SentencePiece.
+    """
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    _require(has_prefix, (False,), "tokenizer.ggml.add_space_prefix")
+    vocab = _vocabulary(metadata)
+    scores = _list(metadata, "tokenizer.ggml.scores")
+    types = _list(metadata, "tokenizer.ggml.token_type")
+    pieces = {
+        token: score for token, score, kind in zip(vocab, scores, types, strict=True) if kind not in (_CONTROL, _USER_DEFINED)
+    }
+    unknown = _list(metadata, "tokenizer.ggml.tokens")[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(BPE(vocab, _merges_by_score(pieces), byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE_MARK)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return every way to join two pieces to a third, the third's highest score first, then the longest left part."""
+    merges = [
+        (score, cut, piece[:cut], piece[cut:])
+        for piece, score in pieces.items()
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    merges.sort(key=lambda merge: merge[:2], reverse=True)
+    return [(left, right) for _, _, left, right in merges]
+
+
+def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
+    return {token: token_id for token_id, token in enumerate(_list(metadata, "tokenizer.ggml.tokens"))}
 
 
 def _list(metadata: Mapping[str, Any], key: str) -> list[Any]:
@@ -84,9 +126,9 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _require(value: object, supported: tuple[str, ...], key: str) -> None:
+def _require(value: object, supported: tuple[object, ...], key: str) -> None:
     if value not in supported:
-        names = ", ".join(supported)
+        names = ", ".join(str(one) for one in supported)
         raise ConfigError(
             f"GGUF {key}={value!r} is not supported; supported: {names}. Put the model's tokenizer.json beside the file.",
             param=key,

