@@ -93,6 +93,11 @@ def _check_table(group: SingleTypeKVCacheManager, request_id: str) -> Iterator[s
     for prefix, counts in (("cached", group.num_cached_block), ("sealed", group.num_sealed_block)):
         if counts.get(request_id, 0) > len(blocks):
             yield f"{name} is shorter than its {prefix} prefix"
+    num_null = group.num_null_blocks(request_id)
+    if [block.is_null for block in blocks] != [index < num_null for index in range(len(blocks))]:
+        yield f"{name} should have {num_null} null blocks, all at its head"
+    if group.max_admission_blocks is not None and len(ids) > group.max_admission_blocks:
+        yield f"{name} holds {len(ids)} blocks, more than the {group.max_admission_blocks} it was admitted by"
 
 
 def _check_null_block(pool: BlockPool) -> Iterator[str]:

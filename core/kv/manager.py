@@ -179,12 +179,12 @@ class KVCacheManager:
         num_processed = max(0, min(num_computed, request.num_tokens - 1) - request.num_in_flight_tokens)
         watermark = self._watermark_blocks if is_admission and has_scheduled_reqs else 0
         pool = self.block_pool
+        coordinator.remove_skipped_blocks(request_id, num_processed)
         if full_sequence_must_fit:
             num_tokens = min(request.num_tokens, self.max_model_len)
             num_wanted = coordinator.get_num_blocks_to_allocate(request_id, num_tokens, hits, num_processed, True)
             if num_wanted + watermark > pool.num_free_blocks:
                 return None
-        coordinator.remove_skipped_blocks(request_id, num_processed)
         num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits, num_processed)
         if num_needed + watermark > pool.num_free_blocks - reserved_blocks:
             return None

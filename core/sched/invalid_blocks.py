@@ -165,11 +165,12 @@ def _num_kept(manager: KVCacheManager, holder: Holder, first: int, in_use: Block
 
 
 def _claim(holder: Holder, num_kept: int, in_use: BlocksInUse) -> dict[int, int]:
-    """Return the blocks that the request writes from now on, up to the first that somebody else writes."""
+    """Return the blocks that the request writes from now on, up to the first that somebody else writes, or that is gone."""
     found: dict[int, int] = {}
     for ids, block_size in zip(holder.tables, holder.block_sizes, strict=True):
         for index in range(ceil_div(num_kept, block_size), len(ids)):
-            if in_use.is_anothers(ids[index], holder.request_id) or ids[index] in in_use.quarantined:
+            is_gone = ids[index] == NULL_BLOCK_ID or ids[index] in in_use.quarantined
+            if is_gone or in_use.is_anothers(ids[index], holder.request_id):
                 break
             found[ids[index]] = (index + 1) * block_size
     return found
