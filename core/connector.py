@@ -25,6 +25,12 @@ class KVConnectorMetadata:
     __slots__ = ()
 
 
+class KVConnectorWorkerMetadata:
+    """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class KVPoolRegion:
     """The memory of a worker's block-major KV pool: ``num_blocks`` contiguous runs of ``block_bytes``.

@@ -17,7 +17,7 @@ from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, Token
 from core.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from core.connector import KVConnectorMetadata
+    from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 class RequestStatus(IntEnum):
@@ -254,7 +254,8 @@ class KVConnectorOutput:
     still be written is in ``quarantined_block_ids`` of the same output, and in ``unquarantined_block_ids`` of a later one once
     nothing can arrive any more. ``failed_recving`` maps a request id to the error of its load, of which nothing may be used;
     its id must also appear in ``finished_recving``, in this output or a later one. ``invalid_block_ids`` are single blocks
-    whose content must not be used; ``load_errors`` says why, per request that asked for them.
+    whose content must not be used; ``load_errors`` says why, per request that asked for them. ``worker_meta`` is for the
+    connector's own scheduler side; the scheduler itself does not look at it.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -265,6 +266,7 @@ class KVConnectorOutput:
     quarantined_block_ids: set[int] = field(default_factory=set)
     unquarantined_block_ids: set[int] = field(default_factory=set)
     transfer_usage: dict[str, TransferUsage] = field(default_factory=dict)
+    worker_meta: KVConnectorWorkerMetadata | None = None
 
     def is_empty(self) -> bool:
         """True if there is nothing to tell."""
@@ -277,6 +279,7 @@ class KVConnectorOutput:
             or self.quarantined_block_ids
             or self.unquarantined_block_ids
             or self.transfer_usage
+            or self.worker_meta is not None
         )
 
 
