@@ -122,17 +122,21 @@ class P2PConnector(Connector):
             raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
         if self._is_producer:  # before anything is open
             advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
-        digest_block = self._block_digester(pool)
+        unverifiable = self._unverifiable(pool)
+        names = [name for name in self._context.config.transports if name not in unverifiable]
+        if not names:
+            raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
         self._loop = asyncio.get_running_loop()
         # Loading a transport's library can take seconds.
         self._transport_set = await asyncio.to_thread(
             open_transports,
-            self._context.config.transports,
+            names,
             regions_of(pool),
             self._transport_settings(),
             self._is_producer,
             self._create,
         )
+        self._transport_set.skipped |= unverifiable
         offers = self._transport_set.offers
         responder = HandshakeResponder(self._identity, pool.num_blocks, offers, pool.seals.has_digests)
         self._node = P2PNode(
@@ -145,7 +149,7 @@ class P2PConnector(Connector):
         executor = TransferExecutor(
             self._transport_set.transports,
             pool.seals,
-            digest_block,
+            pool.new_digester() if pool.new_digester is not None else _no_digest,
             lambda happened: self._call_soon(self._on_transfer, happened),
         )
         self._transfers = TransferThread(executor, self.worker.fail)
@@ -287,17 +291,16 @@ class P2PConnector(Connector):
         host, port = split_tcp(self._server.start(self._context.control_address))
         self.scheduler.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
 
-    def _block_digester(self, pool: KVPoolRegion) -> Callable[[int], int]:
-        """Return what computes the digests of blocks that have been read, for the transfer thread."""
-        if pool.new_digester is not None:
-            return pool.new_digester()
-        kv_verify, transports = self._context.config.kv_verify, self._context.config.transports
-        if any(verifies_digests(kv_verify, transport) for transport in transports):
-            raise ConnectorUnavailable(
-                f"connector.kv_verify = {kv_verify} with {', '.join(transports)} verifies digests, "
-                "and the engine computes none: set it to identity"
-            )
-        return _no_digest
+    def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
+        """Return the transports by which this worker could not verify what it reads as it is told to, and why."""
+        if self._is_producer or pool.new_digester is not None:
+            return {}
+        kv_verify = self._context.config.kv_verify
+        reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, and the engine computes none: set it to identity"
+        demanding = [name for name in self._context.config.transports if verifies_digests(kv_verify, name)]
+        for name in demanding:
+            _log.warning(event("kv_transport_skipped", transport=name, reason=reason.format(name)))
+        return {name: reason.format(name) for name in demanding}
 
     def _transport_settings(self) -> TransportSettings:
         host, _ = split_tcp(self._context.control_address)

@@ -62,11 +62,26 @@ async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is
     await connector.stop()
 
 
-async def test_engine_without_digests_is_refused_where_they_are_verified(pool):
+async def test_reader_without_digests_is_refused_where_it_has_to_verify_them_over_every_transport(pool):
     connector = P2PConnector(context_of(role="decode", transports=("tcp",)), never)
     connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
-    with pytest.raises(ConnectorUnavailable, match=r"connector.kv_verify = auto with tcp .* set it to identity"):
+    with pytest.raises(ConnectorUnavailable, match=r"connector.kv_verify = auto verifies .* over tcp.* set it to identity"):
         await connector.start()
+    await connector.stop()
+
+
+@pytest.mark.parametrize(("role", "usable"), [("decode", ("inproc",)), ("prefill", ("tcp", "inproc"))])
+async def test_transport_that_a_reader_without_digests_cannot_verify_is_skipped(pool, role, usable, caplog):
+    def create(name, settings):
+        transport = InprocTransport(InprocFabric())
+        transport.name = name
+        return transport
+
+    connector = P2PConnector(context_of(role=role, transports=("tcp", "inproc")), create)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
+    await connector.start()
+    assert connector.transports == usable
+    assert ("kv_transport_skipped" in caplog.text) == (role == "decode")
     await connector.stop()
 
 
