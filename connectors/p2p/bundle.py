@@ -296,7 +296,7 @@ class P2PConnector(Connector):
         if self._is_producer or pool.new_digester is not None:
             return {}
         kv_verify = self._context.config.kv_verify
-        reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, and the engine computes none: set it to identity"
+        reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, the engine computes none: set it to identity"
         demanding = [name for name in self._context.config.transports if verifies_digests(kv_verify, name)]
         for name in demanding:
             _log.warning(event("kv_transport_skipped", transport=name, reason=reason.format(name)))
