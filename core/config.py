@@ -111,6 +111,19 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stuck_step_s: Seconds = 120.0  # an engine step that takes longer makes /health fail, so that the worker is restarted
 
 
+class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Connector ``lmcache``: the LMCache server of this host, and how long it is waited for."""
+
+    server_address: str = "tcp://127.0.0.1:5555"  # its ZeroMQ port
+    http_address: str = "http://127.0.0.1:8080"  # its admin port, asked for version and settings
+    staging_bytes: Positive = 256 << 20  # shared memory of a worker through which all blocks go; half to load, half to save
+    lookup_timeout_s: Seconds = 1.0  # then the request goes on without
+    request_timeout_s: Seconds = 5.0  # a server that says nothing for so long is given up until it answers again
+    heartbeat_interval_s: Seconds = 2.0
+    retry_interval_s: Seconds = 1.0  # between attempts to reach the server
+    save_decode_cache: bool = True  # blocks of generated tokens too
+
+
 class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How KV leaves and enters a worker."""
 
@@ -124,7 +137,32 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_renew_interval_s: Seconds = 5.0
     lease_max_s: Seconds = 600.0
     max_quarantined_blocks: NonNegative = 0  # per peer whose reads do not end: then it is cut off; 0 = a quarter of the pool
+    lmcache: LMCacheSection = LMCacheSection()
     extra: dict[str, Any] = {}  # for connectors from outside
+
+
+class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A store of KV blocks beyond the workers' pools: a process of its own (``kvferry kvstore``), or a part of each worker."""
+
+    address: str = ""  # of the server that workers use; empty = each worker has a store of its own
+    bind_address: str = "tcp://127.0.0.1:5580"  # of the server; port 0 = any
+    ops_host: str = "127.0.0.1"
+    ops_port: Port = 0  # /health /ready /metrics of the server; 0 = any
+    memory_bytes: Positive = 1 << 30  # of the arena
+    block_bytes: NonNegative = 0  # of the largest block; 0 = that of the first client
+    eviction: Literal["lru", "s3fifo", "arc"] = "arc"
+    write_policy: Literal["through", "back"] = "through"  # to disk and Redis: at once, or when memory gets full
+    max_pinned_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5  # of the arena, by one client
+    disk_path: str = ""  # folder of the disk tier; empty = none
+    disk_bytes: Positive = 8 << 30
+    disk_segment_bytes: Positive = 64 << 20  # per file
+    disk_sync: bool = False  # write through to the device, so that blocks survive a loss of power as well
+    redis_url: str = ""  # redis://host:port/db; empty = no such tier
+    redis_timeout_s: Seconds = 0.5
+    redis_ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # how long Redis keeps a block; 0 = as long as it has room
+    request_timeout_s: Seconds = 2.0  # what a client waits for an answer; then it is a miss
+    heartbeat_interval_s: Seconds = 0.5
+    client_timeout_s: Seconds = 5.0  # a client that is silent for so long loses its pins
 
 
 class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,6 +210,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerSection = SchedulerSection()
     worker: WorkerSection = WorkerSection()
     connector: ConnectorSection = ConnectorSection()
+    kvstore: KVStoreSection = KVStoreSection()
     router: RouterSection = msgspec.field(default_factory=RouterSection)  # reads the environment when it is made
     local: LocalSection = LocalSection()
     log: LogSection = LogSection()
@@ -200,9 +239,20 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             router.heartbeat_timeout_s,
         )
         _check_transports(connector)
+        _check_address("connector.lmcache.server_address", connector.lmcache.server_address, lowest_port=1)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
         _check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
+        _check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
+        if self.kvstore.address:
+            _check_address("kvstore.address", self.kvstore.address, lowest_port=1)
+        _check_order(
+            "kvstore.heartbeat_interval_s",
+            self.kvstore.heartbeat_interval_s,
+            "<",
+            "kvstore.client_timeout_s",
+            self.kvstore.client_timeout_s,
+        )
         for address in worker.router_addresses:
             _check_address("worker.router_addresses", address, lowest_port=1)
         _check_order("worker.host_slot", worker.host_slot, "<", "worker.workers_on_host", worker.workers_on_host)

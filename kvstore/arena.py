@@ -1,0 +1,274 @@
+"""The arena: slots for blocks in shared memory, whose states the processes that map it can check at any moment.
+
+Owns the layout of the memory, the states of the slots, and who may map it. One process, the owner, changes states and counts
+pins; others map the memory, read slots they were given, and write only slots that were reserved for them. Pins are counts of
+the owner alone: a count in shared memory, raised by a reader that has died, could never be trusted again. Knows no policies,
+tiers or messages.
+
+    header  magic: u64 | version: u64 | incarnation: u64 | slot_bytes: u64 | num_slots: u64 | nonce[32]            one page
+    slots   word: u64 | num_bytes: u64 | ... | seal[64]                                             128 bytes per slot
+    blocks  slot_bytes per slot, from a page's beginning
+
+    word  = generation << 2 | state
+    FREE -> WRITING (generation + 1) -> READY -> FREE        READY -> EVICTING -> FREE: dropped while somebody reads
+
+Whatever is decided about a slot is decided by one aligned 8-byte store of its word; everything else is written before, while
+the word says that nobody may look. So the owner can die between any two stores and leave no slot that lies. A reader is told
+slot and generation; it copies, then looks at the word again: still READY in this generation means that the bytes are those of
+the block. That order holds on x86; another CPU needs fences.
+
+A client finds the memory as ``/proc/<pid>/fd/<n>`` and returns the nonce it has read there: that proves shared memory where a
+host name would only suggest it. Sources: memfd_create(2), proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from enum import IntEnum
+
+from core.errors import Full, PeerUnreachable, ProtocolError
+from core.kv.seals import SEAL_BYTES
+from kvstore.messages import ArenaFile
+
+NONCE_BYTES = 32
+PAGE_BYTES = 4096
+
+_MAGIC = 0x31414E45_5241464B  # "KFARENA1"
+_VERSION = 1
+_HEADER = struct.Struct(f"<5Q{NONCE_BYTES}s")
+_SLOT_RECORD_BYTES = 128
+_WORDS_PER_RECORD = _SLOT_RECORD_BYTES // 8
+_SEAL_OFFSET = 64
+_STATE_BITS = 2
+
+
+class SlotState(IntEnum):
+    """What may be done with a slot."""
+
+    FREE = 0
+    WRITING = 1  # reserved: one writer, no readers
+    READY = 2
+    EVICTING = 3  # no new readers; free when the last pin is gone
+
+
+def slot_word(generation: int, state: SlotState) -> int:
+    """Return the 8 bytes that decide about a slot."""
+    return generation << _STATE_BITS | state
+
+
+def arena_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the size of the memory of an arena."""
+    return _blocks_offset(num_slots) + num_slots * slot_bytes
+
+
+def round_slot_bytes(block_bytes: int) -> int:
+    """Return the size of a slot for blocks of this size: whole pages."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class ArenaView:
+    """An arena as those see it who did not make it.
+
+    Raises: ProtocolError if the memory is no arena.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        if memory.nbytes < PAGE_BYTES:
+            raise ProtocolError(f"{memory.nbytes} bytes are no arena")
+        magic, version, incarnation, slot_bytes, num_slots, nonce = _HEADER.unpack_from(memory)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise ProtocolError(f"the memory is no arena of version {_VERSION}")
+        if memory.nbytes != arena_bytes(num_slots, slot_bytes):
+            raise ProtocolError(f"an arena of {num_slots} slots of {slot_bytes} bytes does not have {memory.nbytes} bytes")
+        self.incarnation: int = incarnation
+        self.slot_bytes: int = slot_bytes
+        self.num_slots: int = num_slots
+        self.nonce: bytes = nonce
+        self._memory = memory
+        self._words = memory[PAGE_BYTES : _blocks_offset(num_slots)].cast("Q")
+        self._blocks = memory[_blocks_offset(num_slots) :]
+
+    def word(self, slot: int) -> int:
+        """Return the word that decides about a slot."""
+        return self._words[slot * _WORDS_PER_RECORD]
+
+    def state(self, slot: int) -> SlotState:
+        """Return the state of a slot."""
+        return SlotState(self.word(slot) & ((1 << _STATE_BITS) - 1))
+
+    def generation(self, slot: int) -> int:
+        """Return how often a slot has been reserved."""
+        return self.word(slot) >> _STATE_BITS
+
+    def is_readable(self, slot: int, generation: int) -> bool:
+        """Say whether a slot still holds what it held in this generation."""
+        return self.word(slot) == slot_word(generation, SlotState.READY)
+
+    def num_bytes(self, slot: int) -> int:
+        """Return the size of the block in a slot, at most ``slot_bytes``."""
+        return min(self._words[slot * _WORDS_PER_RECORD + 1], self.slot_bytes)
+
+    def seal(self, slot: int) -> bytes:
+        """Return a copy of the seal of the block in a slot."""
+        start = PAGE_BYTES + slot * _SLOT_RECORD_BYTES + _SEAL_OFFSET
+        return bytes(self._memory[start : start + SEAL_BYTES])
+
+    def content(self, slot: int, num_bytes: int) -> memoryview:
+        """Return a view of the first bytes of a slot; writable where the memory is.
+
+        Raises:
+            ProtocolError: there is no such slot, or it is smaller.
+        """
+        if not 0 <= slot < self.num_slots or not 0 <= num_bytes <= self.slot_bytes:
+            raise ProtocolError(f"no {num_bytes} bytes in slot {slot} of {self.num_slots} slots of {self.slot_bytes} bytes")
+        return self._blocks[slot * self.slot_bytes : slot * self.slot_bytes + num_bytes]
+
+
+class Arena(ArenaView):
+    """The owner's arena: it gives slots out and takes them back. Calls come from one thread at a time."""
+
+    def __init__(self, memory: memoryview, memory_fd: int | None) -> None:
+        super().__init__(memory)
+        self._memory_fd = memory_fd
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._pins = [0] * self.num_slots
+
+    @property
+    def num_free(self) -> int:
+        """How many slots can be reserved."""
+        return len(self._free)
+
+    @property
+    def num_pinned(self) -> int:
+        """How many slots somebody reads."""
+        return sum(count > 0 for count in self._pins)
+
+    def describe(self) -> ArenaFile | None:
+        """Return where other processes find the memory; None if it is this process's own."""
+        if self._memory_fd is None:
+            return None
+        inode = os.fstat(self._memory_fd).st_ino
+        return ArenaFile(pid=os.getpid(), fd=self._memory_fd, inode=inode, num_bytes=self._memory.nbytes)
+
+    def reserve(self, num_bytes: int) -> int:
+        """Return a slot to write: nobody reads it until ``commit``.
+
+        Raises:
+            Full: no slot is free, or none is large enough.
+        """
+        if num_bytes > self.slot_bytes:
+            raise Full(f"a block of {num_bytes} bytes does not fit a slot of {self.slot_bytes} bytes")
+        if not self._free:
+            raise Full(f"all {self.num_slots} slots of the arena are in use")
+        slot = self._free.pop()
+        self._set_word(slot, self.generation(slot) + 1, SlotState.WRITING)
+        self._set(slot, 1, num_bytes)
+        return slot
+
+    def resize(self, slot: int, num_bytes: int) -> None:
+        """Change the size of the block that is being written to a slot."""
+        assert self.state(slot) is SlotState.WRITING, f"slot {slot} is {self.state(slot).name}"
+        self._set(slot, 1, num_bytes)
+
+    def commit(self, slot: int, seal: bytes) -> None:
+        """Make a written slot readable."""
+        assert self.state(slot) is SlotState.WRITING, f"slot {slot} is {self.state(slot).name}"
+        start = PAGE_BYTES + slot * _SLOT_RECORD_BYTES + _SEAL_OFFSET
+        self._memory[start : start + SEAL_BYTES] = seal
+        self._set_word(slot, self.generation(slot), SlotState.READY)
+
+    def pin(self, slot: int) -> None:
+        """Keep a readable slot as it is."""
+        assert self.state(slot) is SlotState.READY, f"slot {slot} is {self.state(slot).name}"
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        """Take one pin off; the last one frees a slot that is being evicted."""
+        assert self._pins[slot] > 0, f"slot {slot} is not pinned"
+        self._pins[slot] -= 1
+        if not self._pins[slot] and self.state(slot) is SlotState.EVICTING:
+            self._release(slot)
+
+    def is_pinned(self, slot: int) -> bool:
+        """Say whether somebody reads a slot."""
+        return self._pins[slot] > 0
+
+    def free(self, slot: int) -> None:
+        """Give a slot back: at once, or, if somebody reads it, with the last pin; nobody new may read it from now on."""
+        assert self.state(slot) in (SlotState.WRITING, SlotState.READY), f"slot {slot} is {self.state(slot).name}"
+        if self._pins[slot]:
+            self._set_word(slot, self.generation(slot), SlotState.EVICTING)
+        else:
+            self._release(slot)
+
+    def close(self) -> None:
+        """Give the memory file back; mappings live as long as somebody holds a view."""
+        if self._memory_fd is not None:
+            os.close(self._memory_fd)
+            self._memory_fd = None
+
+    def _release(self, slot: int) -> None:
+        self._set_word(slot, self.generation(slot), SlotState.FREE)
+        self._free.append(slot)
+
+    def _set_word(self, slot: int, generation: int, state: SlotState) -> None:
+        self._set(slot, 0, slot_word(generation, state))
+
+    def _set(self, slot: int, index: int, value: int) -> None:
+        self._words[slot * _WORDS_PER_RECORD + index] = value
+
+
+def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes) -> Arena:
+    """Make an arena in a new anonymous memory file; all its pages are there when this returns.
+
+    Raises:
+        Full: the host does not have the memory.
+    """
+    num_bytes = arena_bytes(num_slots, slot_bytes)
+    fd = os.memfd_create("kvferry-arena", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        memory = memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise Full(f"no memory for an arena of {num_bytes} bytes: {error}") from None
+    write_header(memory, num_slots, slot_bytes, incarnation, nonce)
+    return Arena(memory, fd)
+
+
+def write_header(memory: memoryview, num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes) -> None:
+    """Turn zeroed memory of ``arena_bytes`` into an arena without blocks."""
+    _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, incarnation, slot_bytes, num_slots, nonce)
+
+
+def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
+    """Map the arena of another process of this host, and make sure that it is the one of this incarnation.
+
+    Raises:
+        PeerUnreachable: it cannot be reached from here, or is another one.
+        ProtocolError: the memory is no arena.
+    """
+    try:
+        fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise PeerUnreachable(f"the arena of process {file.pid} cannot be opened: {error}") from None
+    try:
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size) != (file.inode, file.num_bytes):
+            raise PeerUnreachable(f"descriptor {file.fd} of process {file.pid} is another file than described")
+        memory = memoryview(mmap.mmap(fd, file.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    except (OSError, ValueError) as error:
+        raise PeerUnreachable(f"the arena of process {file.pid} cannot be mapped: {error}") from None
+    finally:
+        os.close(fd)
+    arena = ArenaView(memory)
+    if arena.incarnation != incarnation:
+        raise PeerUnreachable(f"the arena is of incarnation {arena.incarnation:016x} instead of {incarnation:016x}")
+    return arena
+
+
+def _blocks_offset(num_slots: int) -> int:
+    table_bytes = num_slots * _SLOT_RECORD_BYTES
+    return PAGE_BYTES + -(-table_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,75 @@
+"""Puts a store together from the configuration.
+
+Owns which parts a section of settings means, and the order of the tiers: memory, disk, Redis. Libraries that only one tier
+needs are imported for that tier. Called by the server and by whoever wants a store in its own process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from core.clock import Clock
+from core.config import KVStoreSection
+from core.errors import ConfigError
+from core.ids import IdSource, new_incarnation
+from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_bytes
+from kvstore.embedded import EmbeddedStore
+from kvstore.eviction import make_policy
+from kvstore.machine import MachineOptions
+from kvstore.memory import MemoryTier
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk import DiskOptions, DiskTier
+
+
+def machine_options(config: KVStoreSection, ids: IdSource) -> MachineOptions:
+    """Return what a store's state machine needs, with a new incarnation."""
+    incarnation = new_incarnation(ids)
+
+    def make_memory(block_bytes: int) -> MemoryTier:
+        slot_bytes = round_slot_bytes(config.block_bytes or block_bytes)
+        num_slots = config.memory_bytes // slot_bytes
+        while num_slots and arena_bytes(num_slots, slot_bytes) > config.memory_bytes:
+            num_slots -= 1
+        if num_slots < 1:
+            raise ConfigError(
+                f"kvstore.memory_bytes = {config.memory_bytes} does not hold one block of {slot_bytes} bytes",
+                param="kvstore.memory_bytes",
+            )
+        nonce = ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
+        return MemoryTier(create_arena(num_slots, slot_bytes, incarnation, nonce), make_policy(config.eviction, num_slots))
+
+    return MachineOptions(
+        incarnation,
+        make_memory,
+        client_timeout_s=config.client_timeout_s,
+        max_pinned_share=config.max_pinned_share,
+        write_back=config.write_policy == "back",
+    )
+
+
+def make_tiers(config: KVStoreSection, ids: IdSource) -> list[Tier]:
+    """Return the tiers below memory that are configured, the fastest first.
+
+    Raises:
+        ConfigError: the folder cannot be used, or another process uses it.
+        ConnectorUnavailable: the library for Redis is missing.
+    """
+    tiers: list[Tier] = []
+    if config.disk_path:
+        options = DiskOptions(Path(config.disk_path), config.disk_bytes, config.disk_segment_bytes, config.disk_sync)
+        tiers.append(DiskTier(options, ids))
+    if config.redis_url:
+        from kvstore.tiers.redis_tier import RedisTier
+
+        tiers.append(RedisTier(config.redis_url, config.redis_timeout_s, config.redis_ttl_s))
+    return tiers
+
+
+def make_embedded_store(config: KVStoreSection, block_bytes: int, clock: Clock, ids: IdSource) -> EmbeddedStore:
+    """Return a store inside this process, for blocks of at most this size.
+
+    Raises:
+        ConfigError, ConnectorUnavailable: as ``make_tiers``.
+        Full: the host does not have the memory.
+    """
+    return EmbeddedStore(machine_options(config, ids), make_tiers(config, ids), block_bytes, clock, ids)

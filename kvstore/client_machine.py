@@ -1,0 +1,470 @@
+"""A client's side of the protocol: tickets, what has to be said to the store, and what its answers mean.
+
+Owns the open calls and their deadlines, the session, and the knowledge whether the store's arena is mapped here. Does no I/O
+and waits for nothing: it leaves actions, and a carrier (``kvstore.client``, ``kvstore.embedded``, the simulation) carries them
+out. Time comes in by argument. Not thread-safe; the carrier has a lock.
+
+    DOWN -> GREETING -> (MAPPING -> ATTACHING ->) UP        from everywhere back to DOWN, and all open calls are misses
+
+A store that does not answer costs each open call its deadline; once it is known to be lost, a call costs nothing at all. A
+store that was restarted does not know the session and has another incarnation: what was pinned is forgotten, what is asked next
+works.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+
+from core.errors import KVFerryError, ProtocolError, Unavailable
+from core.ids import IdSource
+from core.kv.seals import SEAL_BYTES
+from kvstore.arena import ArenaView
+from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock, StoreStatistics, Ticket
+from kvstore.key import StoreKey, pack_keys
+from kvstore.messages import (
+    MAX_BLOCKS_BYTES,
+    MAX_KEYS,
+    Alive,
+    ArenaFile,
+    Attach,
+    Attached,
+    Commit,
+    Corrupt,
+    Get,
+    GetReply,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lookup,
+    LookupReply,
+    Parcel,
+    Put,
+    PutReply,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    ToClient,
+    ToStore,
+    UnknownClient,
+    Welcome,
+    split_seals,
+)
+
+IsCurrent = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """``client_id`` is unique among all clients for ever. ``process`` is (pid, start_ticks), None = never map the arena."""
+
+    client_id: str
+    block_bytes: int
+    request_timeout_s: float = 2.0
+    heartbeat_interval_s: float = 0.5
+    process: tuple[int, int] | None = None
+
+
+class LinkState(Enum):
+    """How far the client has come with its store."""
+
+    DOWN = auto()
+    GREETING = auto()
+    MAPPING = auto()
+    ATTACHING = auto()
+    UP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SendToStore:
+    """Send this; if it cannot be sent at once, call ``on_link_lost``."""
+
+    parcel: Parcel[ToStore]
+
+
+@dataclass(frozen=True, slots=True)
+class MapArena:
+    """Map this file, then call ``on_mapped`` with the view or None."""
+
+    file: ArenaFile
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy each source to its target, then call ``on_copied(number)``. Nothing else may happen to the session meanwhile."""
+
+    number: int
+    copies: Sequence[tuple[memoryview, memoryview]]
+
+
+ClientAction = SendToStore | MapArena | CopyIn
+
+
+@dataclass(slots=True)
+class _Call:
+    """An open call. A put to a store elsewhere goes in parts, each with the indices of its blocks."""
+
+    ticket: Ticket
+    deadline: float
+    blocks: list[StoredBlock | None] = field(default_factory=list)  # of a get that arrives in parts
+    part: range = range(0)  # of a put: what the store has been sent last
+    stored: list[bool] = field(default_factory=list)
+
+
+class ClientMachine:
+    """Speaks to one store, through all its lives."""
+
+    def __init__(self, options: ClientOptions, ids: IdSource) -> None:
+        self._options = options
+        self._ids = ids
+        self.state = LinkState.DOWN
+        self._session = 0
+        self._incarnation = 0
+        self._arena: ArenaView | None = None  # mapped and attached
+        self._mapped: ArenaView | None = None  # not attached yet
+        self._last_heard = 0.0
+        self._next_beat = 0.0
+        self._last_number = 0
+        self._calls: dict[int, _Call] = {}
+        self._pinned: set[int] = set()  # gets that the store holds for us
+        self._actions: list[ClientAction] = []
+        self.counts: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether blocks are read and written in the store's arena."""
+        return self._arena is not None
+
+    @property
+    def num_open_calls(self) -> int:
+        """How many tickets wait for an answer."""
+        return len(self._calls)
+
+    @property
+    def num_pinned_gets(self) -> int:
+        """How many answered gets have not been released."""
+        return len(self._pinned)
+
+    def is_open(self, number: int) -> bool:
+        """Say whether a call still waits for its answer. A carrier asks before it copies."""
+        return number in self._calls
+
+    def take_actions(self) -> list[ClientAction]:
+        """Return what has come up since the last call."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def lookup(self, keys: Sequence[StoreKey], now: float) -> LookupTicket:
+        """See ``BlockStore.lookup``."""
+        ticket = LookupTicket(keys, self._next_number())
+        self.counts["lookups"] += 1
+        self.counts["lookup_keys"] += len(keys)
+        if self._open(ticket, now):
+            self._send(Lookup(number=ticket.number, keys=pack_keys(keys)))
+        return ticket
+
+    def get(self, keys: Sequence[StoreKey], now: float) -> GetTicket:
+        """See ``BlockStore.get``."""
+        ticket = GetTicket(keys, self._next_number())
+        if self._open(ticket, now):
+            self._calls[ticket.number].blocks = [None] * len(keys)
+            self._send(Get(number=ticket.number, keys=pack_keys(keys)))
+        return ticket
+
+    def put(self, keys: Sequence[StoreKey], blocks: Sequence[memoryview], seals: Sequence[bytes], now: float) -> PutTicket:
+        """See ``BlockStore.put``."""
+        if not len(keys) == len(blocks) == len(seals):
+            raise ProtocolError(f"{len(keys)} keys, {len(blocks)} blocks and {len(seals)} seals")
+        if any(len(seal) != SEAL_BYTES for seal in seals):
+            raise ProtocolError(f"a seal has {SEAL_BYTES} bytes")
+        ticket = PutTicket(keys, self._next_number(), blocks=[_as_bytes(block) for block in blocks], seals=seals)
+        if self._open(ticket, now):
+            if self._arena is not None:
+                sizes = tuple(block.nbytes for block in ticket.blocks)
+                self._send(Reserve(number=ticket.number, keys=pack_keys(keys), sizes=sizes))
+            else:
+                self._put_next_part(self._calls[ticket.number], ticket)
+        return ticket
+
+    def release(self, ticket: GetTicket) -> None:
+        """See ``BlockStore.release``."""
+        if ticket.number in self._calls:
+            self._close(self._calls[ticket.number], "released", tell=True)
+        elif ticket.number in self._pinned:
+            self._pinned.discard(ticket.number)
+            self._send(Release(numbers=(ticket.number,)))
+
+    def reject(self, block: StoredBlock, code: str) -> None:
+        """Tell the store that a block did not pass; it is not given to anybody again."""
+        self.rejected[code] += 1
+        if self.state is LinkState.UP:
+            self._send(Corrupt(keys=block.key.pack(), code=code))
+
+    def say_goodbye(self) -> None:
+        """End the session; all open calls are misses. No copy may be under way."""
+        if self.state is LinkState.UP:
+            self._send(Goodbye())
+        self._lose("closed")
+
+    def on_parcel(self, message: ToClient, blocks: Sequence[memoryview | bytes], now: float) -> None:
+        """Follow one message of the store. Whatever does not fit is ignored: its call has ended."""
+        self._last_heard = now
+        match message:
+            case Welcome():
+                self._on_welcome(message)
+            case Attached():
+                if self.state is LinkState.ATTACHING:
+                    self._arena = self._mapped
+                    self.state = LinkState.UP
+            case UnknownClient():
+                if self.state is not LinkState.GREETING:
+                    self._lose("restarted")
+                    self._greet(now)
+            case Refused():
+                self._on_refused(message, now)
+            case LookupReply() | GetReply() | Reserved() | PutReply():
+                self._on_reply(message, blocks, now)
+            case Alive():
+                pass
+
+    def on_mapped(self, arena: ArenaView | None) -> None:
+        """Take the arena, or the news that it cannot be mapped here: then blocks come as frames."""
+        if self.state is not LinkState.MAPPING:
+            return
+        if arena is None or self._options.process is None:
+            self.state = LinkState.UP
+            return
+        self._mapped = arena
+        self.state = LinkState.ATTACHING
+        pid, start_ticks = self._options.process
+        self._send(Attach(nonce=arena.nonce, pid=pid, start_ticks=start_ticks))
+
+    def on_copied(self, number: int, now: float) -> None:
+        """Blocks have been copied to their slots: say so."""
+        call = self._calls.get(number)
+        if call is not None and isinstance(call.ticket, PutTicket):
+            call.deadline = now + self._options.request_timeout_s
+            self._send(Commit(number=number, seals=b"".join(call.ticket.seals)))
+
+    def on_link_lost(self, now: float) -> None:
+        """The carrier knows that the store cannot be reached."""
+        self._lose("unreachable")
+        self._next_beat = now + self._options.heartbeat_interval_s
+
+    def on_timer(self, now: float) -> None:
+        """End calls that have waited for too long, notice a silent store, greet one that may be back."""
+        for call in [call for call in self._calls.values() if now >= call.deadline]:
+            self.counts["timeouts"] += 1
+            self._close(call, "deadline", tell=True)
+        is_silent = now - self._last_heard >= self._options.heartbeat_interval_s + self._options.request_timeout_s
+        if self.state is not LinkState.DOWN and is_silent:
+            self._lose("silent")
+        if now < self._next_beat:
+            return
+        if self.state is LinkState.UP:
+            self._send(Heartbeat())
+            self._next_beat = now + self._options.heartbeat_interval_s
+        elif self.state is LinkState.DOWN:
+            self._greet(now)
+
+    def next_timer(self) -> float:
+        """Return when ``on_timer`` has something to do at the latest."""
+        return min([self._next_beat, *(call.deadline for call in self._calls.values())])
+
+    def statistics(self) -> StoreStatistics:
+        """Return what has been counted."""
+        return StoreStatistics(**self.counts, rejected=dict(self.rejected))
+
+    def _greet(self, now: float) -> None:
+        self._session = self._ids.bits(64)
+        self.state = LinkState.GREETING
+        self._last_heard = now
+        self._next_beat = now + self._options.heartbeat_interval_s
+        hello = Hello(client_id=self._options.client_id, session=self._session, block_bytes=self._options.block_bytes)
+        self._send(hello)
+
+    def _on_welcome(self, message: Welcome) -> None:
+        if self.state is not LinkState.GREETING or message.session != self._session:
+            return
+        if self._incarnation not in (0, message.incarnation):
+            self.counts["restarts_noticed"] += 1
+        self._incarnation = message.incarnation
+        if message.arena is None or self._options.process is None:
+            self.state = LinkState.UP
+            return
+        self.state = LinkState.MAPPING
+        self._actions.append(MapArena(message.arena, message.incarnation))
+
+    def _on_refused(self, message: Refused, now: float) -> None:
+        call = self._calls.get(message.number)
+        if call is not None:
+            self._close(call, message.code)
+        elif self.state is LinkState.GREETING:
+            self.on_link_lost(now)
+        elif self.state is LinkState.ATTACHING:
+            self.state = LinkState.UP
+
+    def _on_reply(
+        self, message: LookupReply | GetReply | Reserved | PutReply, blocks: Sequence[memoryview | bytes], now: float
+    ) -> None:
+        call = self._calls.get(message.number)
+        if call is None:
+            return
+        call.deadline = now + self._options.request_timeout_s
+        try:
+            match message, call.ticket:
+                case LookupReply(), LookupTicket():
+                    self._on_hits(call, call.ticket, message)
+                case GetReply(), GetTicket():
+                    self._on_blocks(call, call.ticket, message, blocks)
+                case Reserved(), PutTicket():
+                    self._on_reserved(call, call.ticket, message)
+                case PutReply(), PutTicket():
+                    self._on_stored(call, call.ticket, message)
+        except KVFerryError as error:
+            self._close(call, error.code, tell=True)
+
+    def _on_hits(self, call: _Call, ticket: LookupTicket, message: LookupReply) -> None:
+        if len(message.hits) != len(ticket.keys):
+            raise ProtocolError(f"{len(message.hits)} answers to {len(ticket.keys)} keys")
+        ticket.hits = [flag == 1 for flag in message.hits]
+        self.counts["lookup_hits"] += sum(ticket.hits)
+        self._close(call)
+
+    def _on_blocks(self, call: _Call, ticket: GetTicket, message: GetReply, blocks: Sequence[memoryview | bytes]) -> None:
+        indices = [message.first + offset for offset, flag in enumerate(message.present) if flag]
+        seals = split_seals(message.seals)
+        found = self._views_of(message, blocks)
+        if not len(indices) == len(seals) == len(found) or (indices and indices[-1] >= len(ticket.keys)):
+            raise ProtocolError("an answer to a get does not fit its question")
+        for index, seal, (content, is_current) in zip(indices, seals, found, strict=True):
+            call.blocks[index] = StoredBlock(ticket.keys[index], content, seal, is_current)
+            self.counts["got_blocks"] += 1
+            self.counts["got_bytes"] += content.nbytes
+        if message.is_last:
+            ticket.blocks = call.blocks
+            if self._arena is not None:
+                self._pinned.add(ticket.number)
+            self._close(call)
+
+    def _views_of(self, message: GetReply, blocks: Sequence[memoryview | bytes]) -> list[tuple[memoryview, IsCurrent]]:
+        """Return the blocks of a reply, as views of the arena or of what was received, and whether they are still so."""
+        arena = self._arena
+        if not message.slots or arena is None:
+            return [(memoryview(block).toreadonly(), _always) for block in blocks]
+        return [
+            (arena.content(slot, num_bytes).toreadonly(), partial(arena.is_readable, slot, generation))
+            for slot, generation, num_bytes in message.slots
+        ]
+
+    def _on_reserved(self, call: _Call, ticket: PutTicket, message: Reserved) -> None:
+        if self._arena is None or not len(message.slots) == len(message.stored) == len(ticket.keys):
+            raise ProtocolError("a reservation does not fit its question")
+        call.stored = [flag == 1 for flag in message.stored]
+        copies = [
+            (block, self._arena.content(slot, block.nbytes))
+            for block, (slot, _, _) in zip(ticket.blocks, message.slots, strict=True)
+            if slot >= 0
+        ]
+        if copies:
+            self._actions.append(CopyIn(ticket.number, copies))
+        else:
+            self._finish_put(call, ticket, call.stored, tell=True)
+
+    def _on_stored(self, call: _Call, ticket: PutTicket, message: PutReply) -> None:
+        stored = [flag == 1 for flag in message.stored]
+        if self._arena is None:
+            if len(stored) != len(call.part):
+                raise ProtocolError(f"{len(stored)} answers to {len(call.part)} blocks")
+            call.stored += stored
+            if len(call.stored) < len(ticket.keys):
+                self._put_next_part(call, ticket)
+                return
+            stored = call.stored
+        self._finish_put(call, ticket, stored)
+
+    def _finish_put(self, call: _Call, ticket: PutTicket, stored: Sequence[bool], *, tell: bool = False) -> None:
+        if len(stored) != len(ticket.keys):
+            raise ProtocolError(f"{len(stored)} answers to {len(ticket.keys)} blocks")
+        ticket.stored = stored
+        self.counts["put_blocks"] += sum(stored)
+        self.counts["put_bytes"] += sum(block.nbytes for block, is_there in zip(ticket.blocks, stored, strict=True) if is_there)
+        self.counts["refused_puts"] += len(stored) - sum(stored)
+        self._close(call, tell=tell)
+
+    def _put_next_part(self, call: _Call, ticket: PutTicket) -> None:
+        """Send as many blocks as fit one message."""
+        first = end = len(call.stored)
+        num_bytes = 0
+        while end < len(ticket.keys):
+            num_bytes += ticket.blocks[end].nbytes
+            if end > first and num_bytes > MAX_BLOCKS_BYTES:
+                break
+            end += 1
+        call.part = range(first, end)
+        message = Put(number=ticket.number, keys=pack_keys(ticket.keys[first:end]), seals=b"".join(ticket.seals[first:end]))
+        self._send(message, ticket.blocks[first:end])
+
+    def _open(self, ticket: Ticket, now: float) -> bool:
+        """Register a call; one that has no chance is over at once."""
+        if len(ticket.keys) > MAX_KEYS:
+            raise ProtocolError(f"{len(ticket.keys)} keys in one call; at most {MAX_KEYS}")
+        call = _Call(ticket, now + self._options.request_timeout_s)
+        if self.state is LinkState.UP:
+            self._calls[ticket.number] = call
+            return True
+        self._close(call, Unavailable.code)
+        return False
+
+    def _close(self, call: _Call, failure: str = "", *, tell: bool = False) -> None:
+        """End a call. ``is_done`` comes last: other threads look at it."""
+        ticket = call.ticket
+        self._calls.pop(ticket.number, None)
+        if tell and self.state is LinkState.UP:
+            self._send(Release(numbers=(ticket.number,)))
+        if failure:
+            nothing = [False] * len(ticket.keys)
+            match ticket:
+                case LookupTicket():
+                    ticket.hits = nothing
+                case GetTicket():
+                    ticket.blocks = [None] * len(ticket.keys)
+                case PutTicket():
+                    ticket.stored = nothing
+        ticket.failure = failure
+        ticket.is_done = True
+
+    def _lose(self, failure: str) -> None:
+        self.state = LinkState.DOWN
+        self._arena = self._mapped = None
+        self._pinned.clear()
+        for call in list(self._calls.values()):
+            self._close(call, failure)
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _send(self, message: ToStore, blocks: Sequence[memoryview] = ()) -> None:
+        self._actions.append(SendToStore(Parcel(message, blocks)))
+
+
+def _as_bytes(block: memoryview) -> memoryview:
+    """Return the same memory as bytes.
+
+    Raises:
+        ProtocolError: it is not contiguous.
+    """
+    if not block.c_contiguous:
+        raise ProtocolError("a block to be stored must lie in one piece")
+    return block.cast("B")
+
+
+def _always() -> bool:
+    return True

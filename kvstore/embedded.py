@@ -1,0 +1,122 @@
+"""A store inside the process that uses it: both state machines, the arena, the tiers' threads and one thread that copies.
+
+Owns those threads and the order in which things happen: everything but copying and tiers happens in the caller's thread at
+once, so that a lookup of blocks in memory or on disk is answered when it returns. Nothing can get lost between the machines, so
+there are no timeouts, heartbeats or restarts here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.clock import Clock
+from core.ids import IdSource
+from kvstore.client_machine import ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.front import StoreFront
+from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine
+from kvstore.messages import Parcel, ToStore
+from kvstore.tiers.base import Tier, TierJob
+from kvstore.tiers.worker import TierWorker
+
+FLUSH_TIMEOUT_S = 30.0
+
+_SELF = b"self"
+_FOREVER_S = 1e12  # inside a process an answer may come late, but comes
+
+
+class EmbeddedStore(StoreFront):
+    """A store of this process alone."""
+
+    def __init__(self, options: MachineOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
+        client = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
+        super().__init__(ClientMachine(client, ids), clock)
+        self.machine = StoreMachine(options, tiers)
+        self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
+        self._copier = threading.Thread(target=self._copy_all, name="kvstore-copier", daemon=True)
+        self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
+        self._is_closed = False
+        with self._lock:
+            self._machine.on_timer(clock.now())  # says hello
+            self._carry_out()
+        assert self._machine.state is LinkState.UP, "a store in this process answers at once"
+        self._copier.start()
+        for worker in self.workers:
+            worker.start()
+
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
+        """Hand down what is only in memory; False if it is not done in time."""
+        with self._progress:
+            self._follow(deque(self.machine.flush()))
+            return self._progress.wait_for(self._is_flushed, timeout_s)
+
+    def close(self) -> None:
+        """See ``BlockStore``. Blocks that only memory has are handed down first."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.flush()
+        self._copies.put(None)
+        self._copier.join()
+        for worker in self.workers:
+            worker.stop()
+        with self._progress:
+            self._machine.say_goodbye()
+            self._carry_out()
+            self._progress.notify_all()
+            if self.machine.memory is not None:
+                self.machine.memory.arena.close()
+
+    def _carry_out(self) -> None:
+        """Pass parcels to and fro until there are none."""
+        self._follow(deque())
+
+    def _follow(self, store_actions: deque[Action]) -> None:
+        client_actions = deque(self._machine.take_actions())
+        while client_actions or store_actions:
+            if store_actions:
+                self._follow_store(store_actions.popleft())
+            else:
+                action = client_actions.popleft()
+                if isinstance(action, SendToStore):
+                    store_actions.extend(self._to_store(action.parcel))
+                elif isinstance(action, CopyIn):
+                    self._copies.put(action)
+                elif isinstance(action, MapArena) and self.machine.memory is not None:
+                    self._machine.on_mapped(self.machine.memory.arena)
+            client_actions.extend(self._machine.take_actions())
+        self._progress.notify_all()
+
+    def _to_store(self, parcel: Parcel[ToStore]) -> list[Action]:
+        return self.machine.on_parcel(_SELF, parcel.message, parcel.blocks, self._clock.now())
+
+    def _follow_store(self, action: Action) -> None:
+        if isinstance(action, SendParcel):
+            self._machine.on_parcel(action.parcel.message, action.parcel.blocks, self._clock.now())
+        elif isinstance(action, StartJob):
+            self.workers[action.job.tier].submit(action.job)
+
+    def _copy_all(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            for source, target in copy.copies:
+                np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+            with self._lock:
+                self._machine.on_copied(copy.number, self._clock.now())
+                self._carry_out()
+
+    def _on_job_done(self, job: TierJob) -> None:
+        with self._lock:
+            self._follow(deque(self.machine.on_job_done(job)))
+
+    def _is_flushed(self) -> bool:
+        tiering, memory = self.machine.tiering, self.machine.memory
+        if tiering is None or memory is None:
+            return True
+        if memory.num_dirty and not tiering.num_saving:
+            self._follow(deque(self.machine.flush()))
+        return not memory.num_dirty and not tiering.num_saving

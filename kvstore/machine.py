@@ -1,0 +1,432 @@
+"""The store's side of the protocol: sessions, and what each message does to the memory tier and the tiers below.
+
+Owns who has pinned, reserved and asked what, and that all of it ends with its client. Does no I/O and waits for nothing: it
+returns actions, and a carrier (``kvstore.server``, ``kvstore.embedded``, the simulation) carries them out in their order and at
+once; blocks in a parcel are views of the arena that only last until the machine is called again. Time comes in by argument.
+
+A client's death ends its session: pins go, and reserved slots are free, for a dead process writes nothing. One that is only
+silent loses its pins, since readers look at the slot again after they have copied, but its reserved slots stay out of use until
+the process has died or says hello: it may still be writing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from core.errors import Full, KVFerryError, LayoutMismatch, ProtocolError
+from kvstore.key import StoreKey, split_keys
+from kvstore.memory import MemoryTier, Resident
+from kvstore.messages import (
+    MAX_BLOCKS_BYTES,
+    NO_SLOT,
+    Alive,
+    ArenaFile,
+    Attach,
+    Attached,
+    Commit,
+    Corrupt,
+    Get,
+    GetReply,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lookup,
+    LookupReply,
+    Parcel,
+    Put,
+    PutReply,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    ToClient,
+    ToStore,
+    UnknownClient,
+    Welcome,
+    split_seals,
+)
+from kvstore.seal_check import check_seal
+from kvstore.tiering import Query, Tiering
+from kvstore.tiers.base import Tier, TierJob
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """``make_memory`` makes the memory tier for blocks of a size, when the first client has said how large its blocks are.
+
+    ``max_pinned_share`` bounds what one client may pin; ``client_timeout_s`` how long it may be silent.
+    """
+
+    incarnation: int
+    make_memory: Callable[[int], MemoryTier]
+    client_timeout_s: float = 5.0
+    max_pinned_share: float = 0.5
+    write_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendParcel:
+    """Send to a client. One that is gone, or takes nothing, is found by its silence."""
+
+    client: bytes
+    parcel: Parcel[ToClient]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchProcess:
+    """Call ``on_process_died(client_id)`` when this process is gone, also if it is by now."""
+
+    client_id: str
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Do this on the thread of its tier, then call ``on_job_done``."""
+
+    job: TierJob
+
+
+Action = SendParcel | WatchProcess | StartJob
+
+
+@dataclass(slots=True)
+class _Session:
+    client: bytes
+    client_id: str
+    last_heard: float
+    is_local: bool = False
+    gets: dict[int, Query] = field(default_factory=dict)
+    reservations: dict[int, list[Resident | None]] = field(default_factory=dict)
+    stored: dict[int, list[bool]] = field(default_factory=dict)  # per reservation: what was there already
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(resident is not None for query in self.gets.values() for resident in query.residents)
+
+
+class StoreMachine:
+    """Answers clients. ``client`` is whatever the carrier calls a connection."""
+
+    def __init__(self, options: MachineOptions, tiers: Sequence[Tier] = ()) -> None:
+        self._options = options
+        self._tiers = tiers
+        self._sessions: dict[bytes, _Session] = {}
+        self._late_writers: dict[str, list[Resident]] = {}  # by client id: slots that it may still write
+        self._actions: list[Action] = []
+        self.memory: MemoryTier | None = None
+        self.tiering: Tiering | None = None
+        self.counts: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()  # blocks that did not pass, by the error's code
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the store this is."""
+        return self._options.incarnation
+
+    @property
+    def num_clients(self) -> int:
+        """How many sessions are open."""
+        return len(self._sessions)
+
+    @property
+    def num_quarantined(self) -> int:
+        """How many slots a client that has fallen silent may still write."""
+        return sum(map(len, self._late_writers.values()))
+
+    def on_parcel(self, client: bytes, message: ToStore, blocks: Sequence[memoryview | bytes], now: float) -> list[Action]:
+        """Follow one message."""
+        session = self._sessions.get(client)
+        if session is not None:
+            session.last_heard = now
+        try:
+            if isinstance(message, Hello):
+                self._on_hello(client, message, now)
+            elif session is None:
+                self._send(client, UnknownClient(incarnation=self.incarnation))
+            else:
+                self._follow(session, message, blocks)
+        except KVFerryError as error:
+            self.counts["refused_messages"] += 1
+            number = getattr(message, "number", 0)
+            self._send(client, Refused(code=error.code, message=error.message[:1000], number=number))
+        return self._take_actions()
+
+    def on_job_done(self, job: TierJob) -> list[Action]:
+        """Take the result of a job of a tier."""
+        if self.tiering is not None:
+            for query in self.tiering.on_done(job):
+                self._answer(query)
+        return self._take_actions()
+
+    def on_process_died(self, client_id: str) -> list[Action]:
+        """End the sessions of a process that is gone, and take back what it might have written."""
+        for session in [session for session in self._sessions.values() if session.client_id == client_id]:
+            self._end(session, may_still_write=False)
+        self._reclaim(client_id)
+        return self._take_actions()
+
+    def on_timer(self, now: float) -> list[Action]:
+        """End the sessions of clients that have been silent for too long."""
+        for session in list(self._sessions.values()):
+            if now - session.last_heard >= self._options.client_timeout_s:
+                self.counts["silent_clients"] += 1
+                self._end(session, may_still_write=True)
+        return self._take_actions()
+
+    def flush(self) -> list[Action]:
+        """Start handing down what is only in memory (write-back), as much as the tiers take at once."""
+        if self.tiering is not None:
+            self.tiering.flush()
+        return self._take_actions()
+
+    def _follow(self, session: _Session, message: ToStore, blocks: Sequence[memoryview | bytes]) -> None:
+        match message:
+            case Attach():
+                self._on_attach(session, message)
+            case Lookup():
+                self._ask(session, message.number, message.keys, is_get=False)
+            case Get():
+                self._ask(session, message.number, message.keys, is_get=True)
+            case Release():
+                for number in message.numbers:
+                    self._release(session, number)
+            case Reserve():
+                self._on_reserve(session, message)
+            case Commit():
+                self._on_commit(session, message)
+            case Put():
+                self._on_put(session, message, blocks)
+            case Corrupt():
+                self._on_corrupt(message)
+            case Heartbeat():
+                self._send(session.client, Alive(incarnation=self.incarnation))
+            case Goodbye():
+                self._end(session, may_still_write=False)
+            case Hello():  # a session begins before it is looked up
+                pass
+
+    def _on_hello(self, client: bytes, message: Hello, now: float) -> None:
+        """Begin a session. Whatever this process had open before, it has given up, and it writes nothing now."""
+        for session in list(self._sessions.values()):
+            if client == session.client or session.client_id == message.client_id:
+                self._end(session, may_still_write=False)
+        self._reclaim(message.client_id)
+        memory = self._memory_for(message.block_bytes)
+        self._sessions[client] = _Session(client, message.client_id, now)
+        arena: ArenaFile | None = memory.arena.describe()
+        self._send(
+            client,
+            Welcome(session=message.session, incarnation=self.incarnation, slot_bytes=memory.arena.slot_bytes, arena=arena),
+        )
+
+    def _memory_for(self, block_bytes: int) -> MemoryTier:
+        if self.memory is None:
+            self.memory = self._options.make_memory(block_bytes)
+            self.tiering = Tiering(self.memory, self._tiers, write_back=self._options.write_back)
+        if block_bytes > self.memory.arena.slot_bytes:
+            raise LayoutMismatch(
+                f"blocks of {block_bytes} bytes do not fit this store, whose slots have {self.memory.arena.slot_bytes} bytes: "
+                "set kvstore.block_bytes to the largest block of all clients"
+            )
+        return self.memory
+
+    def _on_attach(self, session: _Session, message: Attach) -> None:
+        if self._open_memory().arena.nonce != message.nonce:
+            raise ProtocolError("the nonce is not that of the arena: no shared memory")
+        session.is_local = True
+        self._actions.append(WatchProcess(session.client_id, message.pid, message.start_ticks))
+        self._send(session.client, Attached())
+
+    def _ask(self, session: _Session, number: int, packed: bytes, *, is_get: bool) -> None:
+        keys = split_keys(packed)
+        query = Query(session, number, keys, is_get=is_get)
+        if is_get:
+            if number in session.gets:
+                raise ProtocolError(f"get {number} is open already")
+            max_pinned = max(1, int(self._open_memory().arena.num_slots * self._options.max_pinned_share))
+            query.max_pins = max_pinned - session.num_pinned
+            session.gets[number] = query
+        self.counts["get_keys" if is_get else "lookup_keys"] += len(keys)
+        if self._open_tiering().start(query):
+            self._answer(query)
+
+    def _answer(self, query: Query) -> None:
+        session = query.owner
+        assert isinstance(session, _Session)
+        if not query.is_get:
+            self.counts["lookup_hits"] += sum(query.hits)
+            self._send(session.client, LookupReply(number=query.number, hits=bytes(query.hits)))
+            return
+        found = [resident.key for resident in query.residents if resident is not None]
+        self.counts["get_hits"] += len(found)
+        memory = self._open_memory()
+        memory.use(found)
+        if session.is_local:
+            self._send(session.client, _slots_of(query))
+            return
+        for reply, residents in _parts_of(query):
+            self._send(session.client, reply, [memory.content(resident).toreadonly() for resident in residents])
+        self._release(session, query.number)  # the frames are the client's own
+
+    def _on_reserve(self, session: _Session, message: Reserve) -> None:
+        keys = split_keys(message.keys)
+        if not session.is_local or len(keys) != len(message.sizes) or message.number in session.reservations:
+            raise ProtocolError("a reservation needs the arena, a size for each key, and a number of its own")
+        residents = [self._reserve(key, num_bytes) for key, num_bytes in zip(keys, message.sizes, strict=True)]
+        stored = [self._open_memory().find(key) is not None for key in keys]
+        session.reservations[message.number] = residents
+        session.stored[message.number] = stored
+        slots = tuple(NO_SLOT if resident is None else (resident.slot, resident.generation, 1) for resident in residents)
+        self._send(session.client, Reserved(number=message.number, slots=slots, stored=bytes(stored)))
+
+    def _reserve(self, key: bytes, num_bytes: int) -> Resident | None:
+        """Return a slot for a block; None if it is there, on its way, or there is no room."""
+        memory = self._open_memory()
+        StoreKey.unpack(key)
+        if num_bytes == 0:
+            raise ProtocolError("a block without bytes")
+        if memory.find(key) is not None or memory.is_incoming(key):
+            return None
+        try:
+            return memory.reserve(key, num_bytes)
+        except Full:
+            self.counts["refused_blocks"] += 1
+            return None
+
+    def _on_commit(self, session: _Session, message: Commit) -> None:
+        residents = session.reservations.pop(message.number, None)
+        if residents is None:
+            raise ProtocolError(f"nothing is reserved by number {message.number}")
+        stored = session.stored.pop(message.number)
+        seals = split_seals(message.seals)
+        if len(seals) != len(residents):
+            self._give_back(residents)
+            raise ProtocolError(f"{len(seals)} seals for {len(residents)} blocks")
+        for index in reversed(range(len(residents))):  # the beginning of a prompt is the most recent
+            resident = residents[index]
+            if resident is not None:
+                stored[index] = self._commit(resident, seals[index])
+        self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))
+
+    def _commit(self, resident: Resident, seal: bytes) -> bool:
+        memory, tiering = self._open_memory(), self._open_tiering()
+        try:
+            check_seal(StoreKey.unpack(resident.key), seal)
+        except KVFerryError as error:
+            self.rejected[error.code] += 1
+            self._give_back([resident])
+            return False
+        memory.commit(resident, seal, is_dirty=tiering.makes_dirty)
+        self.counts["put_blocks"] += 1
+        tiering.on_new(resident)
+        return True
+
+    def _on_put(self, session: _Session, message: Put, blocks: Sequence[memoryview | bytes]) -> None:
+        keys, seals = split_keys(message.keys), split_seals(message.seals)
+        if not len(keys) == len(seals) == len(blocks):
+            raise ProtocolError(f"{len(keys)} keys, {len(seals)} seals and {len(blocks)} blocks")
+        memory = self._open_memory()
+        stored = [False] * len(keys)
+        for index in reversed(range(len(keys))):
+            resident = self._reserve(keys[index], len(blocks[index]))
+            if resident is None:
+                stored[index] = memory.find(keys[index]) is not None
+            else:
+                memory.content(resident)[:] = blocks[index]
+                stored[index] = self._commit(resident, seals[index])
+        self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))
+
+    def _on_corrupt(self, message: Corrupt) -> None:
+        for key in split_keys(message.keys):
+            self.rejected[message.code if message.code in ("stale", "digest") else "other"] += 1
+            self.counts["dropped_blocks"] += self._open_memory().drop(key)
+
+    def _release(self, session: _Session, number: int) -> None:
+        query = session.gets.pop(number, None)
+        if query is not None:
+            query.is_over = True
+            for resident in query.residents:
+                if resident is not None:
+                    self._open_memory().unpin(resident)
+        self._give_back(session.reservations.pop(number, ()))
+        session.stored.pop(number, None)
+
+    def _end(self, session: _Session, *, may_still_write: bool) -> None:
+        del self._sessions[session.client]
+        if may_still_write:
+            reserved = [resident for slots in session.reservations.values() for resident in slots if resident is not None]
+            session.reservations.clear()
+            for resident in reserved:
+                self._open_memory().abandon(resident)
+            if reserved:
+                self._late_writers.setdefault(session.client_id, []).extend(reserved)
+        for number in [*session.gets, *session.reservations]:
+            self._release(session, number)
+
+    def _reclaim(self, client_id: str) -> None:
+        for resident in self._late_writers.pop(client_id, ()):
+            self._open_memory().give_back(resident)
+
+    def _give_back(self, residents: Sequence[Resident | None]) -> None:
+        for resident in residents:
+            if resident is not None:
+                self._open_memory().abandon(resident)
+                self._open_memory().give_back(resident)
+
+    def _open_memory(self) -> MemoryTier:
+        assert self.memory is not None, "a session begins with hello, which makes the memory"
+        return self.memory
+
+    def _open_tiering(self) -> Tiering:
+        assert self.tiering is not None, "a session begins with hello, which makes the memory"
+        return self.tiering
+
+    def _send(self, client: bytes, message: ToClient, blocks: Sequence[memoryview | bytes] = ()) -> None:
+        self._actions.append(SendParcel(client, Parcel(message, blocks)))
+
+    def _take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        if self.tiering is not None:
+            actions += [StartJob(job) for job in self.tiering.take_jobs()]
+        return actions
+
+
+def _slots_of(query: Query) -> GetReply:
+    """Return the answer to a client that has the arena."""
+    found = [resident for resident in query.residents if resident is not None]
+    return GetReply(
+        number=query.number,
+        present=bytes(resident is not None for resident in query.residents),
+        seals=b"".join(resident.seal for resident in found),
+        slots=tuple((resident.slot, resident.generation, resident.num_bytes) for resident in found),
+    )
+
+
+def _parts_of(query: Query) -> list[tuple[GetReply, list[Resident]]]:
+    """Return the answer to a client elsewhere, in messages of bounded size."""
+    parts: list[tuple[GetReply, list[Resident]]] = []
+    first, num_keys = 0, len(query.residents)
+    while first < num_keys or not parts:
+        end, num_bytes, found = first, 0, list[Resident]()
+        while end < num_keys:
+            resident = query.residents[end]
+            if resident is not None:
+                if found and num_bytes + resident.num_bytes > MAX_BLOCKS_BYTES:
+                    break
+                found.append(resident)
+                num_bytes += resident.num_bytes
+            end += 1
+        reply = GetReply(
+            number=query.number,
+            present=bytes(resident is not None for resident in query.residents[first:end]),
+            seals=b"".join(resident.seal for resident in found),
+            first=first,
+            is_last=end >= num_keys,
+        )
+        parts.append((reply, found))
+        first = end
+    return parts

@@ -1,0 +1,141 @@
+"""The memory tier: which block lies in which slot of the arena, and which one makes room.
+
+Owns the index by packed key, on top of the arena's slots and an eviction policy. Knows no clients, messages or lower tiers; a
+block that a lower tier still has to take is ``is_dirty`` and stays. Called by ``kvstore.machine`` and ``kvstore.tiering``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from core.errors import Full
+from kvstore.arena import Arena
+from kvstore.eviction import EvictionPolicy
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A block in the arena, or a slot that one is being written to (``is_ready`` is False until it is committed)."""
+
+    key: bytes
+    slot: int
+    generation: int
+    num_bytes: int
+    seal: bytes = b""
+    is_ready: bool = False
+    is_dirty: bool = False
+
+
+class MemoryTier:
+    """Blocks in an arena, by packed key."""
+
+    def __init__(self, arena: Arena, policy: EvictionPolicy[bytes]) -> None:
+        self.arena = arena
+        self._policy = policy
+        self._residents: dict[bytes, Resident] = {}
+        self.num_evicted = 0
+        self.num_dirty = 0
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def find(self, key: bytes) -> Resident | None:
+        """Return a block that can be read."""
+        resident = self._residents.get(key)
+        return resident if resident is not None and resident.is_ready else None
+
+    def is_incoming(self, key: bytes) -> bool:
+        """Say whether somebody is writing this block."""
+        resident = self._residents.get(key)
+        return resident is not None and not resident.is_ready
+
+    def reserve(self, key: bytes, num_bytes: int) -> Resident:
+        """Return a slot to write this block to; the least valuable block makes room.
+
+        Raises:
+            Full: nothing can make room, or the block is larger than a slot.
+        """
+        assert key not in self._residents, "a block has one slot"
+        if not self.arena.num_free and num_bytes <= self.arena.slot_bytes:
+            self._evict_one()
+        slot = self.arena.reserve(num_bytes)
+        resident = self._residents[key] = Resident(key, slot, self.arena.generation(slot), num_bytes)
+        return resident
+
+    def resize(self, resident: Resident, num_bytes: int) -> None:
+        """Say how large a block has turned out to be that is being written; at most what was reserved."""
+        self.arena.resize(resident.slot, num_bytes)
+        resident.num_bytes = num_bytes
+
+    def commit(self, resident: Resident, seal: bytes, *, is_dirty: bool = False) -> None:
+        """Make a written block readable."""
+        self.arena.commit(resident.slot, seal)
+        resident.seal = seal
+        resident.is_ready = True
+        resident.is_dirty = is_dirty
+        self.num_dirty += is_dirty
+        self._policy.insert(resident.key)
+
+    def abandon(self, resident: Resident) -> None:
+        """Forget a block that was being written. Its slot stays taken until ``give_back``: its writer may still write."""
+        if self._residents.get(resident.key) is resident:
+            del self._residents[resident.key]
+
+    def give_back(self, resident: Resident) -> None:
+        """Free the slot of an abandoned block, whose writer is known to write no more."""
+        self.arena.free(resident.slot)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Note that these blocks, from the beginning of a prompt on, were asked for and found."""
+        for key in reversed(keys):
+            self._policy.use(key)
+
+    def pin(self, resident: Resident) -> None:
+        """Keep a block as it is until ``unpin``."""
+        self.arena.pin(resident.slot)
+
+    def unpin(self, resident: Resident) -> None:
+        """Take one pin off."""
+        self.arena.unpin(resident.slot)
+
+    def drop(self, key: bytes) -> bool:
+        """Forget a block that did not pass a check; nobody new reads it. False if there is none."""
+        resident = self.find(key)
+        if resident is None:
+            return False
+        self._policy.remove(key)
+        self._forget(resident)
+        return True
+
+    def mark_clean(self, resident: Resident) -> None:
+        """Say that lower tiers have taken a block, or will never."""
+        self.num_dirty -= resident.is_dirty
+        resident.is_dirty = False
+
+    def content(self, resident: Resident) -> memoryview:
+        """Return the writable bytes of a block."""
+        return self.arena.content(resident.slot, resident.num_bytes)
+
+    def dirty(self) -> Iterator[Resident]:
+        """Yield what lower tiers still have to take, roughly in the order of eviction."""
+        for key in self._policy.candidates():
+            resident = self._residents[key]
+            if resident.is_dirty:
+                yield resident
+
+    def _evict_one(self) -> None:
+        victim = self._policy.evict(self._can_evict)
+        if victim is None:
+            raise Full(f"all {self.arena.num_slots} blocks of the arena are in use")
+        self.num_evicted += 1
+        self._forget(self._residents[victim])
+
+    def _can_evict(self, key: bytes) -> bool:
+        resident = self._residents[key]
+        return not resident.is_dirty and not self.arena.is_pinned(resident.slot)
+
+    def _forget(self, resident: Resident) -> None:
+        self.mark_clean(resident)
+        del self._residents[resident.key]
+        self.arena.free(resident.slot)

@@ -1,0 +1,281 @@
+"""Messages between a store and its clients, and their frames.
+
+Owns what is said and how it becomes bytes: one frame of version byte, kind byte and msgpack as in ``core.wire.codec``, then one
+frame for each block, where a message brings blocks. Fields are checked while they are decoded; a malformed or oversized message
+is a ``ProtocolError`` and nothing else. Keys and seals travel packed, one after another. Called by the carriers; the state
+machines (``kvstore.machine``, ``kvstore.client_machine``) see messages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Generic, TypeVar
+
+import msgspec
+
+from core.errors import ProtocolError
+from core.kv.seals import SEAL_BYTES
+from core.wire.limits import Count, Name, Positive, Text, Unsigned64
+from kvstore.key import PACKED_KEY_BYTES
+
+WIRE_VERSION: Final = 1
+KIND_TO_STORE: Final = 16  # beyond the kinds of core.wire.codec
+KIND_TO_CLIENT: Final = 17
+HEADER_BYTES: Final = 2
+
+MAX_KEYS: Final = 8192  # of one message: a prompt of half a million tokens in blocks of 64
+MAX_CONTROL_BYTES: Final = 2 << 20
+MAX_BLOCK_BYTES: Final = 256 << 20  # one block, and so the largest frame
+MAX_BLOCKS_BYTES: Final = 64 << 20  # the blocks of one message together, if they are more than one
+
+PackedKeys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * PACKED_KEY_BYTES)]
+PackedSeals = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * SEAL_BYTES)]
+Flags = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]  # one byte each, 0 or 1
+Slots = Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(max_length=MAX_KEYS)]
+SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+NO_SLOT: Final = (-1, 0, 0)
+
+
+class ArenaFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory file of an arena, as a process of the same host can open it: ``/proc/<pid>/fd/<fd>``."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    fd: SystemNumber
+    inode: Count
+    num_bytes: Positive
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello", omit_defaults=True):
+    """Client → store: I am here, with nothing open. Ends whatever an earlier session of this connection had."""
+
+    client_id: Name
+    session: Unsigned64  # random; comes back with the answer
+    block_bytes: Positive
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach", omit_defaults=True):
+    """Client → store: I have mapped the arena; the nonce stands there and nowhere else.
+
+    ``pid`` and ``start_ticks`` (field 22 of ``/proc/<pid>/stat``) name this process, whose death ends its reservations.
+    """
+
+    nonce: Nonce
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    start_ticks: Count
+
+
+class Lookup(msgspec.Struct, frozen=True, kw_only=True, tag="lookup", omit_defaults=True):
+    """Client → store: which of these are there?"""
+
+    number: Count
+    keys: PackedKeys
+
+
+class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get", omit_defaults=True):
+    """Client → store: bring these into memory and pin them until ``Release``."""
+
+    number: Count
+    keys: PackedKeys
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
+    """Client → store: the gets, puts and reservations of these numbers are over; unknown ones are ignored."""
+
+    numbers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve", omit_defaults=True):
+    """Client with the arena → store: I want to write these blocks, of these sizes."""
+
+    number: Count
+    keys: PackedKeys
+    sizes: Annotated[tuple[Positive, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit", omit_defaults=True):
+    """Client with the arena → store: what was reserved by this number is written. One seal for each key of the reservation."""
+
+    number: Count
+    seals: PackedSeals
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put", omit_defaults=True):
+    """Client without the arena → store: blocks, one frame each."""
+
+    number: Count
+    keys: PackedKeys
+    seals: PackedSeals
+
+
+class Corrupt(msgspec.Struct, frozen=True, kw_only=True, tag="corrupt", omit_defaults=True):
+    """Client → store: these did not pass my checks; ``code`` is that of the error."""
+
+    keys: PackedKeys
+    code: Name
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
+    """Client → store: I am alive."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
+    """Client → store: I leave, and read and write nothing any more."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", omit_defaults=True):
+    """Store → client: the answer to ``Hello``. ``arena`` is for those who can open it."""
+
+    session: Unsigned64
+    incarnation: Unsigned64
+    slot_bytes: Positive
+    arena: ArenaFile | None = None
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached", omit_defaults=True):
+    """Store → client: the nonce was right; slots instead of frames from now on."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
+    """Store → client: a message could not be followed; ``number`` is that of its call, if it had one."""
+
+    code: Name
+    message: Text
+    number: Count = 0
+
+
+class UnknownClient(msgspec.Struct, frozen=True, kw_only=True, tag="unknown", omit_defaults=True):
+    """Store → client: I have no session of yours, say hello. A restarted store says so to everybody."""
+
+    incarnation: Unsigned64
+
+
+class LookupReply(msgspec.Struct, frozen=True, kw_only=True, tag="looked_up", omit_defaults=True):
+    """Store → client: 1 for each key that is there."""
+
+    number: Count
+    hits: Flags
+
+
+class GetReply(msgspec.Struct, frozen=True, kw_only=True, tag="got", omit_defaults=True):
+    """Store → client: the blocks that are there, pinned.
+
+    ``present`` has a byte for each key, ``seals`` a row for each present one. With the arena, ``slots`` holds (slot,
+    generation, num_bytes) of those; without it, they follow as frames. An answer may come in several messages; ``first`` is the
+    index of the first key that this one speaks of.
+    """
+
+    number: Count
+    present: Flags
+    seals: PackedSeals
+    slots: Slots = ()
+    first: Count = 0
+    is_last: bool = True
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved", omit_defaults=True):
+    """Store → client: (slot, generation, 1) to write, for each key; ``NO_SLOT`` = do not write.
+
+    ``stored`` has 1 where the store has the block already.
+    """
+
+    number: Count
+    slots: Slots
+    stored: Flags
+
+
+class PutReply(msgspec.Struct, frozen=True, kw_only=True, tag="stored", omit_defaults=True):
+    """Store → client: 1 for each key that is there now."""
+
+    number: Count
+    stored: Flags
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", omit_defaults=True):
+    """Store → client: the answer to ``Heartbeat``."""
+
+    incarnation: Unsigned64
+
+
+ToStore = Hello | Attach | Lookup | Get | Release | Reserve | Commit | Put | Corrupt | Heartbeat | Goodbye
+ToClient = Welcome | Attached | Refused | UnknownClient | LookupReply | GetReply | Reserved | PutReply | Alive
+
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel(Generic[M]):
+    """A message and the blocks that come with it."""
+
+    message: M
+    blocks: Sequence[memoryview | bytes] = ()
+
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
+_to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode_to_store(message: ToStore) -> bytes:
+    """Return the first frame of a client's message."""
+    return _encode(KIND_TO_STORE, message)
+
+
+def encode_to_client(message: ToClient) -> bytes:
+    """Return the first frame of a store's message."""
+    return _encode(KIND_TO_CLIENT, message)
+
+
+def decode_to_store(frame: bytes | memoryview) -> ToStore:
+    """Return a client's message.
+
+    Raises:
+        ProtocolError: the frame is none.
+    """
+    return _decode(_to_store, KIND_TO_STORE, frame)
+
+
+def decode_to_client(frame: bytes | memoryview) -> ToClient:
+    """Return a store's message.
+
+    Raises:
+        ProtocolError: the frame is none.
+    """
+    return _decode(_to_client, KIND_TO_CLIENT, frame)
+
+
+def split_seals(packed: bytes) -> list[bytes]:
+    """Return the single rows.
+
+    Raises:
+        ProtocolError: the length is no multiple of a row's.
+    """
+    if len(packed) % SEAL_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of seals")
+    return [packed[start : start + SEAL_BYTES] for start in range(0, len(packed), SEAL_BYTES)]
+
+
+def _encode(kind: int, message: object) -> bytes:
+    frame = bytearray((WIRE_VERSION, kind))
+    _encoder.encode_into(message, frame, HEADER_BYTES)
+    if len(frame) > MAX_CONTROL_BYTES:
+        raise ProtocolError(f"{type(message).__name__} takes {len(frame)} bytes on the wire, more than {MAX_CONTROL_BYTES}")
+    return bytes(frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], kind: int, frame: bytes | memoryview) -> T:
+    if not HEADER_BYTES < len(frame) <= MAX_CONTROL_BYTES:
+        raise ProtocolError(f"a message of {len(frame)} bytes; allowed are {HEADER_BYTES + 1} to {MAX_CONTROL_BYTES}")
+    if frame[0] != WIRE_VERSION:
+        raise ProtocolError(f"version {frame[0]} of the store's protocol is not supported, this process speaks {WIRE_VERSION}")
+    if frame[1] != kind:
+        raise ProtocolError(f"frame kind {frame[1]} instead of {kind}")
+    try:
+        return decoder.decode(memoryview(frame)[HEADER_BYTES:])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise ProtocolError(f"malformed frame: {error}") from None

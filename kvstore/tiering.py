@@ -1,0 +1,249 @@
+"""What moves between the arena and the tiers below it: looking there, bringing blocks up, and handing them down.
+
+Owns the queries that wait for a tier, the blocks on their way up (each only once, however many wait for it) and the writes to
+lower tiers. Does no I/O: it makes jobs (``kvstore.tiers.base``), and a carrier says when they are done. Called by
+``kvstore.machine``. Knows no messages; a query names whoever asks.
+
+Write-through: a new block goes down at once, and may leave the arena at any time. Write-back: it stays dirty until the clean
+slots get few, and goes down then. A block that no tier takes is clean all the same: this is a cache, and room is worth more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.errors import Full
+from kvstore.memory import MemoryTier, Resident
+from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob
+
+CLEAN_SHARE = 0.1  # of the slots that write-back keeps free or clean
+MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned
+
+
+@dataclass(slots=True, eq=False)
+class Query:
+    """A question about some keys, of a lookup or a get. ``max_pins`` is how many blocks it may pin; a lookup pins none."""
+
+    owner: object
+    number: int
+    keys: Sequence[bytes]
+    max_pins: int = 0
+    is_get: bool = False
+    is_over: bool = False  # nobody waits for it any more
+    hits: list[bool] = field(default_factory=list)
+    residents: list[Resident | None] = field(default_factory=list)  # pinned
+    tiers: list[int | None] = field(default_factory=list)  # where the block is, if not in memory
+    num_waiting: int = 0  # for jobs
+
+
+@dataclass(slots=True, eq=False)
+class _Promotion:
+    resident: Resident
+    waiters: list[tuple[Query, int]] = field(default_factory=list)  # with the index of the key
+
+
+@dataclass(slots=True, eq=False)
+class _Location:
+    query: Query
+    indices: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    resident: Resident
+    num_jobs: int
+
+
+class Tiering:
+    """Moves blocks between the arena and ``tiers``, the fastest first."""
+
+    def __init__(self, memory: MemoryTier, tiers: Sequence[Tier], *, write_back: bool) -> None:
+        self._memory = memory
+        self._tiers = tiers
+        self._write_back = write_back
+        self._promotions: dict[bytes, _Promotion] = {}
+        self._locations: dict[LocateJob, _Location] = {}
+        self._saves: dict[bytes, _Save] = {}
+        self._num_save_jobs = [0] * len(tiers)
+        self._jobs: list[TierJob] = []
+        self.num_dropped_saves = 0
+        self.num_promoted = 0
+
+    @property
+    def num_loading(self) -> int:
+        """How many blocks are on their way up."""
+        return len(self._promotions)
+
+    @property
+    def num_saving(self) -> int:
+        """How many blocks are on their way down."""
+        return len(self._saves)
+
+    def take_jobs(self) -> list[TierJob]:
+        """Return the jobs that have come up since the last call."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def start(self, query: Query) -> bool:
+        """Begin a query; True if it is answered already."""
+        asked: dict[int, list[int]] = {}
+        query.residents = [None] * len(query.keys)
+        query.tiers = [None] * len(query.keys)
+        query.hits = [False] * len(query.keys)
+        for index, key in enumerate(query.keys):
+            if self._memory.find(key) is not None:
+                query.hits[index] = True
+                self._pin(query, index)
+                continue
+            query.tiers[index] = tier = self._tier_that_knows(key)
+            query.hits[index] = tier is not None
+            for candidate, below in enumerate(self._tiers):
+                if tier is None and below.knows(key) is None:
+                    asked.setdefault(candidate, []).append(index)
+        for tier, indices in asked.items():
+            job = LocateJob(tier, [query.keys[index] for index in indices])
+            self._locations[job] = _Location(query, indices)
+            self._jobs.append(job)
+            query.num_waiting += 1
+        return query.num_waiting == 0 and self._fetch(query)
+
+    def on_done(self, job: TierJob) -> list[Query]:
+        """Take the result of a job; return the queries that are answered now."""
+        match job:
+            case LocateJob():
+                return self._on_located(job)
+            case LoadJob():
+                return self._on_loaded(job)
+            case SaveJob():
+                self._on_saved(job)
+        return []
+
+    def on_new(self, resident: Resident) -> None:
+        """Take note of a block that has just been committed to memory by a client."""
+        if not self._write_back:
+            self._save(resident)
+        elif self._tiers:
+            self._demote()
+
+    @property
+    def makes_dirty(self) -> bool:
+        """Whether new blocks are dirty: they have to go down before they may leave the arena."""
+        return self._write_back and bool(self._tiers)
+
+    def flush(self) -> None:
+        """Hand down whatever is dirty. Call again when jobs are done, until nothing is dirty."""
+        for resident in list(self._memory.dirty()):
+            if not self._save(resident):
+                return
+
+    def _tier_that_knows(self, key: bytes) -> int | None:
+        return next((index for index, tier in enumerate(self._tiers) if tier.knows(key)), None)
+
+    def _on_located(self, job: LocateJob) -> list[Query]:
+        location = self._locations.pop(job)
+        query = location.query
+        query.num_waiting -= 1
+        for index, is_found in zip(location.indices, job.found, strict=False):  # a tier that fails has found nothing
+            if is_found:
+                query.hits[index] = True
+                query.tiers[index] = job.tier if query.tiers[index] is None else min(job.tier, query.tiers[index] or 0)
+        is_answered = query.num_waiting == 0 and not query.is_over and self._fetch(query)
+        return [query] if is_answered else []
+
+    def _fetch(self, query: Query) -> bool:
+        """Start bringing up what a get wants and lower tiers have; True if there is nothing to wait for."""
+        if query.is_get:
+            for index in range(len(query.keys)):
+                if query.residents[index] is None and not self._pin(query, index) and query.tiers[index] is not None:
+                    self._promote(query, index)
+        return query.num_waiting == 0
+
+    def _pin(self, query: Query, index: int) -> bool:
+        """Pin a block that is in memory for a get."""
+        resident = self._memory.find(query.keys[index])
+        if resident is None or query.max_pins <= 0:
+            return False
+        query.max_pins -= 1
+        query.residents[index] = resident
+        self._memory.pin(resident)
+        return True
+
+    def _promote(self, query: Query, index: int) -> None:
+        key, tier = query.keys[index], query.tiers[index]
+        if tier is None or query.max_pins <= 0 or self._memory.find(key) is not None:
+            return
+        promotion = self._promotions.get(key)
+        if promotion is None:
+            if self._memory.is_incoming(key):  # a client is writing it
+                return
+            try:
+                resident = self._memory.reserve(key, self._memory.arena.slot_bytes)
+            except Full:
+                return
+            promotion = self._promotions[key] = _Promotion(resident)
+            self._jobs.append(LoadJob(tier, key, self._memory.content(resident)))
+        promotion.waiters.append((query, index))
+        query.num_waiting += 1
+
+    def _on_loaded(self, job: LoadJob) -> list[Query]:
+        promotion = self._promotions.pop(job.key)
+        resident = promotion.resident
+        if job.loaded is None:
+            self._memory.abandon(resident)
+            self._memory.give_back(resident)
+        else:
+            self._memory.resize(resident, job.loaded.num_bytes)
+            self._memory.commit(resident, job.loaded.seal)
+            self.num_promoted += 1
+        answered = []
+        for query, index in promotion.waiters:
+            query.num_waiting -= 1
+            if query.is_over:
+                continue
+            query.hits[index] = self._pin(query, index)
+            if query.num_waiting == 0:
+                answered.append(query)
+        return answered
+
+    def _save(self, resident: Resident) -> bool:
+        """Hand a block to every tier that does not have it; False if too many are under way already."""
+        if resident.key in self._saves:
+            return True
+        takers = [index for index, tier in enumerate(self._tiers) if tier.knows(resident.key) is not True]
+        if any(self._num_save_jobs[index] >= MAX_SAVE_JOBS for index in takers):
+            self.num_dropped_saves += not resident.is_dirty
+            return False
+        if not takers:
+            self._memory.mark_clean(resident)
+            return True
+        self._memory.pin(resident)
+        self._saves[resident.key] = _Save(resident, len(takers))
+        content = self._memory.content(resident).toreadonly()
+        for index in takers:
+            self._num_save_jobs[index] += 1
+            self._jobs.append(SaveJob(index, resident.key, resident.seal, content))
+        return True
+
+    def _on_saved(self, job: SaveJob) -> None:
+        self._num_save_jobs[job.tier] -= 1
+        save = self._saves[job.key]
+        save.num_jobs -= 1
+        if save.num_jobs == 0:
+            del self._saves[job.key]
+            self._memory.mark_clean(save.resident)
+            self._memory.unpin(save.resident)
+            if self._write_back:
+                self._demote()
+
+    def _demote(self) -> None:
+        """Write-back: hand down the next to be evicted while too few slots are free or clean."""
+        num_slots = self._memory.arena.num_slots
+        num_wanted = int(self._memory.num_dirty - (1 - CLEAN_SHARE) * num_slots) - len(self._saves)
+        for resident in self._memory.dirty():
+            if num_wanted <= 0:
+                return
+            if resident.key not in self._saves:
+                num_wanted -= 1
+                if not self._save(resident):
+                    return

@@ -1,0 +1,96 @@
+"""The Redis tier: one key per block in a Redis or Valkey server, which limits and evicts by its own settings.
+
+Owns the names and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; after a
+failure the server is left alone for a while, so that a dead one costs a moment now and then and not each call. The library is
+imported here only (extra ``redis``). Set ``maxmemory`` and an eviction policy there: this tier deletes corrupt blocks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from core.clock import Clock, SystemClock
+from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, Unavailable
+from core.kv.seals import SEAL_BYTES
+from kvstore.tiers.base import Tier, TierBlock
+
+PREFIX = b"kvferry:1:"
+PAUSE_S = 2.0  # after a failure
+
+T = TypeVar("T")
+
+
+class RedisTier(Tier):
+    """Keeps blocks in a Redis server, for every store that uses it.
+
+    Raises: ConnectorUnavailable if the library is missing, ConfigError if the address is none.
+    """
+
+    name = "redis"
+
+    def __init__(self, url: str, timeout_s: float, ttl_s: float = 0.0, clock: Clock | None = None) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise ConnectorUnavailable("kvstore.redis_url needs the redis library: pip install 'kvferry[redis]'") from None
+        try:
+            self._redis = redis.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, protocol=2
+            )
+        except ValueError as error:
+            raise ConfigError(f"kvstore.redis_url = {url!r}: {error}", param="kvstore.redis_url") from None
+        self._failures = (redis.RedisError, OSError)
+        self._ttl_ms = round(1000 * ttl_s) or None
+        self._clock = clock or SystemClock()
+        self._resume_at = 0.0
+
+    def knows(self, key: bytes) -> None:
+        """Only the server knows."""
+
+    def locate(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask for all keys in one message."""
+
+        def ask() -> list[bool]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipeline.exists(PREFIX + key)
+            return [bool(count) for count in pipeline.execute()]
+
+        return self._try(ask)
+
+    def load(self, key: bytes, target: memoryview) -> TierBlock | None:
+        """Get a value."""
+        value = self._try(lambda: self._redis.get(PREFIX + key))
+        if value is None:
+            return None
+        if not isinstance(value, bytes) or len(value) <= SEAL_BYTES:
+            raise CorruptBlock(f"the value of {key.hex()} is no block")
+        num_bytes = len(value) - SEAL_BYTES
+        if num_bytes > target.nbytes:
+            return None
+        target[:num_bytes] = memoryview(value)[SEAL_BYTES:]
+        return TierBlock(num_bytes, value[:SEAL_BYTES])
+
+    def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
+        """Set a value that is not there yet."""
+        value = b"".join((seal, block))
+        self._try(lambda: self._redis.set(PREFIX + key, value, nx=True, px=self._ttl_ms))
+        return True
+
+    def remove(self, key: bytes) -> None:
+        """Delete a value."""
+        self._try(lambda: self._redis.delete(PREFIX + key))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    def _try(self, call: Callable[[], T]) -> T:
+        if self._clock.now() < self._resume_at:
+            raise Unavailable("Redis has failed a moment ago")
+        try:
+            return call()
+        except self._failures as error:
+            self._resume_at = self._clock.now() + PAUSE_S
+            raise Unavailable(f"Redis fails: {error}") from None

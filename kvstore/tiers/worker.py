@@ -1,0 +1,123 @@
+"""The thread of a tier: does its jobs one after another, checks what comes back, and counts what went wrong.
+
+Owns the queue of one tier. Loads and questions go before saves, since somebody waits for them. A tier that raises has nothing
+for now; blocks whose bytes or seals are not those of their key are removed from the tier and count as missing. Called by the
+carriers of ``kvstore.machine``, from any thread; ``on_done`` is called on this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from core.errors import CorruptBlock, StaleBlock, StoreError
+from core.log import event
+from kvstore.key import StoreKey
+from kvstore.seal_check import BlockVerifier
+from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob, TierStatistics
+
+_log = logging.getLogger(__name__)
+
+
+class TierWorker:
+    """Runs the jobs of one tier on a thread of its own."""
+
+    def __init__(self, tier: Tier, on_done: Callable[[TierJob], None]) -> None:
+        self.tier = tier
+        self._on_done = on_done
+        self._runner = TierRunner(tier)
+        self._urgent: deque[TierJob] = deque()
+        self._saves: deque[TierJob] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-{tier.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, job: TierJob) -> None:
+        """Queue a job; its end comes by ``on_done``."""
+        with self._wake:
+            (self._saves if isinstance(job, SaveJob) else self._urgent).append(job)
+            self._wake.notify()
+
+    def statistics(self) -> TierStatistics:
+        """Return what has been counted."""
+        return self._runner.statistics()
+
+    def stop(self) -> None:
+        """End the thread after the job it is at, and close the tier. Jobs in the queue are not done."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join()
+        self.tier.close()
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            self._runner.run(job)
+            self._on_done(job)
+
+    def _next_job(self) -> TierJob | None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._is_closing or self._urgent or self._saves)
+            if self._is_closing:
+                return None
+            return (self._urgent or self._saves).popleft()
+
+
+class TierRunner:
+    """Does one job of a tier, on the thread of the caller."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._verifier = BlockVerifier()
+        self._counts = TierStatistics()
+        self._is_failing = False
+
+    def run(self, job: TierJob) -> None:
+        """Do it and put the result into it. Never raises."""
+        try:
+            self._do(job)
+            self._is_failing = False
+        except StoreError as error:
+            self._counts.errors += 1
+            if not self._is_failing:
+                _log.warning(event("kvstore_tier_failed", tier=self._tier.name, error=error.message))
+            self._is_failing = True
+        except Exception:  # a transfer boundary: a tier that breaks has nothing
+            self._counts.errors += 1
+            _log.exception(event("kvstore_tier_broke", tier=self._tier.name))
+
+    def statistics(self) -> TierStatistics:
+        """Return what has been counted, and what the tier holds."""
+        self._counts.num_blocks, self._counts.used_bytes = self._tier.occupancy()
+        return self._counts
+
+    def _do(self, job: TierJob) -> None:
+        match job:
+            case LocateJob():
+                job.found = self._tier.locate(job.keys)
+            case LoadJob():
+                self._load(job)
+            case SaveJob():
+                job.is_saved = self._tier.save(job.key, job.seal, job.block)
+                self._counts.saved_blocks += job.is_saved
+                self._counts.failed_saves += not job.is_saved
+
+    def _load(self, job: LoadJob) -> None:
+        try:
+            loaded = self._tier.load(job.key, job.target)
+            if loaded is not None:
+                self._verifier.check(StoreKey.unpack(job.key), loaded.seal, job.target[: loaded.num_bytes])
+        except (CorruptBlock, StaleBlock) as error:
+            self._counts.corrupt_blocks += 1
+            _log.warning(event("kvstore_corrupt_block", tier=self._tier.name, key=job.key.hex(), error=error.message))
+            self._tier.remove(job.key)
+            return
+        self._counts.loaded_blocks += loaded is not None
+        self._counts.missing_blocks += loaded is None
+        job.loaded = loaded
