@@ -176,11 +176,12 @@ class Worker:
     def _on_signal(self) -> None:
         """Leave in good order at the first signal, at once at the second."""
         assert self._exit_code is not None
-        if self._state is None:
+        state = self._state
+        if state is None:
             self._stop(0)
             return
         now = self._clock.now()
-        self._perform(self._state.start_drain(now, 0.0) if self._state.is_draining else self._state.start_drain(now))
+        self._take(lambda: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now))
 
     # ---- what the links tell (LinkEvents) ------------------------------------------------------------------------------
 
@@ -219,14 +220,30 @@ class Worker:
             loop.call_soon_threadsafe(handler, news)
 
     def _on_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        if self._state is not None:
-            self._perform(self._state.on_outputs(outputs, self._clock.now()))
+        state = self._state
+        if state is not None:
+            self._take(lambda: state.on_outputs(outputs, self._clock.now()))
 
     def _on_engine_death(self, error: BaseException) -> None:
         if self._state is not None:
             self._perform(self._state.on_engine_death(error, self._clock.now()))
 
     # ---- carrying actions out ------------------------------------------------------------------------------------------
+
+    def _take(self, step: Callable[[], Sequence[Action]]) -> None:
+        """Let the state machine take something in that nobody waits for, and carry out what follows.
+
+        A bug on the way ends the process, as the engine's death does: nobody knows what still waits, and the event loop would
+        only log it.
+        """
+        try:
+            self._perform(step())
+        except Exception as bug:
+            logger.exception(event("worker_bug"))
+            try:
+                self._on_engine_death(bug)
+            finally:
+                self._stop(1)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -284,8 +301,9 @@ class Worker:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self._state is not None:
-            self._perform(self._state.on_timer(self._clock.now()))
+        state = self._state
+        if state is not None:
+            self._take(lambda: state.on_timer(self._clock.now()))
 
     # ---- operations port -------------------------------------------------------------------------------------------------
 

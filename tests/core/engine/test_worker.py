@@ -93,6 +93,8 @@ class RecordingConnector:
     """Notes what the shell asks of a connector."""
 
     transports = ("shm",)
+    host_id = "here"
+    has_digests = True
 
     def __init__(self, journal):
         self.journal = journal
@@ -220,6 +222,7 @@ async def get(url):
 async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, journal):
     registration = await router.expect(Register)
     assert (registration.engine_id, registration.incarnation, registration.transports) == ("w0", 7, ("shm",))
+    assert (registration.host_id, registration.has_digests, registration.kv_verify) == ("here", True, "auto")
     assert registration.ops_address == running.ops_address
     await router.expect(Heartbeat)
     await router.send(generate("r"))
@@ -337,6 +340,29 @@ async def test_worker_that_has_become_deaf_answers_everyone_and_is_an_exit_code(
     assert (await router.expect(RequestFailed)).error.code == "engine_dead"
     async with asyncio.timeout(WAIT_S):
         assert await running == 1
+
+
+def broken(*args):
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize("step", ["on_timer", "on_outputs"])
+@pytest.mark.parametrize("is_all_broken", [False, True])
+async def test_bug_in_a_step_that_nobody_waits_for_is_an_exit_code(make_worker, router, monkeypatch, step, is_all_broken):
+    worker = make_worker()
+    running = asyncio.create_task(worker.run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(generate("waiting", first_token=7))
+    await router.send(generate("served", max_tokens=1))
+    await router.expect(list)
+    monkeypatch.setattr(worker._state, step, broken)
+    if is_all_broken:
+        monkeypatch.setattr(worker._state, "on_engine_death", broken)
+    await router.send(generate("next"))
+    async with asyncio.timeout(WAIT_S):
+        assert await running == 1
+    if not is_all_broken:
+        assert (await router.expect(RequestFailed)).error.code == "engine_dead"
 
 
 async def test_restarted_router_gets_a_fresh_worker(running, router, journal):
