@@ -166,6 +166,7 @@ class InputBatch:
             width = ceil_div(longest, table.block_size)
             tables = table.block_ids[: len(rows), :width] if is_whole else table.block_ids[rows, :width]
             slots = _slots(table, token_rows, positions)
+            assert int(slots.min()) >= table.block_size, "a token without a block of its own: block 0 is the null block"
             batches.append(AttentionBatch(query_start_loc, seq_lens, tables, slots, group_id))
         return StepInputs(
             request_ids=request_ids,

@@ -68,14 +68,6 @@ class ModelArch:
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
 
-    @property
-    def kv_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layer numbers that share one KV cache group: one group per distinct window, in order of first appearance."""
-        groups: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(self.sliding_windows):
-            groups.setdefault(window, []).append(layer)
-        return tuple(tuple(layers) for layers in groups.values())
-
 
 @dataclass(frozen=True, slots=True)
 class _Traits:

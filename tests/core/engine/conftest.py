@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from core.clock import SystemClock
 from core.config import load_config
@@ -53,7 +53,7 @@ def greedy() -> SamplingParams:
 class Oracle:
     """The same model in transformers, one sequence at a time."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     margin: float = 1e-3
 
     def logits(self, token_ids) -> torch.Tensor:
@@ -69,6 +69,11 @@ class Oracle:
                 gap = float(best.values[0] - best.values[1])
                 assert gap < self.margin, f"token {position} is {token}, not {int(best.indices[0])} (gap {gap:.2g})"
                 return
+
+
+@pytest.fixture(scope="session")
+def make_oracle() -> type[Oracle]:
+    return Oracle
 
 
 @pytest.fixture(scope="session")

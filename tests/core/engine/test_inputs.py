@@ -175,6 +175,28 @@ def test_each_group_has_its_own_table_and_slots():
     assert second.slot_mapping.tolist() == [8 * BLOCK + 15, 9 * BLOCK]
 
 
+def test_a_group_may_have_null_blocks_where_nothing_is_written():
+    batch = InputBatch(cache_config(num_groups=2), MAX_SEQS, MAX_LEN)
+    batch.add(new_request("a", range(40), 40, ([3, 4, 5], [0, 0, 9]), 33))
+    full, sliding = batch.prepare({"a": 3}).batches
+    assert sliding.block_tables[0, :3].tolist() == [0, 0, 9]
+    assert sliding.slot_mapping.tolist() == [9 * BLOCK + offset for offset in (1, 2, 3)]
+    assert full.slot_mapping.tolist() == [5 * BLOCK + offset for offset in (1, 2, 3)]
+
+
+def test_writing_into_the_null_block_is_a_bug_that_shows_at_once():
+    batch = InputBatch(cache_config(num_groups=2), MAX_SEQS, MAX_LEN)
+    batch.add(new_request("a", range(40), 40, ([3, 4, 5], [0, 0, 9]), 31))
+    with pytest.raises(AssertionError, match="null block"):
+        batch.prepare({"a": 3})
+
+
+def test_a_block_first_written_and_not_filled_is_named_in_each_group():
+    batch = InputBatch(cache_config(num_groups=2), MAX_SEQS, MAX_LEN)
+    batch.add(new_request("a", range(40), 40, ([3, 4, 5], [0, 8, 9]), 30))
+    assert sorted(batch.prepare({"a": 5}).fresh_partial_blocks) == [5, 9]
+
+
 def test_a_token_past_the_longest_length_is_counted_and_not_stored():
     batch = InputBatch(cache_config(), MAX_SEQS, MAX_LEN)
     batch.add(new_request("a", range(MAX_LEN), 1, (list(range(1, 6)),), MAX_LEN - 1))
