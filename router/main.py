@@ -17,7 +17,7 @@ from router.server import Router
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code.
+    """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code, 1 after a bug of ours.
 
     ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``.
 
@@ -26,11 +26,10 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
     """
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     router = Router(config.router, served_model(config.model, files))
-    asyncio.run(_serve(router, announce))
-    return 0
+    return asyncio.run(_serve(router, announce))
 
 
-async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] | None) -> None:
+async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] | None) -> int:
     must_stop, must_hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -42,7 +41,13 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
     await router.start()
     if announce is not None:
         announce({"http_address": router.http_address, "worker_address": router.worker_address})
-    await must_stop.wait()
+    dying, leaving = asyncio.create_task(router.service.wait_dead()), asyncio.create_task(must_stop.wait())
+    await asyncio.wait((dying, leaving), return_when=asyncio.FIRST_COMPLETED)
+    for waiting in (dying, leaving):
+        waiting.cancel()
+    if not must_stop.is_set():
+        await router.stop()
+        return 1
     stopping = asyncio.create_task(router.drain())
     hurrying = asyncio.create_task(must_hurry.wait())
     await asyncio.wait((stopping, hurrying), return_when=asyncio.FIRST_COMPLETED)
@@ -52,3 +57,4 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
         await router.stop()
     else:
         stopping.result()
+    return 0

@@ -7,7 +7,6 @@ that is ``router.machine``. ``router.app`` opens a ``Generation`` per HTTP reque
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,6 +102,7 @@ class RouterService:
         self._unpaired: set[WorkerKey] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._death: asyncio.Future[BaseException] | None = None
         self._add_gauges()
 
     # ---- lifecycle ---------------------------------------------------------------------------------------------------
@@ -123,20 +123,34 @@ class RouterService:
             raise
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         work = (self._receive(self._socket), self._tick(), self._watch_connections(self._monitor))
+        self._death = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(task) for task in work]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
 
     async def stop(self) -> None:
         """Fail what is left, tell the workers, and close the socket. Idempotent."""
         for request_id in list(self._listeners):
-            gone = NoWorker("the router shuts down: try again")  # whoever is still there comes back, to its successor
-            self._perform(self.machine.fail(request_id, gone, self._clock.now()))
-        for task in self._tasks:
+            self._give_up(request_id, NoWorker("the router shuts down: try again"))  # who is still there meets its successor
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._close()
+
+    async def wait_dead(self) -> BaseException:
+        """Return why this service cannot go on, once that is so: a bug of ours has ended one of its tasks."""
+        assert self._death is not None, "the service has not been started"
+        return await asyncio.shield(self._death)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task not in self._tasks:
+            return  # let go by ``stop``
+        # A socket that is closed under its reader looks like a cancellation.
+        error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
+        logger.error(event("router_task_died", task=task.get_name(), error=repr(error)))
+        if self._death is not None and not self._death.done():
+            self._death.set_result(error)
 
     def _close(self) -> None:
         if self._socket is not None and self._monitor is not None:
@@ -211,9 +225,10 @@ class RouterService:
                 await asyncio.sleep(0)
 
     async def _tick(self) -> None:
+        """Do what is due. A bug in it ends this task, and so the router: it would come back with every tick."""
         while True:
             await asyncio.sleep(self._tick_s)
-            self._guard(self.machine.on_timer, self._clock.now())
+            self._perform(self.machine.on_timer(self._clock.now()))
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
         """Notice the death of a worker's process at once, not by its silence.
@@ -242,7 +257,7 @@ class RouterService:
         request_ids = self.machine.requests_of(message)
         if not self._guard(self.machine.on_message, peer, message, now):
             for request_id in request_ids:
-                self._fail_after_bug(request_id)
+                self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
 
     def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
         """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on.
@@ -256,14 +271,13 @@ class RouterService:
             return False
         return True
 
-    def _fail_after_bug(self, request_id: str) -> None:
-        """Answer a request of which nobody knows how far it was taken; its client must not wait for its deadline."""
-        bug = KVFerryError("the router failed on this request; its log says how")
-        self._guard(self.machine.fail, request_id, bug, self._clock.now())
+    def _give_up(self, request_id: str, error: KVFerryError) -> None:
+        """Answer a request although nobody knows how far it was taken; its client must not wait for its deadline."""
+        self._guard(self.machine.fail, request_id, error, self._clock.now())
         listener = self._listeners.pop(request_id, None)
         if listener is None:
             return
-        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(bug)))  # the machine has lost it
+        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the machine has lost it
         if not self._listeners:
             self._is_idle.set()
 

@@ -119,7 +119,31 @@ async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number)
     assert addresses == {"http_address": router.http_address, "worker_address": router.worker_address}
     os.kill(os.getpid(), number)
     async with asyncio.timeout(10):
-        await serving
+        assert await serving == 0
+
+
+@pytest.mark.parametrize("is_all_broken", [False, True])
+async def test_a_bug_in_the_timer_ends_the_process_and_answers_everyone(start_router, monkeypatch, caplog, is_all_broken):
+    under_test = await start_router(has_http=False)
+    router = under_test.router
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    await router.service.stop()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    await told
+    prefill, _ = await under_test.pair(is_silent=True)
+
+    def broken(*args):
+        raise ValueError("a bug")
+
+    async with httpx.AsyncClient(base_url=router.http_address, verify=False) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await prefill.generated()
+        for name in ("on_timer", "fail") if is_all_broken else ("on_timer",):
+            monkeypatch.setattr(router.service.machine, name, broken)
+        async with asyncio.timeout(5):
+            assert await serving == 1
+        assert (await call).status_code == 503
+    assert "router_task_died" in caplog.text
 
 
 async def test_a_signal_gives_requests_the_configured_time_and_no_more(start_router):
