@@ -1,0 +1,204 @@
+"""What crosses the borders inside the LMCache connector: step messages of its scheduler side, and what its node asks for.
+
+Plain values. ``LMCacheNode`` returns actions and its carrier (``connectors.lmcache.bundle``) carries them out in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
+from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
+from connectors.lmcache.wire import TokenSpan
+from core.connector import KVConnectorMetadata
+from core.errors import KVFerryError
+from core.kv.block import NULL_BLOCK_ID
+from core.wire.messages import ErrorInfo, TransferUsage
+
+# ---- scheduler side → event loop -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSession:
+    """The server as it is reached now: from a registration until the first doubt. ``number`` tells them apart."""
+
+    number: int
+    staging: Staging
+    geometry: ChunkGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """One block of the pool, what it is, and where it is in the order of its group's chunks."""
+
+    block_id: int
+    identity: PageIdentity
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Chunks to save or to load, in one session of the server, and which blocks are to be moved."""
+
+    chunks: LMCacheMPRequestMetadata
+    server: ServerSession
+    moves: tuple[BlockMove, ...]
+
+    def page_lists(self, pages: Sequence[int]) -> list[list[int]]:
+        """Return the pages of each group in chunk order, the null page where nothing is moved. ``pages[i]`` is of move i."""
+        lists = [[NULL_PAGE] * len(ids) for ids in self.chunks.block_ids]
+        for move, page in zip(self.moves, pages, strict=True):
+            lists[move.identity.group_id][move.index] = page
+        return lists
+
+
+def moves_of(
+    chunks: LMCacheMPRequestMetadata, block_size: int, block_hashes: Sequence[bytes], per_block: int
+) -> Iterator[BlockMove]:
+    """Yield the blocks that are there and not skipped. ``block_hashes`` has ``per_block`` values for each block of a table."""
+    first_block, num_skipped = chunks.start // block_size, chunks.num_skipped_tokens // block_size
+    for group_id, block_ids in enumerate(chunks.block_ids):
+        for index, block_id in enumerate(block_ids):
+            if index >= num_skipped and block_id != NULL_BLOCK_ID:
+                block_hash = block_hashes[(first_block + index + 1) * per_block - 1]
+                yield BlockMove(block_id, PageIdentity(group_id, block_hash), index)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Ask for the longest prefix of these tokens, at most ``num_tokens`` of them."""
+
+    span: TokenSpan
+    num_tokens: int
+    server: ServerSession
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill blocks of a request, which makes ``num_tokens`` computed. ``deadline`` is its own, on the worker's clock."""
+
+    transfer: Transfer
+    num_tokens: int
+    deadline: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name of the request."""
+        return self.transfer.chunks.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks that have been copied to ``pages``; sent only once the engine has sealed them."""
+
+    number: int
+    transfer: Transfer
+    pages: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LMCacheMPConnectorMetadata(KVConnectorMetadata):
+    """One step's news from the scheduler side, carried out in the order of the fields; ``saves`` after the step has run."""
+
+    verdicts: dict[int, bool] = field(default_factory=dict)  # by number of an earlier save: are its blocks good?
+    lookups: list[Lookup] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    unclaimed: list[str] = field(default_factory=list)  # sessions of which nothing, or nothing more, is loaded
+    aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
+    ended: list[str] = field(default_factory=list)  # sessions that are over
+    saves: list[Save] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to do."""
+        return not (self.verdicts or self.lookups or self.loads or self.unclaimed or self.aborts or self.ended or self.saves)
+
+
+# ---- node → event loop -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the admin port for version and settings, and allocate staging memory; answered by ``on_probed``."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a connection of its own for this attempt. Its loss is told by ``on_disconnected``."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send frames on the connection of this attempt."""
+
+    attempt: int
+    frames: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The server can be used from now on."""
+
+    server: ServerSession
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The server cannot be used any more: close the connection, and let go of the staging memory."""
+
+    attempt: int
+    staging: Staging | None
+    error: KVFerryError
+
+
+@dataclass(frozen=True, slots=True)
+class SealPages:
+    """Seal what has been copied; answered by ``on_sealed``."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class TakePages:
+    """Check pages and copy the good ones into the pool; answered by ``on_taken``."""
+
+    load: Load
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswered:
+    """The server has this many tokens of a session's prompt; none if it does not say so in time."""
+
+    session_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The load of a request is over, said once. Nothing writes into its blocks any more.
+
+    Without an error every block is verified. With one, ``invalid_block_ids`` must not be used and the others are verified; if
+    it names none, nothing may be used. ``usage`` is None if the request was aborted.
+    """
+
+    request_id: str
+    usage: TransferUsage | None
+    error: ErrorInfo | None = None
+    invalid_block_ids: tuple[int, ...] = ()
+
+
+Action = Probe | Connect | Send | Opened | Closed | SealPages | TakePages | LookupAnswered | LoadEnded
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the admin port says."""
+
+    version: str
+    chunk_size: int
+    separate_object_groups: bool

@@ -1,0 +1,132 @@
+"""What reaches the server: one ZeroMQ connection, and its admin port.
+
+A connection lives as long as one session of the node: when it is lost, its owner is told and it is closed, so that nothing that
+was meant for one server process ever reaches the next one at the same address. Knows frames, not what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import httpx
+import zmq
+
+from connectors.lmcache.actions import ServerFacts
+from connectors.lmcache.wire import MAX_MESSAGE_BYTES, decode_reply
+from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
+from core.log import event
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
+
+_OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=4096)
+_LOST_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ServerLink:
+    """One connection. ``on_reply`` gets number and result, ``on_lost`` says that nothing more will come; event loop only.
+
+    ``on_death`` is called if a task ends by a bug of ours. Make it inside the event loop.
+
+    Raises:
+        ConnectorUnavailable: the address is unusable.
+    """
+
+    def __init__(
+        self,
+        context: AsyncContext,
+        address: str,
+        on_reply: Callable[[int, object], None],
+        on_lost: Callable[[], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._on_death = on_death
+        self._is_closed = False
+        self._socket: AsyncSocket = dealer_socket(context, _OPTIONS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting
+        self._monitor: AsyncSocket = self._socket.get_monitor_socket(_LOST_EVENTS)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close_sockets(0)
+            raise ConnectorUnavailable(f"connector.lmcache.server_address = {address!r} is unusable: {error}") from None
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    def send(self, frames: list[bytes]) -> None:
+        """Queue a request. One that cannot be queued is never answered, and its deadline covers that."""
+        try:
+            sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
+            error = sent.exception() if isinstance(sent, asyncio.Future) and sent.done() else None
+        except zmq.ZMQError as failure:
+            error = failure
+        if error is not None:
+            _log.warning(event("lmcache_request_dropped", error=error))
+
+    async def close(self, linger_ms: int = 0) -> None:
+        """End the connection; what is queued has ``linger_ms`` to leave. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._close_sockets(linger_ms)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                uid, result = decode_reply(frames)
+            except ProtocolError as error:
+                _log.warning(event("lmcache_bad_reply", error=error.message))
+                self._on_lost()
+                return
+            self._on_reply(uid, result)
+
+    async def _watch(self) -> None:
+        await self._monitor.recv_multipart()
+        self._on_lost()
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not self._is_closed and not task.cancelled() and task.exception() is not None:
+            self._on_death(task.exception() or RuntimeError("it returned"))
+
+
+async def fetch_facts(http_address: str, timeout_s: float) -> ServerFacts:
+    """Ask the admin port what is running there.
+
+    Raises:
+        PeerUnreachable: nobody answers.
+        ConnectorUnavailable: somebody answers who is no LMCache server that we know.
+    """
+    try:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=http_address, timeout=timeout_s) as client:
+            version = await client.get("/lmc_version")
+            config = await client.get("/config")
+        version.raise_for_status()
+        config.raise_for_status()
+        mp = config.json()["mp"]
+        return ServerFacts(str(version.json()), int(mp["chunk_size"]), bool(mp["separate_object_groups"]))
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        raise PeerUnreachable(f"no LMCache server answers at {http_address}: {error or 'timed out'}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConnectorUnavailable(f"{http_address} answers, but not as an LMCache server that we know: {error!r}") from None

@@ -1,0 +1,256 @@
+"""The scheduler side of the LMCache connector: what is looked up, loaded and saved, for every request.
+
+A request is looked up once, without waiting: the scheduler asks again until the answer is there. What the server has beyond the
+local hits is loaded, once; a request whose load has failed computes its prompt. Chunks that a step completes are copied behind
+it (``connectors.lmcache.worker``) and sent when the engine has sealed their blocks: the seal says that the KV is complete and
+good, and whose it is. Runs on the engine thread, inside the scheduler; knows no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from connectors.lmcache.actions import (
+    LMCacheMPConnectorMetadata,
+    Load,
+    Lookup,
+    Save,
+    ServerSession,
+    Transfer,
+    moves_of,
+)
+from connectors.lmcache.tracker import LMCacheMPRequestMetadata, LMCacheMPRequestState, LMCacheMPRequestTracker
+from connectors.lmcache.wire import TokenSpan, wire_salt
+from core.config import HASH_BLOCK_SIZE
+from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.ids import IdSource, new_hex_id
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.kv.seals import decode_seal
+from core.kv.spec import KVCacheGroup
+from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.wire.kv import KVHandoff
+
+_SESSION_PREFIX = "kvferry-"
+
+
+class LMCacheMPConnectorScheduler(KVConnectorScheduler):
+    """Tracks every request; nothing is looked up, loaded or saved while ``server`` is None.
+
+    ``server`` and answers to lookups are set by the event loop; each is read once per use. ``saves_output`` False saves
+    prompts only.
+    """
+
+    def __init__(self, ids: IdSource, *, saves_output: bool) -> None:
+        self._ids = ids
+        self._saves_output = saves_output
+        self._manager: KVCacheManager | None = None
+        self.server: ServerSession | None = None
+        self._answers: dict[str, int] = {}  # by session
+        self._trackers: dict[str, LMCacheMPRequestTracker] = {}  # by request id
+        self._servers: dict[str, ServerSession] = {}  # by session: the one that it lives on
+        self._loading: set[str] = set()
+        self._unproven: dict[str, list[Save]] = {}  # by request id: copied, and not known to be good yet
+        self._num_saves = 0
+        self.num_saves_without_room = 0
+        self._next = LMCacheMPConnectorMetadata()
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Keep the manager, for block tables and seals."""
+        self._manager = manager
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """The KV cache groups, known once the manager is bound."""
+        return self._bound_manager.kv_cache_config.groups
+
+    def on_lookup_answer(self, session_id: str, num_tokens: int) -> None:
+        """Take what the server has, for the next time that the scheduler asks. Any thread."""
+        self._answers[session_id] = num_tokens
+
+    # ---- lookups and loads -----------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Offer what the server has beyond the local hits; None until it has said so."""
+        tracker = self._tracker_of(request)
+        if tracker.state is not LMCacheMPRequestState.PREFETCHING:
+            return 0, False
+        num_tokens = self._answers.get(tracker.session_id)
+        if num_tokens is None:
+            return None, False
+        tracker.found(num_tokens, num_computed_tokens)
+        count = max(0, num_tokens - num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Load what was offered, or let go of it: somebody else may load, or nobody."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None or tracker.state is not LMCacheMPRequestState.PREFETCHING:
+            return
+        self._answers.pop(tracker.session_id, None)
+        if num_external_tokens and tracker.needs_retrieve():
+            tracker.state = LMCacheMPRequestState.WAITING_FOR_LOAD
+            self._load(request, tracker, num_external_tokens)
+        tracker.state = LMCacheMPRequestState.READY
+        self._next.unclaimed.append(tracker.session_id)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Note the ends of loads."""
+        self._loading -= output.finished_recving
+
+    def _tracker_of(self, request: Request) -> LMCacheMPRequestTracker:
+        """Return the request's tracker; a new one, with a lookup, if it has none or lost its blocks since."""
+        tracker = self._trackers.get(request.request_id)
+        if request.has_failed_load or request.skip_reading_prefix_cache:
+            return tracker if tracker is not None else self._bypass(request)
+        if tracker is None:
+            return self._look_up(request)
+        if request.status is RequestStatus.PREEMPTED and tracker.state is LMCacheMPRequestState.READY:
+            self._end_session(tracker)
+            return self._look_up(request)
+        return tracker
+
+    def _look_up(self, request: Request) -> LMCacheMPRequestTracker:
+        server = self.server
+        if server is None:
+            return self._bypass(request)
+        geometry = server.geometry
+        pages_per_chunk = geometry.blocks_per_chunk * len(geometry.windows)
+        num_loadable = server.staging.load_capacity // pages_per_chunk * geometry.chunk_size
+        num_tokens = geometry.floor(min(request.num_tokens, num_loadable))
+        if not num_tokens:
+            return self._bypass(request)
+        tracker = self._track(request, LMCacheMPRequestState.PREFETCHING, server)
+        self._next.lookups.append(Lookup(self._span(request, tracker, num_tokens), num_tokens, server))
+        return tracker
+
+    def _bypass(self, request: Request) -> LMCacheMPRequestTracker:
+        return self._track(request, LMCacheMPRequestState.BYPASS_LMCACHE, self.server)
+
+    def _track(self, request: Request, state: LMCacheMPRequestState, server: ServerSession | None) -> LMCacheMPRequestTracker:
+        """Track a request in a session with a name that was never used: the server takes equal names for equal tokens."""
+        tracker = LMCacheMPRequestTracker(request, new_hex_id(self._ids, _SESSION_PREFIX), state)
+        self._trackers[request.request_id] = tracker
+        if server is not None:
+            self._servers[tracker.session_id] = server
+        return tracker
+
+    def _load(self, request: Request, tracker: LMCacheMPRequestTracker, num_external_tokens: int) -> None:
+        server = self._servers[tracker.session_id]
+        block_ids = self._bound_manager.get_block_ids(request.request_id)
+        span = self._span(request, tracker, tracker.num_lmcache_hit_tokens)
+        chunks = LMCacheMPRequestMetadata.GetRetrieveMetadata(tracker, server.geometry, block_ids, span)
+        assert chunks is not None, f"{request.request_id} waits for its load"
+        self._loading.add(request.request_id)
+        self._next.loads.append(Load(self._transfer(request, chunks, server), num_external_tokens, request.deadline))
+
+    # ---- steps and saves -------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Judge what the last step completed, count what this one computes, and ship what has gathered."""
+        for request_id in list(self._unproven):
+            self._judge(request_id)
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._begin(new.request_id, new.num_computed_tokens)
+        for request_id in num_scheduled:
+            self._count(request_id, num_scheduled)
+        metadata, self._next = self._next, LMCacheMPConnectorMetadata()
+        return metadata
+
+    def has_pending_push_work(self) -> bool:
+        """True while a message, or a judgement, waits for a step."""
+        return bool(self._unproven) or not self._next.is_empty()
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
+        """End the request's session and its load. Its blocks are not needed: what is saved has been copied."""
+        self._judge(request.request_id)
+        tracker = self._trackers.pop(request.request_id, None)
+        if request.request_id in self._loading:
+            self._next.aborts.append(request.request_id)
+        if tracker is not None:
+            self._end_session(tracker)
+        return False, None
+
+    def _begin(self, request_id: str, num_computed_tokens: int) -> None:
+        """Count anew for a request that starts to run, the first time or after it has lost something."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
+            return
+        tracker.begin(num_computed_tokens)
+        server = self._servers.get(tracker.session_id)
+        if server is not None:
+            tracker.forget_stored(num_computed_tokens, server.geometry.chunk_size)
+
+    def _count(self, request_id: str, num_scheduled: Mapping[str, int]) -> None:
+        """Add what the step computes of a request, and save the chunks that it completes."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
+            return
+        tracker.num_scheduled_tokens += num_scheduled[request_id]
+        server = self._servers.get(tracker.session_id)
+        if server is None or server is not self.server:
+            return  # it knows nothing of what came before
+        request, num_stored = tracker.request, tracker.num_stored_tokens
+        if server.geometry.floor(tracker.num_computed_tokens) > num_stored:
+            self._save(request, tracker, server)
+
+    def _save(self, request: Request, tracker: LMCacheMPRequestTracker, server: ServerSession) -> None:
+        block_ids = self._bound_manager.get_block_ids(request.request_id)
+        num_stored = tracker.num_stored_tokens
+        max_tokens = None if self._saves_output else request.num_prompt_tokens
+        span = self._span(request, tracker, request.num_tokens)
+        chunks = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, server.geometry, block_ids, span, max_tokens)
+        if chunks is None:
+            return
+        transfer = self._transfer(request, chunks, server)
+        pages = server.staging.take_to_save(len(transfer.moves))
+        if pages is None:  # tried again with the next step, until the request ends
+            tracker.num_stored_tokens = num_stored
+            self.num_saves_without_room += 1
+            return
+        self._num_saves += 1
+        save = Save(self._num_saves, transfer, tuple(pages))
+        self._unproven.setdefault(request.request_id, []).append(save)
+        self._next.saves.append(save)
+
+    def _judge(self, request_id: str) -> None:
+        """Say of each copied block whether the engine has sealed it since, as what it was copied for."""
+        for save in self._unproven.pop(request_id, ()):
+            is_good = self._is_sealed(save)
+            self._next.verdicts[save.number] = is_good
+            tracker = self._trackers.get(request_id)
+            if not is_good and tracker is not None:
+                chunks = save.transfer.chunks
+                tracker.forget_stored(chunks.start, save.transfer.server.geometry.chunk_size)
+
+    def _is_sealed(self, save: Save) -> bool:
+        pool = self._bound_manager.block_pool
+        assert pool.seals is not None, "the connector does not start without seals"
+        for move in save.transfer.moves:
+            seal = decode_seal(pool.seals.row(move.block_id))
+            if seal is None or seal.generation != pool.blocks[move.block_id].generation:
+                return False
+            if (seal.group_id, seal.block_hash) != (move.identity.group_id, move.identity.block_hash):
+                return False
+        return True
+
+    # ---- details ---------------------------------------------------------------------------------------------------
+
+    def _end_session(self, tracker: LMCacheMPRequestTracker) -> None:
+        self._answers.pop(tracker.session_id, None)
+        if self._servers.pop(tracker.session_id, None) is not None:
+            self._next.ended.append(tracker.session_id)
+
+    def _transfer(self, request: Request, chunks: LMCacheMPRequestMetadata, server: ServerSession) -> Transfer:
+        block_size = server.geometry.block_size
+        moves = moves_of(chunks, block_size, request.block_hashes, block_size // HASH_BLOCK_SIZE)
+        return Transfer(chunks, server, tuple(moves))
+
+    def _span(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> TokenSpan:
+        token_ids = request.all_token_ids[:num_tokens].tolist()
+        return TokenSpan(tracker.session_id, token_ids, wire_salt(request.cache_salt))
+
+    @property
+    def _bound_manager(self) -> KVCacheManager:
+        assert self._manager is not None, "bind_kv_cache_manager comes before any request"
+        return self._manager
