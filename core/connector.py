@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
@@ -29,6 +30,34 @@ class KVConnectorWorkerMetadata:
     """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
 
     __slots__ = ()
+
+
+class BlockCopier(Protocol):
+    """Copies whole blocks between a pool on a device and ``num_slots`` slots of host memory, beside the model's own work.
+
+    Made for one thread. A slot belongs to its last copy until ``wait`` returns.
+    """
+
+    @property
+    def num_slots(self) -> int:
+        """How many copies can be under way."""
+        ...
+
+    def slot(self, slot: int) -> memoryview:
+        """Return the memory of a slot, ``block_bytes`` writable bytes, which no copy uses."""
+        ...
+
+    def start_read(self, slot: int, block_id: int) -> None:
+        """Begin to copy a block, which nobody writes, into a slot."""
+        ...
+
+    def start_write(self, slot: int, block_id: int) -> None:
+        """Begin to copy a slot into a block, which nobody else uses."""
+        ...
+
+    def wait(self, slot: int) -> None:
+        """Return once the last copy from or to a slot is done; at once if there was none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +79,7 @@ class KVPoolRegion:
     memory_fd: int | None = None
     seals: SealTable | None = None
     new_digester: Callable[[], Callable[[int], int]] | None = None
+    new_copier: Callable[[], BlockCopier] | None = None
 
 
 class KVConnectorScheduler(ABC):
