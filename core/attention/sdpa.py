@@ -63,8 +63,10 @@ class SdpaBackend(AttentionBackend):
         for sequence, block_ids in plan.sequences:
             rows = slice(sequence.query_start, sequence.query_end)
             lowest = spec.first_visible(sequence.first_position)
-            key = self._gather(self.cache.key(layer), block_ids)[:, lowest : sequence.seq_len].to(query.dtype)
-            value = self._gather(self.cache.value(layer), block_ids)[:, lowest : sequence.seq_len].to(query.dtype)
+            first_page, skipped = divmod(lowest, self.cache.block_size)
+            keys = slice(skipped, skipped + sequence.seq_len - lowest)
+            key = self._gather(self.cache.key(layer), block_ids[first_page:])[:, keys].to(query.dtype)
+            value = self._gather(self.cache.value(layer), block_ids[first_page:])[:, keys].to(query.dtype)
             key_positions = torch.arange(lowest, sequence.seq_len, device=query.device)
             mask = visible(key_positions[-sequence.num_queries :], key_positions, spec)
             attended = F.scaled_dot_product_attention(
