@@ -67,7 +67,8 @@ class KVPoolRegion:
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
     ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
-    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own.
+    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own. ``write_block`` copies the
+    bytes of a whole block from host memory into a pool on a device, by any thread; None for a pool in host memory.
     """
 
     base_address: int
@@ -80,6 +81,7 @@ class KVPoolRegion:
     seals: SealTable | None = None
     new_digester: Callable[[], Callable[[int], int]] | None = None
     new_copier: Callable[[], BlockCopier] | None = None
+    write_block: Callable[[int, memoryview], None] | None = None
 
 
 class KVConnectorScheduler(ABC):

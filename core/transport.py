@@ -2,9 +2,10 @@
 
 A *region* is memory cut into equal rows; a row is one KV block of all layers, or one seal. Everywhere region 0 is the KV pool
 and region 1 the table of its seals (``regions_of``). A producer registers its regions and describes them; a consumer adds the
-producer as a peer and posts reads of scattered rows. Transports move bytes and know nothing of requests, leases or models. All
-calls come from one thread, the transfer thread, except that ``register`` and ``describe`` may be called before that thread
-starts.
+producer as a peer and posts reads of scattered rows. Where a peer's blocks have another size than ours, they are read into
+memory of their own instead, the staging area, which is cut into rows of the peer's size (``landing_regions``). Transports move
+bytes and know nothing of requests, leases or models. All calls come from one thread, the transfer thread, except that
+``register`` and ``describe`` may be called before that thread starts.
 
 Every implementation passes ``core.testing.transport_suite``.
 """
@@ -19,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import zmq
 
 from core.connector import KVPoolRegion
-from core.errors import KVFerryError
+from core.errors import KVFerryError, LayoutMismatch
 from core.kv.seals import SEAL_BYTES, SealTable
 
 POOL_REGION = 0
@@ -53,6 +54,11 @@ class RowRegion:
         """Size of the whole region."""
         return self.num_rows * self.row_bytes
 
+    def cut(self, row_bytes: int) -> RowRegion:
+        """Return the same memory in rows of another size; what is left over at its end is in none."""
+        num_rows = self.num_bytes // row_bytes
+        return RowRegion(self.base_address, num_rows, row_bytes, self.buffer, self.memory_fd, self.device)
+
     @classmethod
     def of_pool(cls, pool: KVPoolRegion) -> RowRegion:
         """Return the region of a KV pool: one row per block."""
@@ -69,6 +75,24 @@ def regions_of(pool: KVPoolRegion) -> list[RowRegion]:
     """Return what a worker registers: its pool, and the pool's seals if it has a table of them."""
     seals = [] if pool.seals is None else [RowRegion.of_seals(pool.seals)]
     return [RowRegion.of_pool(pool), *seals]
+
+
+def landing_regions(
+    ours: Sequence[RowRegion], staging: RowRegion | None, their_row_bytes: Sequence[int]
+) -> tuple[RowRegion, ...]:
+    """Return where the rows of each region of a peer land: in ours, or in the staging area if its blocks have another size.
+
+    Raises:
+        LayoutMismatch: there is no place for rows of this size; the message holds both values.
+    """
+    landing = list(ours)
+    if staging is not None and their_row_bytes and 0 < their_row_bytes[POOL_REGION] != ours[POOL_REGION].row_bytes:
+        landing[POOL_REGION] = staging.cut(their_row_bytes[POOL_REGION])
+    our_row_bytes = [region.row_bytes for region in landing]
+    if our_row_bytes != list(their_row_bytes) or not landing[POOL_REGION].num_rows:
+        sizes = [region.row_bytes for region in ours]
+        raise LayoutMismatch(f"rows of {sizes} bytes here, of {list(their_row_bytes)} bytes at the peer")
+    return tuple(landing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +119,8 @@ class Transport(ABC):
         """Return why this transport cannot run here, or None if it can. Cheap, without side effects."""
 
     @abstractmethod
-    def register(self, regions: Sequence[RowRegion]) -> None:
-        """Receive this process's regions, once.
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
+        """Receive this process's regions, once, and memory for the blocks of peers whose blocks have another size.
 
         Raises:
             ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
@@ -113,7 +137,7 @@ class Transport(ABC):
         Raises:
             PeerUnreachable: the peer is gone, or is not the one that made the metadata.
             ProtocolError: the metadata is malformed.
-            LayoutMismatch: the peer's rows have another size than ours.
+            LayoutMismatch: the peer's rows have another size than ours, and there is no staging area for them.
         """
 
     def num_rows(self, peer: PeerId) -> int | None:
@@ -123,6 +147,8 @@ class Transport(ABC):
     @abstractmethod
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Start reading ``remote_rows[i]`` into ``local_rows[i]`` and return a handle; ``poll`` reports how it ended.
+
+        ``local_rows`` are rows of the region in which the peer's rows land (``landing_regions``).
 
         Raises:
             ProtocolError: a row or region is out of range, a local row is named twice, or the lists differ in length. Nothing

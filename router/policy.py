@@ -66,7 +66,7 @@ def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
         if owner.transports or reader.transports:
             choose_transport(reader, owner)
         else:  # of a connector that has none
-            check_compatible(owner, reader.model_fingerprint, reader.layout)
+            check_compatible(owner, reader.model_fingerprint, reader.layout, converts_blocks=False)
     except KVFerryError as error:
         return type(error)(f"{names} cannot hand over: {error.message}")
     return None

@@ -6,13 +6,15 @@ sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
 from core.transport import PeerId
-from core.wire.kv import ControlMessage
+from core.wire.kv import ControlMessage, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
@@ -35,20 +37,64 @@ class HandoffRef:
     owner: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class PullRequest:
-    """Consumer: read ``remote_rows[i]`` of the owner's pool into ``local_rows[i]``, and demand the seal ``expected[i]`` of it.
+class TokenCopy(NamedTuple):
+    """Tokens of one of the owner's blocks that go into one of ours, counted from the blocks' beginnings."""
 
-    Together they hold ``num_tokens`` tokens. ``deadline`` is when the request's own budget ends, on the worker's clock.
+    remote_row: int
+    remote_start: int
+    local_row: int
+    local_start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadUnit:
+    """Blocks of the owner and of ours that are read, verified, and used or not, together; no others hold the same tokens.
+
+    Without ``copies`` it is one of each, alike to the last byte. With them the two sides' blocks differ in size, and what is
+    read is converted; a slot of our blocks that no copy fills becomes zero. The seal of ``remote_rows[i]`` must be
+    ``expected[i]``. ``num_tokens`` are those that we get by it.
     """
 
-    request_id: str
-    handoff: HandoffRef
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
     expected: tuple[ExpectedSeal, ...]
     num_tokens: int
+    copies: tuple[TokenCopy, ...] = ()
+
+
+def row_units(remote_rows: Iterable[int], local_rows: Iterable[int], expected: Iterable[ExpectedSeal]) -> tuple[ReadUnit, ...]:
+    """Return a unit for each pair of blocks, where both sides' are alike."""
+    return tuple(
+        ReadUnit((remote,), (local,), (seal,), seal.num_tokens)
+        for remote, local, seal in zip(remote_rows, local_rows, expected, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Consumer: read these units of the owner's pool, which hold ``num_tokens`` tokens together.
+
+    ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is that of the owner's blocks by its
+    hand-over; None = it is ours.
+    """
+
+    request_id: str
+    handoff: HandoffRef
+    units: tuple[ReadUnit, ...]
+    num_tokens: int
     deadline: float | None = None
+    layout: KVLayoutInfo | None = None
+
+    @property
+    def remote_rows(self) -> tuple[int, ...]:
+        """The owner's blocks."""
+        return tuple(row for unit in self.units for row in unit.remote_rows)
+
+    @property
+    def local_rows(self) -> tuple[int, ...]:
+        """Our blocks."""
+        return tuple(row for unit in self.units for row in unit.local_rows)
 
 
 @dataclass(slots=True)
@@ -96,12 +142,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks, by the handshake."""
+    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks of ``block_bytes``, by the handshake."""
 
     peer: PeerId
     transport: str
     metadata: bytes
     num_blocks: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +160,25 @@ class ClosePeer:
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Read rows of a peer's pool."""
+    """Read rows of a peer's pool: each into a row of ours, or, with ``copies``, by way of the staging area.
+
+    The digests of blocks that come by that way are taken there, before they are converted.
+    """
 
     read_id: int
     peer: PeerId
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
+    copies: tuple[TokenCopy, ...] = ()
+    wants_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PostSealRead:
-    """Read the seals of ``remote_rows`` of a peer, whose blocks have been read into ``local_rows``, all of them, before."""
+    """Read the seals of ``remote_rows`` of a peer, whose blocks have been read into ``local_rows``, all of them, before.
+
+    With ``wants_digests`` each has gone into one of ours as it was, of whose bytes the digest is taken.
+    """
 
     read_id: int
     peer: PeerId
@@ -146,8 +201,8 @@ class CancelRead:
 class ReadEnded:
     """A read is terminal: nothing is written for it any more.
 
-    A good seal read brings a copy of every seal and, if they are wanted, the digests of the local blocks, in the order of its
-    rows.
+    A good seal read brings a copy of every seal. ``digests`` are there if the command wanted them. Both are in the order of its
+    ``remote_rows``.
     """
 
     read_id: int

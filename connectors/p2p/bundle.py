@@ -33,6 +33,7 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.node import NodeSettings, P2PNode
 from connectors.p2p.pull import PullSettings
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.staging import map_staging_area
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from connectors.p2p.transports import TransportFactory, TransportSet, TransportSettings, create_transport, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
@@ -127,6 +128,7 @@ class P2PConnector(Connector):
         if not names:
             raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
         self._loop = asyncio.get_running_loop()
+        staging = None if self._is_producer else map_staging_area(pool)
         # Loading a transport's library can take seconds.
         self._transport_set = await asyncio.to_thread(
             open_transports,
@@ -135,6 +137,7 @@ class P2PConnector(Connector):
             self._transport_settings(),
             self._is_producer,
             self._create,
+            staging.region if staging is not None else None,
         )
         self._transport_set.skipped |= unverifiable
         offers = self._transport_set.offers
@@ -151,6 +154,7 @@ class P2PConnector(Connector):
             pool.seals,
             pool.new_digester() if pool.new_digester is not None else _no_digest,
             lambda happened: self._call_soon(self._on_transfer, happened),
+            staging,
         )
         self._transfers = TransferThread(executor, self.worker.fail)
         self._transfers.start()

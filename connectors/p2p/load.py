@@ -1,7 +1,7 @@
-"""One load: which of its rows have been read, which are verified, which will not come, and what it has cost.
+"""One load: which of its units have been read, which are verified, which will not come, and what it has cost.
 
-Bookkeeping only: ``connectors.p2p.pull`` decides what happens next. Rows are named by their index in the request:
-``remote_rows[i]`` of the owner goes to ``local_rows[i]``, and its seal must be ``expected[i]``.
+Bookkeeping only: ``connectors.p2p.pull`` decides what happens next. Units are named by their index in the request; one is read,
+verified and used as a whole, and shares no block with another (``connectors.p2p.actions.ReadUnit``).
 
     waiting ──posted──▶ open ──ended──▶ arrived ──its seal is right──▶ verified
        ▲                  │                │
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from connectors.p2p.actions import LoadEnded, PullRequest
+from connectors.p2p.actions import LoadEnded, PullRequest, TokenCopy
 from core.transport import PeerId
 from core.wire.messages import ErrorInfo, TransferUsage
 
@@ -32,15 +32,19 @@ class LoadPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Rows that are read together."""
+    """Units that are read together, and their rows."""
 
     indices: tuple[int, ...]
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
+    copies: tuple[TokenCopy, ...] = ()
 
 
 class Load:
-    """The rows of one request. ``open_reads`` maps the reads that are not terminal to their rows."""
+    """The units of one request. ``open_reads`` maps the reads that are not terminal to what they read.
+
+    ``digests`` are those of the owner's blocks that have arrived, as far as they are wanted.
+    """
 
     def __init__(self, request: PullRequest, now: float, deadline: float, rows_per_read: int) -> None:
         self.request = request
@@ -50,14 +54,16 @@ class Load:
         self.reading_since = math.inf
         self.open_reads: dict[int, RowSlice] = {}
         self.has_read_again = False
-        self._rows_per_read = rows_per_read
+        self.digests: dict[int, int] = {}
+        self.num_rows = len(request.local_rows)
+        self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in request.units), default=1))
         self._waiting: deque[RowSlice] = deque()
         self._arrived: set[int] = set()  # and neither verified nor spoiled
         self._verified: set[int] = set()
         self._spoiled: dict[int, ErrorInfo] = {}
         self._num_rows_read = 0
         self._bytes_ended_at: float | None = None
-        self._queue(range(len(request.local_rows)))
+        self._queue(range(len(request.units)))
 
     @property
     def owner(self) -> PeerId:
@@ -66,7 +72,7 @@ class Load:
 
     @property
     def is_waiting(self) -> bool:
-        """True if there are rows whose read has not been posted."""
+        """True if there are units whose read has not been posted."""
         return bool(self._waiting)
 
     @property
@@ -77,38 +83,38 @@ class Load:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def next_slice(self) -> RowSlice:
-        """Take the rows of the next read."""
+        """Take the units of the next read."""
         return self._waiting.popleft()
 
     def arrive(self, rows: RowSlice) -> None:
         """Note that the bytes of these rows are here."""
         self._arrived.update(rows.indices)
-        self._num_rows_read += len(rows.indices)
+        self._num_rows_read += len(rows.remote_rows)
 
     def spoil(self, indices: Iterable[int], error: ErrorInfo) -> None:
-        """Note that these rows must not be used."""
+        """Note that these units must not be used."""
         for index in indices:
             self._arrived.discard(index)
             self._spoiled[index] = error
 
     def spoil_waiting(self, error: ErrorInfo) -> None:
-        """Give the rows up that have not been asked for."""
+        """Give the units up that have not been asked for."""
         while self._waiting:
             self.spoil(self._waiting.popleft().indices, error)
 
     def arrived(self, now: float) -> RowSlice:
-        """Return the rows whose seals decide about them, in order. The bytes are here: from now on it is verification."""
+        """Return the units whose seals decide about them, in order. The bytes are here: from now on it is verification."""
         if self._bytes_ended_at is None:
             self._bytes_ended_at = now
         return self._slice(sorted(self._arrived))
 
     def verify(self, indices: Iterable[int]) -> None:
-        """Note that these rows hold what was asked for."""
+        """Note that these units hold what was asked for."""
         self._verified.update(indices)
         self._arrived.difference_update(indices)
 
     def read_again(self, indices: Sequence[int]) -> None:
-        """Queue rows whose bytes were not those of their seals, for the one more time that there is."""
+        """Queue units whose bytes were not those of their seals, for the one more time that there is."""
         self.has_read_again = True
         self._arrived.difference_update(indices)
         self._queue(indices)
@@ -116,9 +122,9 @@ class Load:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def report(self, error: ErrorInfo | None, transport: str, block_bytes: int, now: float) -> LoadEnded:
-        """Return what became of the load. ``error`` is why the rows failed that have no reason of their own."""
-        rows = self.request.local_rows
-        spoiled = [index for index in range(len(rows)) if index not in self._verified]
+        """Return what became of the load. ``error`` is why the units failed that have no reason of their own."""
+        units = self.request.units
+        spoiled = [index for index in range(len(units)) if index not in self._verified]
         if spoiled:
             error = self._spoiled.get(spoiled[0], error)
             assert error is not None, "rows are missing for no reason"
@@ -131,10 +137,10 @@ class Load:
                 transferred_bytes=self._num_rows_read * block_bytes,
                 transfer_ms=1000 * (ended_at - self.started_at),
                 verify_ms=1000 * (now - ended_at),
-                verified_blocks=len(self._verified),
+                verified_blocks=sum(len(units[index].remote_rows) for index in self._verified),
             ),
             error=error,
-            invalid_block_ids=tuple(rows[index] for index in spoiled) if self._verified else (),
+            invalid_block_ids=tuple(row for index in spoiled for row in units[index].local_rows) if self._verified else (),
             quarantined_block_ids=self.open_rows(),
         )
 
@@ -143,23 +149,23 @@ class Load:
         return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
 
     def _num_verified_tokens(self) -> int:
-        """Count what can be used; every group holds all tokens, so the one that got least counts."""
-        if len(self._verified) == len(self.request.local_rows):
-            return self.request.num_tokens
-        per_group: Mapping[int, list[int]] = {seal.group_id: [] for seal in self.request.expected}
-        for index in self._verified:
-            seal = self.request.expected[index]
-            per_group[seal.group_id].append(seal.num_tokens)
-        return min((sum(counts) for counts in per_group.values()), default=0)
+        """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""
+        missing: dict[int, int] = {}
+        for index, unit in enumerate(self.request.units):
+            if index not in self._verified:
+                group_id = unit.expected[0].group_id
+                missing[group_id] = missing.get(group_id, 0) + unit.num_tokens
+        return max(0, self.request.num_tokens - max(missing.values(), default=0))
 
     def _queue(self, indices: Sequence[int]) -> None:
-        for first in range(0, len(indices), self._rows_per_read):
-            self._waiting.append(self._slice(indices[first : first + self._rows_per_read]))
+        for first in range(0, len(indices), self._units_per_read):
+            self._waiting.append(self._slice(indices[first : first + self._units_per_read]))
 
     def _slice(self, indices: Sequence[int]) -> RowSlice:
-        request = self.request
+        units = [self.request.units[index] for index in indices]
         return RowSlice(
             tuple(indices),
-            tuple(request.remote_rows[index] for index in indices),
-            tuple(request.local_rows[index] for index in indices),
+            tuple(row for unit in units for row in unit.remote_rows),
+            tuple(row for unit in units for row in unit.local_rows),
+            tuple(copy for unit in units for copy in unit.copies),
         )

@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
 from connectors.p2p.handshake import WorkerIdentity
 from core.errors import ProtocolError
+from core.kv.seals import layout_fingerprint
 from core.transport import PeerId
-from core.wire.kv import Handshake, HandshakeReply, KVVerify
+from core.wire.kv import Handshake, HandshakeReply, KVLayoutInfo, KVVerify
 from core.wire.pairing import check_compatible, check_verifiable, verifies_digests
 
 
 @dataclass(slots=True)
 class Peer:
-    """A worker that can be read. ``last_progress_at`` is when the last read of it ended well."""
+    """A worker that can be read. ``last_progress_at`` is when the last read of it ended well.
+
+    ``layout_version`` is what its seals say of its ``layout``.
+    """
 
     peer_id: PeerId
     transport: str
     num_blocks: int
+    layout: KVLayoutInfo
+    layout_version: int
     verifies_digests: bool
     last_progress_at: float
 
@@ -117,9 +123,18 @@ class Peers:
         peer = self._peers.get(peer_id)
         if peer is None:
             wants_digests = verifies_digests(self._terms.kv_verify, reply.transport)
-            peer = Peer(peer_id, reply.transport, reply.num_blocks, wants_digests, last_progress_at=now)
+            peer = Peer(
+                peer_id,
+                reply.transport,
+                reply.num_blocks,
+                reply.layout,
+                layout_fingerprint(reply.layout),
+                wants_digests,
+                last_progress_at=now,
+            )
             self._peers[peer_id] = peer
-            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks))
+            block_bytes = reply.layout.block_bytes
+            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes))
         return peer
 
     def avoid(self, peer_id: PeerId, transport: str) -> None:

@@ -40,10 +40,9 @@ from connectors.p2p.load import Load, LoadPhase, RowSlice
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
 from connectors.p2p.quarantine import Quarantine
 from connectors.p2p.verification import SealCheck, check_seals
-from core.errors import KVFerryError, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
-from core.kv.seals import layout_fingerprint
+from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
 from core.transport import PeerId
-from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVVerify, LeaseState
+from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, KVVerify, LeaseState
 from core.wire.messages import ErrorInfo, TransferUsage
 
 
@@ -83,8 +82,7 @@ class PullProtocol:
 
     def __init__(self, identity: WorkerIdentity, transports: Iterable[str], settings: PullSettings) -> None:
         self._settings = settings
-        self._block_bytes = identity.layout.block_bytes
-        self._layout_version = layout_fingerprint(identity.layout)
+        self._layout = identity.layout
         self._actions: list[Action] = []
         terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s)
         self._peers = Peers(identity, terms, self._emit)
@@ -103,7 +101,7 @@ class PullProtocol:
     @property
     def num_loading_blocks(self) -> int:
         """Blocks of those loads."""
-        return sum(len(load.request.local_rows) for load in self._loads.values())
+        return sum(load.num_rows for load in self._loads.values())
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -137,7 +135,7 @@ class PullProtocol:
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)
-        rows_per_read = max(1, self._settings.max_read_bytes // self._block_bytes)
+        rows_per_read = max(1, self._settings.max_read_bytes // self._layout_of(request).block_bytes)
         load = Load(request, now, deadline, rows_per_read)
         self._loads[request.request_id] = load
         if deadline <= now:
@@ -307,6 +305,9 @@ class PullProtocol:
         if last >= peer.num_blocks:
             self._end(load, ProtocolError(f"the hand-over names block {last} of {peer.num_blocks}"), now)
             return
+        if peer.layout != self._layout_of(load.request):
+            self._end(load, LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}"), now)
+            return
         load.phase = LoadPhase.READING
         load.reading_since = now
         self._go_on_reading(load, now)
@@ -321,11 +322,16 @@ class PullProtocol:
             elif self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
                 read_id = self._open_read(load, rows)
-                self._emit(PostRead(read_id, load.owner, rows.remote_rows, rows.local_rows))
+                self._emit(self._post_read(read_id, load.owner, rows))
             else:
                 return
         if not load.open_reads and not load.is_waiting:
             self._read_seals(load, now)
+
+    def _post_read(self, read_id: int, owner: PeerId, rows: RowSlice) -> PostRead:
+        peer = self._peers.get(owner)
+        wants_digests = bool(rows.copies) and peer is not None and peer.verifies_digests
+        return PostRead(read_id, owner, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
 
     def _read_seals(self, load: Load, now: float) -> None:
         rows = load.arrived(now)
@@ -336,7 +342,8 @@ class PullProtocol:
         assert peer is not None, "a lost peer ends its loads"
         load.phase = LoadPhase.SEALING
         read_id = self._open_read(load, rows)
-        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, peer.verifies_digests))
+        wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
+        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests))
 
     def _open_read(self, load: Load, rows: RowSlice) -> int:
         self._last_read_id += 1
@@ -357,6 +364,7 @@ class PullProtocol:
         assert peer is not None, "a lost peer ends its loads"
         if read.error is None:
             peer.last_progress_at = now
+            load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
         else:
             load.spoil(rows.indices, ErrorInfo.of(read.error))
         if isinstance(read.error, PeerUnreachable):
@@ -373,8 +381,8 @@ class PullProtocol:
         if read.error is not None:
             self._end(load, None, now)
             return
-        check = SealCheck(load.owner.incarnation, self._layout_version, peer.verifies_digests)
-        verdict = check_seals(check, load.request, rows, read)
+        check = SealCheck(load.owner.incarnation, peer.layout_version, peer.verifies_digests)
+        verdict = check_seals(check, load.request, rows, read.seals, load.digests)
         load.verify(verdict.good)
         for index, error in verdict.stale.items():
             load.spoil([index], error)
@@ -414,7 +422,7 @@ class PullProtocol:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
         peer = self._peers.get(load.owner)
-        report = load.report(info, peer.transport if peer else "", self._block_bytes, now)
+        report = load.report(info, peer.transport if peer else "", self._layout_of(load.request).block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at)
         self._emit(report)
         self._hurry_if_full(now)
@@ -437,6 +445,9 @@ class PullProtocol:
             self._emit(CancelRead(read_id))
 
     # ---- small change --------------------------------------------------------------------------------------------------
+
+    def _layout_of(self, request: PullRequest) -> KVLayoutInfo:
+        return self._layout if request.layout is None else request.layout
 
     def _loads_at(self, address: str) -> list[Load]:
         return [load for load in self._loads.values() if load.owner.address == address]

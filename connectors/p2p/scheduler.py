@@ -8,18 +8,18 @@ Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest
+from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest, ReadUnit
 from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.units import Extent, group_units
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock
 from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.kv.seals import ExpectedSeal
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.transport import PeerId
 from core.wire.kv import GroupBlocks, KVHandoff
@@ -32,7 +32,7 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 class _Offer:
     """A hand-over that has not been used yet. ``refusal`` is why it must not be.
 
-    ``block_hashes`` are our own, of our own prompt, at the ends of the blocks that it covers.
+    ``block_hashes`` are our own, of our own prompt, at the ends of the owner's blocks that it covers.
     """
 
     handoff: KVHandoff
@@ -46,9 +46,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
     ``grant`` starts a lease in the event loop: it must take effect before anything the engine puts out afterwards is sent.
     """
 
-    def __init__(
-        self, identity: WorkerIdentity, *, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]
-    ) -> None:
+    def __init__(self, identity: WorkerIdentity, *, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]) -> None:
         self._identity = identity
         self._lease_ms = lease_ms
         self._ids = ids
@@ -142,18 +140,9 @@ class P2PConnectorScheduler(KVConnectorScheduler):
     def _describe(self, request: Request, block_ids: tuple[list[int], ...]) -> KVHandoff:
         assert self._manager is not None
         num_tokens = request.num_prompt_tokens
-        hashes = self._block_end_hashes(request, num_tokens)
+        hashes = self._block_end_hashes(request, num_tokens, self._identity.layout.block_size)
         self._manager.seal_partial_block(request, num_tokens, hashes[-1])
-        blocks = self._manager.block_pool.blocks
-        groups = tuple(
-            GroupBlocks(
-                group_id=group_id,
-                block_ids=tuple(ids[: len(hashes)]),
-                generations=tuple(blocks[block_id].generation for block_id in ids[: len(hashes)]),
-                block_hashes=hashes,
-            )
-            for group_id, ids in enumerate(block_ids)
-        )
+        groups = tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids))
         return KVHandoff(
             transfer_id=new_hex_id(self._ids, "kv-"),
             engine_id=self._identity.engine_id,
@@ -166,9 +155,21 @@ class P2PConnectorScheduler(KVConnectorScheduler):
             lease_ms=self._lease_ms,
         )
 
-    def _block_end_hashes(self, request: Request, num_tokens: int) -> tuple[bytes, ...]:
+    def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...]) -> GroupBlocks:
+        """Name the blocks from the first one on that the group has not given up."""
+        assert self._manager is not None
+        blocks, end = self._manager.block_pool.blocks, len(hashes)
+        first = next((position for position in range(end) if ids[position] != NULL_BLOCK_ID), end)
+        return GroupBlocks(
+            group_id=group_id,
+            first_block=first,
+            block_ids=tuple(ids[first:end]),
+            generations=tuple(blocks[block_id].generation for block_id in ids[first:end]),
+            block_hashes=hashes[first:],
+        )
+
+    def _block_end_hashes(self, request: Request, num_tokens: int, block_size: int) -> tuple[bytes, ...]:
         """Return the chain value at the end of each block that holds the first ``num_tokens`` tokens."""
-        block_size = self._identity.layout.block_size
         ends = [min(end, num_tokens) for end in range(block_size, num_tokens + block_size, block_size)]
         return tuple(
             self._hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys) for end in ends
@@ -184,52 +185,41 @@ class P2PConnectorScheduler(KVConnectorScheduler):
                 raise StaleBlock(f"the hand-over covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
             if len(handoff.groups) != self._identity.layout.num_groups:
                 raise StaleBlock(f"the hand-over has {len(handoff.groups)} groups, not {self._identity.layout.num_groups}")
-            hashes = self._block_end_hashes(request, handoff.num_tokens)
-            if any(group.block_hashes != hashes for group in handoff.groups):
-                raise StaleBlock("the hand-over's block hashes are not those of the prompt")
+            hashes = self._block_end_hashes(request, handoff.num_tokens, handoff.layout.block_size)
+            for group_id, group in enumerate(handoff.groups):
+                if group.block_hashes != hashes[group.first_block :]:
+                    raise StaleBlock(f"the hand-over's block hashes in group {group_id} are not those of the prompt")
         except KVFerryError as error:
             return _Offer(handoff, refusal=error)
         return _Offer(handoff, hashes)
 
     def _pull_request(self, request: Request, offer: _Offer, blocks: KVCacheBlocks, num_external_tokens: int) -> PullRequest:
-        """Pair the local blocks that are no hits with the same suffix of the owner's, and say what their seals must be.
-
-            tokens  |  local hit  | external |
-            local   |  7  |  3    |  9  |  2 |      h = 2 blocks are here already
-            remote  | 14  | 15    | 16  | 17 |      read 16 -> 9, 17 -> 2
-
-        Of the seals only the generations are taken from the hand-over.
+        """Pair our blocks that are no hits with the owner's that hold the same tokens.
 
         Raises:
             StaleBlock: the owner does not hold a block that is needed here.
         """
-        handoff, block_size = offer.handoff, self._identity.layout.block_size
-        num_blocks = len(offer.block_hashes)
-        first = (handoff.num_tokens - num_external_tokens) // block_size
-        remote_rows: list[int] = []
-        local_rows: list[int] = []
-        expected: list[ExpectedSeal] = []
+        assert self._manager is not None
+        handoff, layout = offer.handoff, self._identity.layout
+        num_processed = min(handoff.num_tokens, request.num_tokens - 1)  # the last token is computed here in any case
+        units: list[ReadUnit] = []
         for group_id, (group, local_ids) in enumerate(zip(handoff.groups, blocks.get_block_ids(), strict=True)):
-            assert len(local_ids) >= num_blocks, f"{request.request_id} has blocks for all that is loaded"
-            for position, local in enumerate(local_ids[first:num_blocks], start=first):
-                if local == NULL_BLOCK_ID:
-                    continue
-                remote = group.block_ids[position]
-                if remote == NULL_BLOCK_ID:
-                    raise StaleBlock(f"the hand-over does not hold a block that group {group_id} needs")
-                remote_rows.append(remote)
-                local_rows.append(local)
-                num_tokens = min(block_size, handoff.num_tokens - position * block_size)
-                seal = ExpectedSeal(group.generations[position], group_id, offer.block_hashes[position], num_tokens)
-                expected.append(seal)
+            extent = Extent(
+                group_id=group_id,
+                start=handoff.num_tokens - num_external_tokens,
+                end=handoff.num_tokens,
+                local_block_size=layout.block_size,
+                remote_block_size=handoff.layout.block_size,
+                num_skipped_tokens=self._manager.kv_cache_config.groups[group_id].spec.num_skipped_tokens(num_processed),
+            )
+            units += group_units(extent, group, local_ids, offer.block_hashes).units
         return PullRequest(
             request.request_id,
             self._refs[request.request_id],
-            tuple(remote_rows),
-            tuple(local_rows),
-            tuple(expected),
+            tuple(units),
             num_external_tokens,
             request.deadline,
+            handoff.layout,
         )
 
     def _end_consumer(self, request_id: str) -> None:

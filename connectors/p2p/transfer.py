@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -29,7 +29,8 @@ from connectors.p2p.actions import (
     TransferCommand,
     TransferEvent,
 )
-from core.errors import KVFerryError, PeerUnreachable, ProtocolError
+from connectors.p2p.staging import StagedRows, StagingArea
+from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import SealTable
 from core.log import event
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
@@ -37,19 +38,24 @@ from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenRead:
-    """Where a read runs. ``seals_of`` is the command of a seal read, None for a read of blocks."""
+    """Where a read runs. ``staged`` are the rows of the staging area that it writes, if it does not write blocks of ours."""
 
     transport: Transport
     handle: int
-    seals_of: PostSealRead | None = None
+    command: PostRead | PostSealRead
+    staged: StagedRows | None = None
+    landing: Sequence[int] = ()  # of a read of seals
+    is_cancelled: bool = False
 
 
 class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
 
     Seals land in ``seals``; ``digest_block`` computes the digest of a local block's bytes by its id, when the seals have come.
+    ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room waits, in
+    line with others, and is open all the while.
     """
 
     def __init__(
@@ -58,12 +64,16 @@ class TransferExecutor:
         seals: SealTable,
         digest_block: Callable[[int], int],
         report: Callable[[TransferEvent], None],
+        staging: StagingArea | None = None,
     ) -> None:
         self._transports = dict(transports)
         self._seals = seals
+        self._staging = staging
         self._digest_block = digest_block
         self._report = report
         self._peers: dict[PeerId, Transport] = {}
+        self._block_bytes: dict[PeerId, int] = {}
+        self._waiting: deque[PostRead] = deque()  # for room in the staging area
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
 
@@ -73,15 +83,11 @@ class TransferExecutor:
             case OpenPeer():
                 self._open(command)
             case ClosePeer():
-                transport = self._peers.pop(command.peer, None)
-                if transport is not None:
-                    transport.remove_peer(command.peer)
+                self._close_peer(command.peer)
             case PostRead() | PostSealRead():
                 self._post(command)
             case CancelRead():
-                found = self._reads.get(command.read_id)
-                if found is not None:
-                    found.transport.cancel(found.handle)
+                self._cancel(command.read_id)
 
     def poll(self) -> bool:
         """Let every transport progress and report the reads that ended; True if any did."""
@@ -90,7 +96,8 @@ class TransferExecutor:
             for result in transport.poll():
                 has_ended = True
                 read_id = self._read_ids.pop((transport.name, result.handle))
-                self._report(self._ended(read_id, self._reads.pop(read_id), result.error))
+                self._report(self._ended(self._reads.pop(read_id), result.error))
+        self._post_waiting()
         return has_ended
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
@@ -107,6 +114,7 @@ class TransferExecutor:
         for transport in self._transports.values():
             transport.close()
         self._peers.clear()
+        self._waiting.clear()
 
     def _open(self, command: OpenPeer) -> None:
         transport = self._transports[command.transport]
@@ -118,6 +126,25 @@ class TransferExecutor:
             self._report(PeerFailed(command.peer, _opening_error(command, error), command.transport))
             return
         self._peers[command.peer] = transport
+        self._block_bytes[command.peer] = command.block_bytes
+
+    def _close_peer(self, peer: PeerId) -> None:
+        """Fence a peer; reads that have not been posted end like those that have."""
+        transport = self._peers.pop(peer, None)
+        if transport is not None:
+            transport.remove_peer(peer)
+        for command in [command for command in self._waiting if command.peer == peer]:
+            self._waiting.remove(command)
+            self._report(ReadEnded(command.read_id, PeerUnreachable(f"{peer.address} was removed")))
+
+    def _cancel(self, read_id: int) -> None:
+        for command in [command for command in self._waiting if command.read_id == read_id]:
+            self._waiting.remove(command)
+            self._report(ReadEnded(read_id, TransferError("the read was cancelled")))
+        found = self._reads.get(read_id)
+        if found is not None:
+            found.is_cancelled = True
+            found.transport.cancel(found.handle)
 
     def _post(self, command: PostRead | PostSealRead) -> None:
         transport = self._peers.get(command.peer)
@@ -125,27 +152,69 @@ class TransferExecutor:
             error = PeerUnreachable(f"{command.peer.address} is not open")
             self._report(ReadEnded(command.read_id, error))
             return
-        region, local_rows, seals_of = POOL_REGION, command.local_rows, None
         if isinstance(command, PostSealRead):
-            self._seals.clear_landing(command.local_rows)
-            region, local_rows = SEAL_REGION, tuple(map(self._seals.landing_row, command.local_rows))
-            seals_of = command
-        try:
-            handle = transport.post_read(command.peer, region, command.remote_rows, local_rows)
-        except KVFerryError as error:
+            landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
+            self._seals.clear_landing(landing)
+            self._start(_OpenRead(transport, -1, command, landing=landing), SEAL_REGION, landing)
+        elif command.copies:
+            self._post_staged(command)
+        else:
+            self._start(_OpenRead(transport, -1, command), POOL_REGION, command.local_rows)
+
+    def _post_staged(self, command: PostRead) -> None:
+        """Read blocks of another size, behind those that wait for room already."""
+        row_bytes, num_rows = self._block_bytes[command.peer], len(command.remote_rows)
+        if self._staging is None or not self._staging.holds(num_rows, row_bytes):
+            error = LayoutMismatch(f"there is no room to convert {num_rows} blocks of {row_bytes} bytes")
             self._report(ReadEnded(command.read_id, error))
             return
-        self._reads[command.read_id] = _OpenRead(transport, handle, seals_of)
-        self._read_ids[transport.name, handle] = command.read_id
+        self._waiting.append(command)
+        self._post_waiting()
 
-    def _ended(self, read_id: int, read: _OpenRead, error: KVFerryError | None) -> ReadEnded:
-        """Return the event of a terminal read; with the seals that have landed, and the digests of their blocks."""
-        wanted = read.seals_of
-        if wanted is None or error is not None:
-            return ReadEnded(read_id, error)
-        seals = tuple(self._seals.row(self._seals.landing_row(row)) for row in wanted.local_rows)
-        digests = tuple(map(self._digest_block, wanted.local_rows)) if wanted.wants_digests else ()
-        return ReadEnded(read_id, seals=seals, digests=digests)
+    def _post_waiting(self) -> None:
+        """Post the reads for which there is room now, in their order."""
+        while self._waiting and self._staging is not None:
+            command = self._waiting[0]
+            staged = self._staging.take(len(command.remote_rows), self._block_bytes[command.peer])
+            if staged is None:
+                return
+            self._waiting.popleft()
+            self._start(_OpenRead(self._peers[command.peer], -1, command, staged), POOL_REGION, staged.rows)
+
+    def _start(self, read: _OpenRead, region: int, local_rows: Sequence[int]) -> None:
+        command = read.command
+        try:
+            read.handle = read.transport.post_read(command.peer, region, command.remote_rows, local_rows)
+        except KVFerryError as error:
+            self._report(self._ended(read, error))
+            return
+        self._reads[command.read_id] = read
+        self._read_ids[read.transport.name, read.handle] = command.read_id
+
+    def _ended(self, read: _OpenRead, error: KVFerryError | None) -> ReadEnded:
+        """Return the event of a terminal read, once what it has brought is where it belongs."""
+        command = read.command
+        try:
+            if error is not None:
+                return ReadEnded(command.read_id, error)
+            if isinstance(command, PostSealRead):
+                return self._seals_ended(command, read.landing)
+            return self._blocks_ended(command, read)
+        finally:
+            if read.staged is not None and self._staging is not None:
+                self._staging.give_back(read.staged)
+
+    def _seals_ended(self, command: PostSealRead, landing: Sequence[int]) -> ReadEnded:
+        digests = tuple(map(self._digest_block, command.local_rows)) if command.wants_digests else ()
+        return ReadEnded(command.read_id, seals=tuple(map(self._seals.row, landing)), digests=digests)
+
+    def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
+        """Convert what has landed in the staging area, unless nobody wants it any more: its blocks may be another's soon."""
+        digests: tuple[int, ...] = ()
+        if read.staged is not None and self._staging is not None and not read.is_cancelled:
+            digests = self._staging.digests(read.staged) if command.wants_digests else ()
+            self._staging.convert(read.staged, command.remote_rows, command.copies)
+        return ReadEnded(command.read_id, digests=digests)
 
 
 def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:

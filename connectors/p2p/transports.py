@@ -64,8 +64,11 @@ def open_transports(
     settings: TransportSettings,
     is_producer: bool,
     create: TransportFactory,
+    staging: RowRegion | None = None,
 ) -> TransportSet:
     """Create every transport, register the regions with it and, for a producer, start to serve; keep those that work here.
+
+    ``staging`` is where blocks of another size land, for a worker that reads.
 
     Raises:
         ConfigError: an unknown name.
@@ -78,7 +81,7 @@ def open_transports(
             reason = transport.unavailable_reason()
             if reason is not None:
                 raise ConnectorUnavailable(reason)
-            transport.register(regions)
+            transport.register(regions, staging)
             if is_producer:
                 found.offers[name] = transport.describe()
         except ConnectorUnavailable as error:

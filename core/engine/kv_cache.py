@@ -29,7 +29,7 @@ from core.attention.base import KVLayout, PagedKVCache
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester, digest_tensor
 from core.errors import ConfigError
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows, seal_memory_bytes
 from core.kv.spec import KVCacheConfig
 from core.wire.kv import KVLayoutInfo
 
@@ -117,6 +117,7 @@ def allocate_kv_pool(
         memory_fd=memory_fd,
         seals=_allocate_seals(info, config.num_blocks, incarnation, _digester(pool) if makes_digests else None),
         new_digester=partial(_digester, pool),
+        write_block=None if buffer is not None else partial(_write_block, pool.flatten(1).view(torch.uint8)),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 
@@ -154,11 +155,18 @@ def _digester(pool: torch.Tensor) -> Callable[[int], int]:
     return lambda block_id: digest_tensor(words[block_id : block_id + 1])[0]
 
 
+def _write_block(rows: torch.Tensor, block_id: int, content: memoryview) -> None:
+    """Copy host memory into a block; it is there when this returns. ``rows`` [num_blocks, block_bytes] uint8, on a device."""
+    rows[block_id].copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+
 def _allocate_seals(
     layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_block: Callable[[int], int] | None
 ) -> SealTable:
-    memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks))
-    return SealTable(map_seal_memory(num_blocks, memory_fd), incarnation, layout_fingerprint(layout), digest_block)
+    num_landing = num_landing_rows(layout.block_size)
+    memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks, num_landing))
+    memory = map_seal_memory(num_blocks, memory_fd, num_landing)
+    return SealTable(memory, incarnation, layout_fingerprint(layout), digest_block)
 
 
 def _memory_file(name: str, num_bytes: int) -> int:

@@ -18,11 +18,12 @@ import ctypes
 import hashlib
 import mmap
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from core.config import HASH_BLOCK_SIZE
 from core.wire.kv import KVLayoutInfo
 
 SEAL_BYTES = 64
@@ -64,29 +65,38 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class SealMemory:
-    """Zeroed host memory for ``2 * num_blocks`` rows. ``memory_fd`` is the anonymous memory file behind it, or None."""
+    """Zeroed host memory for the rows of a table. ``memory_fd`` is the anonymous memory file behind it, or None.
+
+    Each block has ``num_landing`` landing rows: one for every block of a peer that may be read into it.
+    """
 
     buffer: memoryview
     base_address: int
     memory_fd: int | None = None
+    num_landing: int = 1
 
 
-def map_seal_memory(num_blocks: int, memory_fd: int | None = None) -> SealMemory:
+def map_seal_memory(num_blocks: int, memory_fd: int | None = None, num_landing: int = 1) -> SealMemory:
     """Map zeroed rows for ``num_blocks`` blocks: a memory file of that size, which peers can map, or memory of this process.
 
     The mapping lives as long as a view of it; the file is the caller's.
     """
-    memory = mmap.mmap(-1 if memory_fd is None else memory_fd, seal_memory_bytes(num_blocks))
-    return SealMemory(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory_fd)
+    memory = mmap.mmap(-1 if memory_fd is None else memory_fd, seal_memory_bytes(num_blocks, num_landing))
+    return SealMemory(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory_fd, num_landing)
 
 
-def seal_memory_bytes(num_blocks: int) -> int:
+def seal_memory_bytes(num_blocks: int, num_landing: int = 1) -> int:
     """Return the size of a table: own rows and landing rows."""
-    return 2 * num_blocks * SEAL_BYTES
+    return (1 + num_landing) * num_blocks * SEAL_BYTES
+
+
+def num_landing_rows(block_size: int) -> int:
+    """Return how many landing rows a block of ``block_size`` tokens needs: no peer's blocks are shorter than a hash block."""
+    return max(1, block_size // HASH_BLOCK_SIZE)
 
 
 class SealTable:
-    """One row per block, and behind them one landing row per block for the seals of peers' blocks.
+    """One row per block, and behind them landing rows of each block for the seals of peers' blocks.
 
     ``digest_block`` computes the digest of a block's bytes by its id; None = seals are made without. Written by the engine
     thread; landing rows by the transfer thread.
@@ -101,7 +111,8 @@ class SealTable:
     ) -> None:
         self.memory = memory
         self.buffer = memory.buffer
-        self.num_blocks = len(memory.buffer) // (2 * SEAL_BYTES)
+        self.num_landing = memory.num_landing
+        self.num_blocks = len(memory.buffer) // ((1 + memory.num_landing) * SEAL_BYTES)
         self.incarnation = incarnation
         self.layout_version = layout_version
         self._digest_block = digest_block
@@ -115,7 +126,7 @@ class SealTable:
     @property
     def num_rows(self) -> int:
         """Own rows and landing rows."""
-        return 2 * self.num_blocks
+        return (1 + self.num_landing) * self.num_blocks
 
     def seal(self, block_id: int, expected: ExpectedSeal) -> None:
         """State what a block holds, now that its KV is complete. A row that said something else never says a mix of both."""
@@ -151,14 +162,20 @@ class SealTable:
         """Return a copy of an own or landing row."""
         return bytes(self.buffer[row * SEAL_BYTES : (row + 1) * SEAL_BYTES])
 
-    def landing_row(self, block_id: int) -> int:
-        """Return the row for the seal of the peer's block that is read into ``block_id``."""
-        return self.num_blocks + block_id
+    def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
+        """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, different ones for each.
 
-    def clear_landing(self, block_ids: Iterable[int]) -> None:
+        As many peer's blocks as ours: one row of each. Several to one of ours: the second rows of each follow, and so on.
+        """
+        num_turns = -(-count // max(1, len(block_ids)))
+        assert num_turns <= self.num_landing, f"{count} seals cannot land beside {len(block_ids)} blocks"
+        firsts = range(self.num_blocks, (1 + num_turns) * self.num_blocks, self.num_blocks)
+        return [first + block_id for first in firsts for block_id in block_ids][:count]
+
+    def clear_landing(self, rows: Iterable[int]) -> None:
         """Forget what an earlier read has left, so that a read that brings nothing cannot pass for one that did."""
-        for block_id in block_ids:
-            self._words[self.landing_row(block_id) * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
+        for row in rows:
+            self._words[row * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
 
 
 def decode_seal(row: bytes) -> Seal | None:

@@ -21,7 +21,7 @@ from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
 from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, seal_memory_bytes
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows, seal_memory_bytes
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo
@@ -52,12 +52,13 @@ class MemoryPool:
     def __init__(self, num_blocks: int, layout: KVLayoutInfo, incarnation: int = 0) -> None:
         num_bytes = num_blocks * layout.block_bytes
         self.fd = _memory_file("kvferry-test-pool", num_bytes)
-        self._seals_fd = _memory_file("kvferry-test-seals", seal_memory_bytes(num_blocks))
+        self._seals_fd = _memory_file("kvferry-test-seals", seal_memory_bytes(num_blocks, num_landing_rows(layout.block_size)))
         self._memory = mmap.mmap(self.fd, num_bytes)
         flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.rows = flat.reshape(num_blocks, layout.block_bytes)
         self.rows[:] = 0
-        memory, layout_version = map_seal_memory(num_blocks, self._seals_fd), layout_fingerprint(layout)
+        memory = map_seal_memory(num_blocks, self._seals_fd, num_landing_rows(layout.block_size))
+        layout_version = layout_fingerprint(layout)
         self.seals = SealTable(memory, incarnation, layout_version, self._new_digester())
         self.region = KVPoolRegion(
             base_address=flat.ctypes.data,

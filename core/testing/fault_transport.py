@@ -45,10 +45,10 @@ class FaultTransport(Transport):
         """Ask the inner transport."""
         return self.inner.unavailable_reason()
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Pass on."""
         self._regions = tuple(regions)
-        self.inner.register(regions)
+        self.inner.register(regions, staging)
 
     def describe(self) -> bytes:
         """Pass on."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.connector import KVConnectorWorker, KVPoolRegion
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory
+from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.kv import KVLayoutInfo
@@ -106,7 +106,12 @@ def hash_model_region(
         block_bytes=size,
         layout=layout,
         buffer=buffer,
-        seals=SealTable(map_seal_memory(num_blocks), incarnation, layout_fingerprint(layout), digest_block),
+        seals=SealTable(
+            map_seal_memory(num_blocks, num_landing=num_landing_rows(block_size)),
+            incarnation,
+            layout_fingerprint(layout),
+            digest_block,
+        ),
     )
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
-from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.transport import PeerId, ReadResult, RowRegion, Transport, landing_regions
 
 
 @dataclass(slots=True)
@@ -72,8 +72,10 @@ class InprocTransport(Transport):
         self._fabric = fabric
         self._late_bytes = late_bytes
         self._regions: tuple[RowRegion, ...] = ()
+        self._staging: RowRegion | None = None
         self._number: int | None = None
         self._peers: dict[PeerId, int] = {}
+        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_handle = 0
@@ -88,11 +90,11 @@ class InprocTransport(Transport):
         """Nothing is needed."""
         return None
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Take host memory."""
         if any(region.buffer is None for region in regions):
             raise ConnectorUnavailable("inproc transport: only host memory can be copied")
-        self._regions = tuple(regions)
+        self._regions, self._staging = tuple(regions), staging
 
     def describe(self) -> bytes:
         """Join the fabric as an owner."""
@@ -109,9 +111,7 @@ class InprocTransport(Transport):
         owner = self._fabric.owner(number)
         if owner is None:
             raise PeerUnreachable(f"{peer.address} is gone")
-        ours, theirs = ([region.row_bytes for region in regions] for regions in (self._regions, owner.regions))
-        if ours != theirs:
-            raise LayoutMismatch(f"rows of {ours} bytes here, of {theirs} bytes at the peer")
+        self._landing[peer] = landing_regions(self._regions, self._staging, [region.row_bytes for region in owner.regions])
         self._peers[peer] = number
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
@@ -123,7 +123,7 @@ class InprocTransport(Transport):
             raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
         if not remote_rows or len(remote_rows) != len(local_rows) or len(set(local_rows)) != len(local_rows):
             raise ProtocolError("a read needs as many remote as local rows, and each local row once")
-        for rows, found in ((remote_rows, owner.regions[region]), (local_rows, self._regions[region])):
+        for rows, found in ((remote_rows, owner.regions[region]), (local_rows, self._landing[peer][region])):
             if min(rows) < 0 or max(rows) >= found.num_rows:
                 raise ProtocolError(f"rows {list(rows)} are not all within the {found.num_rows} rows of the region")
         self._last_handle += 1
@@ -152,6 +152,7 @@ class InprocTransport(Transport):
         for handle in [handle for handle, read in self._reads.items() if read.peer == peer]:
             self._end(handle, PeerUnreachable(f"{peer.address} was removed"))
         self._peers.pop(peer, None)
+        self._landing.pop(peer, None)
 
     def max_wait_s(self) -> float | None:
         """A frozen owner may thaw at any time."""
@@ -167,7 +168,7 @@ class InprocTransport(Transport):
             self._fabric.kill(self._number)
 
     def _copy(self, read: _Read, source: RowRegion) -> None:
-        target, size = self._regions[read.region], source.row_bytes
+        target, size = self._landing[read.peer][read.region], source.row_bytes
         assert source.buffer is not None
         assert target.buffer is not None
         for remote, local in zip(read.remote_rows, read.local_rows, strict=True):

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import msgspec
 
-from core.errors import ConnectorUnavailable, KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.testing.sim_loop import EventLoop, Process
 from core.testing.sim_network import Network
-from core.transport import PeerId, ReadResult, RowRegion, Transport
+from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport, landing_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,7 @@ class _Read:
     peer: PeerId
     owner: _Owner
     region: int
+    target: RowRegion
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
     num_rows_left: int
@@ -128,8 +129,10 @@ class SimTransport(Transport):
         self._wake = wake
         self._watch = watch
         self._regions: tuple[RowRegion, ...] = ()
+        self._staging: RowRegion | None = None
         self._number: int | None = None
         self._peers: dict[PeerId, _Owner] = {}
+        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_handle = 0
@@ -143,11 +146,11 @@ class SimTransport(Transport):
         """Nothing is needed."""
         return None
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Take host memory."""
         if any(region.buffer is None for region in regions):
             raise ConnectorUnavailable("simulated transport: only host memory can be copied")
-        self._regions = tuple(regions)
+        self._regions, self._staging = tuple(regions), staging
 
     def describe(self) -> bytes:
         """Join the fabric as an owner."""
@@ -164,9 +167,7 @@ class SimTransport(Transport):
         owner = self._fabric.owners.get(number)
         if owner is None or not owner.process.is_alive:
             raise PeerUnreachable(f"{peer.address} is gone")
-        ours, theirs = ([region.row_bytes for region in regions] for regions in (self._regions, owner.regions))
-        if ours != theirs:
-            raise LayoutMismatch(f"rows of {ours} bytes here, of {theirs} bytes at the peer")
+        self._landing[peer] = landing_regions(self._regions, self._staging, [region.row_bytes for region in owner.regions])
         self._peers[peer] = owner
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
@@ -174,13 +175,16 @@ class SimTransport(Transport):
         owner = self._peers.get(peer)
         if owner is None or not owner.process.is_alive or self._happens(self._fabric.weather.refuse_rate):
             raise PeerUnreachable(f"{peer.address} is gone")
-        self._check_rows(owner, region, remote_rows, local_rows)
+        if not 0 <= region < len(self._regions):
+            raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
+        target = self._landing[peer][region]
+        _check_rows(owner.regions[region], target, remote_rows, local_rows)
         self._last_handle += 1
-        read = _Read(self._last_handle, peer, owner, region, tuple(remote_rows), tuple(local_rows), len(local_rows))
+        read = _Read(self._last_handle, peer, owner, region, target, tuple(remote_rows), tuple(local_rows), len(local_rows))
         self._decide_fate(read)
         self._reads[read.handle] = read
         if self._watch is not None:
-            self._watch.on_post(read.handle, region, read.local_rows)
+            self._watch.on_post(read.handle, self._watched(read), read.local_rows)
         if not self._traits.outlives_owner:
             owner.process.on_death(lambda: self._on_owner_death(read))
         self._plan_row(read, 0)
@@ -200,6 +204,7 @@ class SimTransport(Transport):
     def remove_peer(self, peer: PeerId) -> None:
         """End the peer's reads; nothing of them is written any more."""
         self._peers.pop(peer, None)
+        self._landing.pop(peer, None)
         for read in [read for read in self._reads.values() if read.peer == peer]:
             self._end(read, PeerUnreachable(f"{peer.address} was removed"))
 
@@ -252,11 +257,11 @@ class SimTransport(Transport):
     def _land(self, read: _Read, index: int, content: bytes) -> None:
         if read.handle not in self._reads or not self._process.is_alive:
             return
-        target, row = self._regions[read.region], read.local_rows[index]
+        target, row = read.target, read.local_rows[index]
         assert target.buffer is not None
         target.buffer[row * target.row_bytes : (row + 1) * target.row_bytes] = content
         if self._watch is not None:
-            self._watch.on_landing(read.handle, read.region, row)
+            self._watch.on_landing(read.handle, self._watched(read), row)
         read.num_rows_left -= 1
         if not read.num_rows_left:
             error = TransferError("the read failed on the way") if read.fails else None
@@ -285,11 +290,15 @@ class SimTransport(Transport):
     def _hop_s(self) -> float:
         return self._fabric.random.uniform(0.0, self._fabric.weather.row_s)
 
-    def _check_rows(self, owner: _Owner, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
-        if not 0 <= region < len(self._regions):
-            raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
-        if not remote_rows or len(remote_rows) != len(local_rows) or len(set(local_rows)) != len(local_rows):
-            raise ProtocolError("a read needs as many remote as local rows, and each local row once")
-        for rows, found in ((remote_rows, owner.regions[region]), (local_rows, self._regions[region])):
-            if min(rows) < 0 or max(rows) >= found.num_rows:
-                raise ProtocolError(f"rows {list(rows)} are not all within the {found.num_rows} rows of the region")
+    def _watched(self, read: _Read) -> int:
+        """Return the number of the region in which a read lands: one behind all others if that is the staging area."""
+        is_staged = read.region == POOL_REGION and read.target.row_bytes != self._regions[POOL_REGION].row_bytes
+        return len(self._regions) if is_staged else read.region
+
+
+def _check_rows(source: RowRegion, target: RowRegion, remote_rows: Sequence[int], local_rows: Sequence[int]) -> None:
+    if not remote_rows or len(remote_rows) != len(local_rows) or len(set(local_rows)) != len(local_rows):
+        raise ProtocolError("a read needs as many remote as local rows, and each local row once")
+    for rows, found in ((remote_rows, source), (local_rows, target)):
+        if min(rows) < 0 or max(rows) >= found.num_rows:
+            raise ProtocolError(f"rows {list(rows)} are not all within the {found.num_rows} rows of the region")

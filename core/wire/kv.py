@@ -18,11 +18,13 @@ KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals,
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The physical blocks of one KV cache group of a hand-over, in table order.
 
-    ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is the chain value at
-    the block's end; the reader compares it with its own hashing of its own prompt.
+    They are those of the last tokens: the first is at position ``first_block`` of the table, and what lies before it no later
+    token attends to. ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is
+    the chain value at the block's end; the reader compares it with its own hashing of its own prompt.
     """
 
     group_id: Count
+    first_block: Count = 0
     block_ids: tuple[BlockId, ...]
     generations: tuple[Unsigned64, ...]
     block_hashes: tuple[BlockHashBytes, ...]

@@ -10,11 +10,13 @@ from typing import Protocol
 
 import msgspec
 
-from core.config import DIGEST_TRANSPORTS
+from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.errors import ConnectorUnavailable, LayoutMismatch
 from core.wire.kv import KVLayoutInfo, KVVerify
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
+
+_SIZES = frozenset({"block_size", "block_bytes"})  # of a block: what a reader can convert
 
 
 class KVHolder(Protocol):
@@ -92,8 +94,10 @@ def choose_transport(reader: KVReader, owner: KVOwner) -> str:
     )
 
 
-def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutInfo) -> None:
-    """Check that the peer holds KV of the same model in the same layout.
+def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutInfo, *, converts_blocks: bool = True) -> None:
+    """Check that the peer holds KV of the same model, in the same layout or in one that a reader can convert.
+
+    ``converts_blocks`` is False for readers that take blocks only as they are.
 
     Raises:
         LayoutMismatch: it does not; the message holds both values.
@@ -102,13 +106,21 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
         raise LayoutMismatch(
             f"model fingerprint {model_fingerprint.hex()} at the peer, {ours.model_fingerprint.hex()} at {ours.engine_id}"
         )
+    converted = _SIZES if converts_blocks and holds_tokens_alike(layout, ours.layout) else frozenset()
     differences = [
         f"{field} {getattr(layout, field)} at the peer, {getattr(ours.layout, field)} at {ours.engine_id}"
         for field in (field.name for field in msgspec.structs.fields(KVLayoutInfo))
-        if getattr(layout, field) != getattr(ours.layout, field)
+        if field not in converted and getattr(layout, field) != getattr(ours.layout, field)
     ]
     if differences:
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
+
+
+def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
+    """Say whether a token takes the same bytes in both; a block then differs at most in how many it has of them."""
+    if layout.block_size % HASH_BLOCK_SIZE or other.block_size % HASH_BLOCK_SIZE:
+        return False  # the ends of blocks are then no values of the hash chain
+    return layout.block_bytes * other.block_size == other.block_bytes * layout.block_size
 
 
 def verifies_digests(kv_verify: KVVerify, transport: str) -> bool:

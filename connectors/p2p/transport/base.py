@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from core.errors import LayoutMismatch, ProtocolError
-from core.transport import RowRegion
+from core.errors import ProtocolError
+from core.transport import RowRegion, landing_regions
 
 T = TypeVar("T")
 
@@ -39,16 +39,13 @@ def shapes_of(regions: Sequence[RowRegion]) -> tuple[RowShape, ...]:
     return tuple(RowShape(region.num_rows, region.row_bytes) for region in regions)
 
 
-def check_shapes(ours: Sequence[RowRegion], theirs: Sequence[RowShape]) -> None:
-    """Check that every region has a counterpart with rows of the same size.
+def landing_of(ours: Sequence[RowRegion], staging: RowRegion | None, theirs: Sequence[RowShape]) -> tuple[RowRegion, ...]:
+    """Return where the rows of a peer's regions land here, see ``landing_regions``.
 
     Raises:
-        LayoutMismatch: it has not; the message holds both values.
+        LayoutMismatch: rows of this size have no place; the message holds both values.
     """
-    our_sizes = [region.row_bytes for region in ours]
-    their_sizes = [shape.row_bytes for shape in theirs]
-    if our_sizes != their_sizes:
-        raise LayoutMismatch(f"rows of {our_sizes} bytes here, of {their_sizes} bytes at the peer")
+    return landing_regions(ours, staging, [shape.row_bytes for shape in theirs])
 
 
 def check_rows(rows: Sequence[int], num_rows: int, side: str) -> None:

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, check_shapes, decode_metadata, region_at
+from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, decode_metadata, landing_of, region_at
 from core.config import set_default_environment
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
@@ -76,6 +76,7 @@ class _Peer:
 
     agent: Agent
     shapes: list[RowShape]
+    landing: tuple[RowRegion, ...]  # where its rows go
     local: list[DescriptorList]
     remote: list[DescriptorList]
 
@@ -104,6 +105,7 @@ class NixlTransport(Transport):
         self._errors: tuple[type[Exception], ...] = ()
         self._refusals: tuple[type[Exception], ...] = ()  # what the library raises for metadata it does not accept
         self._regions: tuple[RowRegion, ...] = ()
+        self._staging: RowRegion | None = None
         self._spare: Agent = None  # made by ``register``, used by whoever needs an agent first
         self._owner: Agent = None
         self._peers: dict[PeerId, _Peer] = {}
@@ -118,10 +120,10 @@ class NixlTransport(Transport):
             return f"NIXL is not installed: {INSTALL_HINT}"
         return None
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Load the library and check that it takes the regions' memory, on an agent that the owner or the first peer gets."""
         self._load_library()
-        self._regions = tuple(regions)
+        self._regions, self._staging = tuple(regions), staging
         try:
             self._spare = self._new_agent()
         except self._errors as error:
@@ -145,11 +147,11 @@ class NixlTransport(Transport):
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Make an agent for this peer. Takes about half a second, unless nobody has needed the first one yet."""
         owner = decode_metadata(metadata, NixlMetadata, self.name)
-        check_shapes(self._regions, [region.shape for region in owner.regions])
+        landing = landing_of(self._regions, self._staging, [region.shape for region in owner.regions])
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = self._connect(owner)
+            self._peers[peer] = self._connect(owner, landing)
         except self._errors as error:
             gc.collect()
             kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
@@ -164,7 +166,7 @@ class NixlTransport(Transport):
         owner = self._peers.get(peer)
         if owner is None:
             raise PeerUnreachable(f"no NIXL agent for {peer.address}")
-        local = region_at(self._regions, region)
+        local = region_at(owner.landing, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
         self._last_handle += 1
         self._backoff_s = FIRST_BACKOFF_S
@@ -199,7 +201,7 @@ class NixlTransport(Transport):
         for peer in list(self._peers):
             self.remove_peer(peer)
         self._owner = self._spare = None
-        self._regions = ()
+        self._regions, self._staging = (), None
         gc.collect()
 
     def _load_library(self) -> None:
@@ -224,18 +226,19 @@ class NixlTransport(Transport):
         with sleeping_progress(self._api.nixlBind):
             agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-"), config)
         agent.create_backend(BACKEND, self._backend_params)
-        for region in self._regions:
+        staging = [] if self._staging is None else [self._staging]
+        for region in [*self._regions, *staging]:
             entry = (region.base_address, region.num_bytes, device_id(region), "")
             agent.register_memory([entry], memory_type(region), backends=[BACKEND])
         return agent
 
-    def _connect(self, owner: NixlMetadata) -> _Peer:
+    def _connect(self, owner: NixlMetadata, landing: tuple[RowRegion, ...]) -> _Peer:
         agent = self._take_agent()
         remote_name = agent.add_remote_agent(owner.agent)
         if isinstance(remote_name, bytes):
             remote_name = remote_name.decode()
-        peer = _Peer(agent, [region.shape for region in owner.regions], [], [])
-        for local, remote in zip(self._regions, owner.regions, strict=True):
+        peer = _Peer(agent, [region.shape for region in owner.regions], landing, [], [])
+        for local, remote in zip(landing, owner.regions, strict=True):
             local_rows = _descriptors(local.base_address, RowShape(local.num_rows, local.row_bytes), device_id(local))
             peer.local.append(agent.prep_xfer_dlist("", local_rows, mem_type=memory_type(local)))
             remote_rows = _descriptors(remote.base_address, remote.shape, remote.device_id)

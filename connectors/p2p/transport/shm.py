@@ -28,8 +28,8 @@ from connectors.p2p.transport.base import (
     SystemNumber,
     adjacent_runs,
     check_read,
-    check_shapes,
     decode_metadata,
+    landing_of,
     region_at,
 )
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
@@ -68,6 +68,8 @@ class _Peer:
     maps: list[mmap.mmap]
     rows: list[Rows]
     shapes: list[RowShape]
+    landing: tuple[RowRegion, ...] = ()  # where its rows go
+    targets: list[Rows] = field(default_factory=list)
 
 
 class _ShortRows(NamedTuple):
@@ -93,7 +95,7 @@ class ShmTransport(Transport):
     def __init__(self, ids: IdSource) -> None:
         self._ids = ids
         self._regions: tuple[RowRegion, ...] = ()
-        self._rows: list[Rows] = []
+        self._staging: RowRegion | None = None
         self._token_fd: int | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}  # in posting order
@@ -112,15 +114,13 @@ class ShmTransport(Transport):
             return "/proc is not mounted"
         return None
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Take host memory; only a region with a memory file can be read by others."""
-        rows: list[Rows] = []
         for region in regions:
             if region.buffer is None:
                 raise ConnectorUnavailable(f"shm transport: memory on {region.device} is no host memory")
-            rows.append(_as_rows(region.buffer, RowShape(region.num_rows, region.row_bytes)))
         self._regions = tuple(regions)
-        self._rows = rows
+        self._staging = staging
 
     def describe(self) -> bytes:
         """Publish the descriptor numbers of the regions' files and the token of this life."""
@@ -139,9 +139,12 @@ class ShmTransport(Transport):
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Map the owner's files read-only."""
         owner = decode_metadata(metadata, ShmMetadata, self.name)
-        check_shapes(self._regions, [file.shape for file in owner.files])
+        landing = landing_of(self._regions, self._staging, [file.shape for file in owner.files])
         if peer not in self._peers:
-            self._peers[peer] = _map_owner(owner)
+            mapped = _map_owner(owner)
+            mapped.landing = landing
+            mapped.targets = [_as_rows(_host_memory(region), RowShape(region.num_rows, region.row_bytes)) for region in landing]
+            self._peers[peer] = mapped
 
     def num_rows(self, peer: PeerId) -> int | None:
         """Return the rows of its pool's file."""
@@ -152,7 +155,7 @@ class ShmTransport(Transport):
         owner = self._peers.get(peer)
         if owner is None:
             raise PeerUnreachable(f"no shared memory of {peer.address} is mapped")
-        local = region_at(self._regions, region)
+        local = region_at(owner.landing, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
         copies: deque[Run | _ShortRows] = deque()
         if local.row_bytes <= MAX_SHORT_ROW_BYTES:
@@ -204,19 +207,19 @@ class ShmTransport(Transport):
         if self._token_fd is not None:
             os.close(self._token_fd)
             self._token_fd = None
-        self._rows = []
         self._regions = ()
+        self._staging = None
 
     def _copy_next(self, read: _Read) -> int:
         copy = read.copies.popleft()
-        source = self._peers[read.peer_id].rows[read.region]
-        target = self._rows[read.region]
+        owner = self._peers[read.peer_id]
+        source, target = owner.rows[read.region], owner.targets[read.region]
         if isinstance(copy, _ShortRows):
             target[copy.local] = source[copy.remote]
-            return len(copy.local) * self._regions[read.region].row_bytes
+            return len(copy.local) * owner.landing[read.region].row_bytes
         # numpy copies with the GIL released: the engine thread computes meanwhile.
         target[copy.local : copy.local + copy.num_rows] = source[copy.remote : copy.remote + copy.num_rows]
-        return copy.num_rows * self._regions[read.region].row_bytes
+        return copy.num_rows * owner.landing[read.region].row_bytes
 
     def _finish(self, read: _Read) -> None:
         """End a read whose copies are done; an owner that died meanwhile makes it a failure."""
@@ -232,6 +235,11 @@ class ShmTransport(Transport):
     def _drop_dead_owners(self) -> None:
         for peer in [peer for peer, owner in self._peers.items() if _has_exited(owner.pidfd)]:
             self.remove_peer(peer)
+
+
+def _host_memory(region: RowRegion) -> memoryview:
+    assert region.buffer is not None, "register takes no other"
+    return region.buffer
 
 
 def _as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:

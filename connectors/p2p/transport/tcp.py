@@ -20,7 +20,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from connectors.p2p.transport.base import RowShape, check_read, check_rows, check_shapes, decode_metadata, region_at, shapes_of
+from connectors.p2p.transport.base import RowShape, check_read, check_rows, decode_metadata, landing_of, region_at, shapes_of
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
@@ -98,6 +98,7 @@ class _Peer:
     monitor: zmq.Socket[bytes]
     token: int
     shapes: tuple[RowShape, ...]
+    landing: tuple[RowRegion, ...]  # where its rows go
     waiting: deque[_Chunk] = field(default_factory=deque)
     in_flight: dict[int, _Chunk] = field(default_factory=dict)
     in_flight_bytes: int = 0
@@ -119,7 +120,7 @@ class TcpTransport(Transport):
         self._advertise_host = advertise_host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._regions: tuple[RowRegion, ...] = ()
-        self._buffers: list[memoryview] = []
+        self._staging: RowRegion | None = None
         self._server: zmq.Socket[bytes] | None = None
         self._token = 0
         self._address = ""
@@ -136,15 +137,13 @@ class TcpTransport(Transport):
         """ZeroMQ is always there."""
         return None
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Take host memory."""
-        buffers: list[memoryview] = []
         for region in regions:
             if region.buffer is None:
                 raise ConnectorUnavailable(f"tcp transport: memory on {region.device} is no host memory")
-            buffers.append(region.buffer.cast("B") if region.buffer.format != "B" else region.buffer)
         self._regions = tuple(regions)
-        self._buffers = buffers
+        self._staging = staging
 
     def describe(self) -> bytes:
         """Bind the data socket, once."""
@@ -155,7 +154,7 @@ class TcpTransport(Transport):
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Start to connect. A refused connection ends the reads that wait for it."""
         owner = decode_metadata(metadata, TcpMetadata, self.name)
-        check_shapes(self._regions, owner.shapes)
+        landing = landing_of(self._regions, self._staging, owner.shapes)
         if peer in self._peers:
             return
         socket = self._context.socket(zmq.DEALER)
@@ -172,7 +171,7 @@ class TcpTransport(Transport):
         except (zmq.ZMQError, ValueError) as error:
             _close_connection(socket, monitor)
             raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
-        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes)
+        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes, landing)
 
     def num_rows(self, peer: PeerId) -> int | None:
         """Return what it says of its pool."""
@@ -183,7 +182,7 @@ class TcpTransport(Transport):
         owner = self._peers.get(peer)
         if owner is None or owner.lost:
             raise PeerUnreachable(owner.lost if owner else f"no data connection to {peer.address}")
-        local = region_at(self._regions, region)
+        local = region_at(owner.landing, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
         step = min(MAX_CHUNK_ROWS, max(1, CHUNK_BYTES // local.row_bytes))
         starts = range(0, len(remote_rows), step)
@@ -244,7 +243,7 @@ class TcpTransport(Transport):
             self._server.close(linger=0)
             self._server = None
         self._context.destroy(linger=0)
-        self._buffers = []
+        self._staging = None
         self._regions = ()
 
     # ---- owner -----------------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ class TcpTransport(Transport):
             raise ProtocolError(f"a chunk of {len(request.rows)} rows exceeds the cap of {MAX_CHUNK_ROWS}")
         region = region_at(self._regions, request.region)
         check_rows(request.rows, region.num_rows, "requested")
-        size, buffer = region.row_bytes, self._buffers[request.region]
+        size, buffer = region.row_bytes, _bytes_of(region)
         rows = [buffer[row * size : (row + 1) * size] for row in request.rows]
         return [b"".join(rows)] if size <= MAX_PACKED_ROW_BYTES else rows
 
@@ -359,7 +358,7 @@ class TcpTransport(Transport):
         try:
             if header.refusal:
                 raise ProtocolError(f"{read.peer_id.address} refused a read: {header.refusal}")
-            self._take_chunk(peer.socket, chunk)
+            _take_chunk(peer.socket, chunk, peer.landing[chunk.region])
         except ProtocolError as error:
             _discard_frames(peer.socket)
             peer.waiting = deque(other for other in peer.waiting if other.handle != chunk.handle)
@@ -368,32 +367,6 @@ class TcpTransport(Transport):
         read.num_chunks_left -= 1
         if not read.num_chunks_left:
             self._end(chunk.handle, None)
-
-    def _take_chunk(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
-        if self._regions[chunk.region].row_bytes <= MAX_PACKED_ROW_BYTES:
-            self._take_packed_rows(socket, chunk)
-        else:
-            self._take_rows(socket, chunk)
-        if socket.rcvmore:
-            raise ProtocolError("an answer holds more frames than requested")
-
-    def _take_rows(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
-        size, buffer = self._regions[chunk.region].row_bytes, self._buffers[chunk.region]
-        for row in chunk.local_rows:
-            if not socket.rcvmore:
-                raise ProtocolError("an answer holds fewer rows than requested")
-            num_bytes = socket.recv_into(buffer[row * size : (row + 1) * size], flags=zmq.NOBLOCK)
-            if num_bytes != size:
-                raise ProtocolError(f"a row of {size} bytes came as a frame of {num_bytes} bytes")
-
-    def _take_packed_rows(self, socket: zmq.Socket[bytes], chunk: _Chunk) -> None:
-        """Take all rows of a chunk out of one frame; nothing is written if it has another length."""
-        size, buffer = self._regions[chunk.region].row_bytes, self._buffers[chunk.region]
-        packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
-        if len(packed) != chunk.num_bytes:
-            raise ProtocolError(f"rows of {chunk.num_bytes} bytes came as a frame of {len(packed)} bytes")
-        for position, row in enumerate(chunk.local_rows):
-            buffer[row * size : (row + 1) * size] = packed[position * size : (position + 1) * size]
 
     def _lose(self, peer_id: PeerId, reason: str) -> None:
         """End all reads of a peer; nothing is received from it any more."""
@@ -407,6 +380,41 @@ class TcpTransport(Transport):
     def _end(self, handle: int, error: KVFerryError | None) -> None:
         del self._reads[handle]
         self._ended.append(ReadResult(handle, error))
+
+
+def _bytes_of(region: RowRegion) -> memoryview:
+    assert region.buffer is not None, "register takes no other"
+    return region.buffer.cast("B") if region.buffer.format != "B" else region.buffer
+
+
+def _take_chunk(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
+    """Receive the rows of a chunk into their places."""
+    if target.row_bytes <= MAX_PACKED_ROW_BYTES:
+        _take_packed_rows(socket, chunk, target)
+    else:
+        _take_rows(socket, chunk, target)
+    if socket.rcvmore:
+        raise ProtocolError("an answer holds more frames than requested")
+
+
+def _take_rows(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
+    size, buffer = target.row_bytes, _bytes_of(target)
+    for row in chunk.local_rows:
+        if not socket.rcvmore:
+            raise ProtocolError("an answer holds fewer rows than requested")
+        num_bytes = socket.recv_into(buffer[row * size : (row + 1) * size], flags=zmq.NOBLOCK)
+        if num_bytes != size:
+            raise ProtocolError(f"a row of {size} bytes came as a frame of {num_bytes} bytes")
+
+
+def _take_packed_rows(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
+    """Take all rows of a chunk out of one frame; nothing is written if it has another length."""
+    size, buffer = target.row_bytes, _bytes_of(target)
+    packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
+    if len(packed) != chunk.num_bytes:
+        raise ProtocolError(f"rows of {chunk.num_bytes} bytes came as a frame of {len(packed)} bytes")
+    for position, row in enumerate(chunk.local_rows):
+        buffer[row * size : (row + 1) * size] = packed[position * size : (position + 1) * size]
 
 
 def _max_frame_bytes(row_bytes: int) -> int:

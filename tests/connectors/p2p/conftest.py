@@ -19,6 +19,7 @@ from connectors.p2p.actions import (
     QuarantineEnded,
     ReadEnded,
     SendControl,
+    row_units,
 )
 from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.pull import PullProtocol, PullSettings
@@ -111,7 +112,7 @@ class PullDriver:
         ref = HandoffRef(transfer_id, PeerId(address, incarnation))
         remote = tuple(row + 500 for row in rows)
         expected = tuple(map(expected_seal, remote))
-        request = PullRequest(request_id, ref, remote, rows, expected, 32 * num_rows, deadline)
+        request = PullRequest(request_id, ref, row_units(remote, rows, expected), 32 * num_rows, deadline)
         self.requests[request_id] = request
         return self.take(self.protocol.start(request, self.now))
 

@@ -126,7 +126,7 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     connector.worker.register_kv_caches(pool.region)
     await connector.start()
     peer = PeerId("tcp://p:1", 1)
-    connector._note_peer(OpenPeer(peer, "inproc", b"", 8))
+    connector._note_peer(OpenPeer(peer, "inproc", b"", 8, 64))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
     connector._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0

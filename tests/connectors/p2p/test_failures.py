@@ -26,6 +26,7 @@ from connectors.p2p.actions import (
     SendingEnded,
     TransferCommand,
     TransferEvent,
+    row_units,
 )
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.leases import LeaseTerms
@@ -152,7 +153,7 @@ class World:
         self.carry_out(self.owner, self.owner.node.on_grant(LeaseGrant(transfer_id, request_id, num_blocks)))
         ref = HandoffRef(transfer_id, PeerId(ADDRESS, self.owner.identity.incarnation))
         local = tuple(range(rows, rows + num_blocks))
-        return PullRequest(request_id, ref, remote, local, expected, 32 * num_blocks)
+        return PullRequest(request_id, ref, row_units(remote, local, expected), 32 * num_blocks)
 
     def tell_reader(self, **news: object) -> None:
         self.carry_out(self.reader, self.reader.node.on_metadata(P2PConnectorMetadata(**news)))
@@ -426,9 +427,7 @@ def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_who_wait(world
     world.restart()
     world.sent.clear()
     outdated = world.hand_over("outdated", first=1, num_blocks=1, rows=1)
-    outdated = PullRequest(
-        "outdated", old.handoff, outdated.remote_rows, outdated.local_rows, outdated.expected, outdated.num_tokens
-    )
+    outdated = PullRequest("outdated", old.handoff, outdated.units, outdated.num_tokens)
     new = [world.hand_over(f"new {index}", first=8 + 4 * index, num_blocks=4, rows=8 + 4 * index) for index in range(3)]
     world.tell_reader(pulls=[outdated, *new])
     world.settle()

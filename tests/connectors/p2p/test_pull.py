@@ -27,11 +27,11 @@ OTHER = "tcp://10.0.0.2:5600"
 # ---- the good case
 
 
-def test_load_goes_from_question_to_blocks(pull, address):
+def test_load_goes_from_question_to_blocks(pull, address, layout):
     first = pull.start(num_rows=1)
     assert [type(action.message) for action in first] == [LeaseRenew, Handshake]
     (opened,) = pull.accept()
-    assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata", 100_000)
+    assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata", 100_000, layout.block_bytes)
     (read,) = pull.grant()
     assert (read.peer, read.remote_rows, read.local_rows) == (PeerId(address, 1), (500,), (0,))
     pull.clock.advance(0.25)

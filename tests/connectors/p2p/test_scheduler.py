@@ -77,6 +77,10 @@ async def consumer(make_identity) -> Iterator[Side]:
     side.engine.close()
 
 
+def expected_seals(pull):
+    return [seal for unit in pull.units for seal in unit.expected]
+
+
 def prompt_of(num_tokens: int, first: int = 0) -> list[int]:
     return list(range(first, first + num_tokens))
 
@@ -193,9 +197,9 @@ async def test_expected_seals_are_exactly_what_the_owner_has_sealed(producer, co
     consumer.engine.admit(consumer.engine.add("d", prompt_of(num_tokens), handoff))
     (pull,) = consumer.step().pulls
     seals, version = producer.engine.pool.seals, layout_fingerprint(LAYOUT)
-    for remote, expected in zip(pull.remote_rows, pull.expected, strict=True):
+    for remote, expected in zip(pull.remote_rows, expected_seals(pull), strict=True):
         assert find_mismatch(seals.row(remote), expected, seals.incarnation, version) is None
-    assert sum(expected.num_tokens for expected in pull.expected) == num_tokens
+    assert sum(expected.num_tokens for expected in expected_seals(pull)) == num_tokens
 
 
 async def test_only_generations_are_taken_from_the_hand_over(producer, consumer):
@@ -203,7 +207,7 @@ async def test_only_generations_are_taken_from_the_hand_over(producer, consumer)
     forged = replaced_group(handoff, generations=(7, 8, 9), group_id=5)
     consumer.engine.admit(consumer.engine.add("d", prompt_of(70), forged))
     (pull,) = consumer.step().pulls
-    assert [(seal.generation, seal.group_id) for seal in pull.expected] == [(7, 0), (8, 0), (9, 0)]
+    assert [(seal.generation, seal.group_id) for seal in expected_seals(pull)] == [(7, 0), (8, 0), (9, 0)]
 
 
 async def test_load_gets_the_deadline_of_its_request(producer, consumer):
@@ -270,8 +274,8 @@ async def test_partial_local_hit_reads_only_the_suffix(producer, consumer):
     assert pull.remote_rows == handoff.groups[0].block_ids[2:4]
     assert list(pull.local_rows) == local_ids[2:4]
     assert pull.num_tokens == 40
-    assert [seal.block_hash for seal in pull.expected] == list(handoff.groups[0].block_hashes[2:4])
-    assert [seal.num_tokens for seal in pull.expected] == [32, 8]
+    assert [seal.block_hash for seal in expected_seals(pull)] == list(handoff.groups[0].block_hashes[2:4])
+    assert [seal.num_tokens for seal in expected_seals(pull)] == [32, 8]
 
 
 async def test_full_local_hit_reads_nothing_and_lets_go(producer, consumer):

@@ -43,7 +43,7 @@ class World:
         self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, self.digest, self.events.put)
 
     def open(self, metadata: bytes | None = None) -> None:
-        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS))
+        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS, ROW_BYTES))
 
     def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
         self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
@@ -334,7 +334,7 @@ def run_thread() -> Iterator[Callable[[World], TransferThread]]:
 
 def test_thread_carries_out_what_is_submitted(world, run_thread):
     thread = run_thread(world)
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
     for read_id in range(8):
         thread.submit(PostRead(read_id, PEER, (read_id,), (read_id,)))
     events = [world.events.get(timeout=WAIT_S) for _ in range(8)]
@@ -345,7 +345,7 @@ def test_thread_carries_out_what_is_submitted(world, run_thread):
 def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thread):
     thread = run_thread(world)
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.submit(PostRead(2, PEER, (99,), (0,)))
     assert world.events.get(timeout=WAIT_S).read_id == 2  # the first is posted by now, and frozen
@@ -358,9 +358,9 @@ def test_bug_in_the_thread_is_told_and_fences_everything(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
-    thread.submit(OpenPeer(PEER, "a transport that does not exist", b"", NUM_ROWS))
+    thread.submit(OpenPeer(PEER, "a transport that does not exist", b"", NUM_ROWS, ROW_BYTES))
     assert isinstance(deaths.get(timeout=WAIT_S), KeyError)
     thread.stop()
     world.freeze(False)
@@ -373,7 +373,7 @@ def test_stop_closes_the_transports(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.stop()
     world.freeze(False)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, PostRead, PostSealRead, PullRequest, ReadEnded
+from connectors.p2p.actions import HandoffRef, PostRead, PostSealRead, PullRequest, row_units
 from connectors.p2p.load import RowSlice
 from connectors.p2p.verification import SealCheck, check_seals
 from core.errors import PeerUnreachable, TransferError
@@ -22,10 +22,11 @@ EXPECTED = ExpectedSeal(generation=3, group_id=0, block_hash=b"h" * 16, num_toke
 @pytest.fixture
 def check(layout, make_seal):
     def check(seal: bytes | None = None, digest: int | None = None, incarnation: int = 1):
-        request = PullRequest("r", HandoffRef("t", PeerId("tcp://p:1", incarnation)), (8,), (2,), (EXPECTED,), 32)
-        read = ReadEnded(1, seals=(make_seal(EXPECTED) if seal is None else seal,), digests=() if digest is None else (digest,))
+        ref = HandoffRef("t", PeerId("tcp://p:1", incarnation))
+        request = PullRequest("r", ref, row_units((8,), (2,), (EXPECTED,)), 32)
+        seals = (make_seal(EXPECTED) if seal is None else seal,)
         terms = SealCheck(incarnation, layout_fingerprint(layout), wants_digests=digest is not None)
-        return check_seals(terms, request, RowSlice((0,), (8,), (2,)), read)
+        return check_seals(terms, request, RowSlice((0,), (8,), (2,)), seals, {} if digest is None else {8: digest})
 
     return check
 
@@ -104,9 +105,7 @@ def test_what_one_group_lacks_the_others_cannot_make_up(pull):
     request = dataclasses.replace(
         pull.requests["r"],
         request_id="two groups",
-        remote_rows=(500, 501, 502, 503),
-        local_rows=(10, 11, 12, 13),
-        expected=tuple(seals),
+        units=row_units((500, 501, 502, 503), (10, 11, 12, 13), seals),
         num_tokens=64,
     )
     pull.requests[request.request_id] = request

@@ -21,6 +21,7 @@ from core.kv.seals import (
     find_mismatch,
     layout_fingerprint,
     map_seal_memory,
+    num_landing_rows,
     seal_memory_bytes,
 )
 from core.wire.kv import KVLayoutInfo
@@ -138,14 +139,24 @@ def test_a_digest_of_zero_is_a_digest():
 
 
 def test_landing_rows_lie_behind_the_own_rows_and_are_cleared_apart(table):
-    assert [table.landing_row(block_id) for block_id in range(4)] == [4, 5, 6, 7]
+    assert table.landing_rows(range(4), 4) == [4, 5, 6, 7]
     assert table.num_rows == 8
     table.seal(2, EXPECTED)
     table.buffer[6 * SEAL_BYTES : 7 * SEAL_BYTES] = table.row(2)
     assert decode_seal(table.row(6)) == decode_seal(table.row(2))
-    table.clear_landing([2])
+    table.clear_landing(table.landing_rows([2], 1))
     assert decode_seal(table.row(6)) is None
     assert decode_seal(table.row(2)) is not None
+
+
+def test_several_seals_land_beside_one_block_if_the_peers_blocks_are_shorter():
+    table = SealTable(map_seal_memory(4, num_landing=num_landing_rows(48)), INCARNATION, LAYOUT_VERSION)
+    assert table.num_rows == 16
+    assert table.landing_rows([1, 3], 5) == [5, 7, 9, 11, 13]
+    rows = [row for block_id in range(4) for row in table.landing_rows([block_id], 3)]
+    assert sorted(rows) == list(range(4, 16)), "no row belongs to two blocks"
+    with pytest.raises(AssertionError, match="cannot land"):
+        table.landing_rows([1], 4)
 
 
 def test_rows_in_a_memory_file_are_seen_by_whoever_reads_the_file():

@@ -181,8 +181,8 @@ class LateTransport(Transport):
     def unavailable_reason(self) -> str | None:
         return self._inner.unavailable_reason()
 
-    def register(self, regions: Sequence[RowRegion]) -> None:
-        self._inner.register(regions)
+    def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
+        self._inner.register(regions, staging)
 
     def describe(self) -> bytes:
         return self._inner.describe()

@@ -1,0 +1,141 @@
+"""Which of the owner's blocks hold what our blocks of a request lack: the units of a load.
+
+Pure. One group at a time; blocks may have another size at the owner than here. What a sliding group has given up is in no
+table: null here, before the first block there.
+
+    tokens  |  local hit  |      external     |
+    local   |  7  |   3   |    9    |    2    |      two blocks are here already
+    remote  | 14  |  15   |   16    |   17    |      units: 16 -> 9, 17 -> 2
+
+    local          3      |         9         |      blocks of 64 here, of 16 there
+    remote  .. 20  22  23 | 24   31   40   41 |      unit: 24, 31, 40, 41 -> 9, with four copies
+
+Called by the scheduler side of the connector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from connectors.p2p.actions import ReadUnit, TokenCopy
+from core.errors import StaleBlock
+from core.kv.block import NULL_BLOCK_ID
+from core.kv.seals import ExpectedSeal
+from core.wire.kv import GroupBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The tokens [``start``, ``end``) that are loaded for a group, and the sizes of blocks. ``start`` begins one of ours.
+
+    Nobody attends to the first ``num_skipped_tokens`` tokens in this group any more.
+    """
+
+    group_id: int
+    start: int
+    end: int
+    local_block_size: int
+    remote_block_size: int
+    num_skipped_tokens: int = 0
+
+
+@dataclass(slots=True)
+class GroupUnits:
+    """What is read for one group. ``partial`` are our blocks that will lack tokens at their beginning which nobody needs."""
+
+    units: list[ReadUnit] = field(default_factory=list)
+    partial: list[int] = field(default_factory=list)
+
+
+def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupUnits:
+    """Return the units that fill our blocks of one group, and what their seals must be.
+
+    ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the owner's blocks; of the seals only the
+    generations are taken from the hand-over.
+
+    Raises:
+        StaleBlock: the owner does not hold a block that is needed here.
+    """
+    found = GroupUnits()
+    remote = _RemoteBlocks(extent, group, block_hashes)
+    size = extent.local_block_size
+    for positions in _unit_positions(extent, local_ids):
+        local = {position: local_ids[position] for position in positions}
+        copies: list[TokenCopy] = []
+        for position, row in local.items():
+            first, last = position * size, min((position + 1) * size, remote.end)
+            held_from = remote.held_from(first, last)
+            if held_from > max(first, extent.num_skipped_tokens):
+                raise StaleBlock(f"the hand-over does not hold a block that group {extent.group_id} needs")
+            if held_from > first:
+                found.partial.append(row)
+            copies += remote.copies(held_from, last, row, first)
+        found.units.append(remote.unit(tuple(local.values()), copies, positions))
+    return found
+
+
+def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the positions of our blocks that are loaded together: the owner's blocks end where a run of these does."""
+    size = extent.local_block_size
+    per_unit = math.lcm(size, extent.remote_block_size) // size
+    first, end = extent.start // size, -(-extent.end // size)
+    for start in range(first - first % per_unit, end, per_unit):
+        positions = [p for p in range(max(start, first), min(start + per_unit, end)) if local_ids[p] != NULL_BLOCK_ID]
+        if positions:
+            yield positions
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteBlocks:
+    """The owner's blocks of one group by the positions of their tokens."""
+
+    extent: Extent
+    group: GroupBlocks
+    block_hashes: Sequence[bytes]
+
+    @property
+    def end(self) -> int:
+        """Where the owner's last block ends; behind the last token its slots are zero."""
+        return len(self.block_hashes) * self.extent.remote_block_size
+
+    def row(self, position: int) -> int:
+        """Return the block at this position, the null block if the owner has none."""
+        index = position - self.group.first_block
+        return self.group.block_ids[index] if 0 <= index < len(self.group.block_ids) else NULL_BLOCK_ID
+
+    def held_from(self, start: int, end: int) -> int:
+        """Return from where on the owner holds all tokens up to ``end``, ``start`` at the least."""
+        size, position = self.extent.remote_block_size, -(-end // self.extent.remote_block_size)
+        while position * size > start and self.row(position - 1) != NULL_BLOCK_ID:
+            position -= 1
+        return max(start, position * size)
+
+    def copies(self, start: int, end: int, local_row: int, local_first: int) -> Iterator[TokenCopy]:
+        """Yield what goes into one of our blocks, which begins at token ``local_first``."""
+        size = self.extent.remote_block_size
+        while start < end:
+            position, offset = divmod(start, size)
+            num_tokens = min(end - start, size - offset)
+            yield TokenCopy(self.row(position), offset, local_row, start - local_first, num_tokens)
+            start += num_tokens
+
+    def unit(self, local_rows: tuple[int, ...], copies: Sequence[TokenCopy], local_positions: Sequence[int]) -> ReadUnit:
+        """Return the unit of these copies; blocks of the same size are taken as they are."""
+        extent, group = self.extent, self.group
+        index_of = {block_id: index for index, block_id in enumerate(group.block_ids)}
+        rows = tuple(dict.fromkeys(copy.remote_row for copy in copies))
+        local_size, is_alike = extent.local_block_size, extent.local_block_size == extent.remote_block_size
+        return ReadUnit(
+            remote_rows=rows,
+            local_rows=local_rows,
+            expected=tuple(self._expected(index_of[row]) for row in rows),
+            num_tokens=sum(min(local_size, extent.end - position * local_size) for position in local_positions),
+            copies=() if is_alike else tuple(copies),
+        )
+
+    def _expected(self, index: int) -> ExpectedSeal:
+        position, size = self.group.first_block + index, self.extent.remote_block_size
+        num_tokens = min(size, self.extent.end - position * size)
+        return ExpectedSeal(self.group.generations[index], self.extent.group_id, self.block_hashes[position], num_tokens)
