@@ -304,7 +304,7 @@ def print_table(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--step-tokens", type=int, default=SchedulerSection().max_num_batched_tokens)
     parser.add_argument("--seed", type=int, default=0)
