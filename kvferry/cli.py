@@ -155,6 +155,33 @@ def decode(
 
 
 @app.command()
+def kvstore(
+    address: options.StoreAddress = None,
+    memory_bytes: options.StoreMemory = None,
+    disk_path: options.StoreDisk = None,
+    redis_url: options.StoreRedis = None,
+    ops_port: options.OpsPort = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run a store of KV blocks for the workers of a node or a cluster: memory, disk, Redis."""
+    from kvferry.roles import run_role
+
+    flags = {
+        "kvstore.bind_address": address,
+        "kvstore.memory_bytes": memory_bytes,
+        "kvstore.disk_path": disk_path,
+        "kvstore.redis_url": redis_url,
+        "kvstore.ops_port": ops_port,
+        "log.level": log_level,
+    }
+    raise typer.Exit(run_role("kvstore", options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
 def demo(
     prompt: Annotated[str, typer.Option(help="What to ask the model.")] = "Why is the sky blue? Answer in two sentences.",
     max_tokens: Annotated[int, typer.Option(help="Length of the answer.", min=2)] = 48,

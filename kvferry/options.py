@@ -42,6 +42,10 @@ Transports = Annotated[
 ControlAddress = Annotated[str | None, typer.Option("--control-address", help="Where decode workers shake hands.")]
 AdvertiseHost = Annotated[str | None, typer.Option("--advertise-host", help="Host that peers use; default the bound one.")]
 OpsPort = Annotated[int | None, typer.Option("--ops-port", help="Port of /health, /ready, /metrics and /drain; 0 = any.")]
+StoreAddress = Annotated[str | None, typer.Option("--address", help="Where clients connect, tcp://host:port; port 0 = any.")]
+StoreMemory = Annotated[int | None, typer.Option("--memory-bytes", help="Size of the arena.")]
+StoreDisk = Annotated[str | None, typer.Option("--disk-path", help="Folder of the disk tier; default none.")]
+StoreRedis = Annotated[str | None, typer.Option("--redis-url", help="Redis or Valkey below it, redis://host:port/db.")]
 ReadyFd = Annotated[
     int | None, typer.Option("--ready-fd", hidden=True, help="Pipe for the bound addresses.", rich_help_panel=_PROCESS)
 ]

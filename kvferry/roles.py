@@ -15,7 +15,7 @@ from core.config import KVFerryConfig
 from core.log import configure_logging
 from kvferry.child import announcer, die_with_parent
 
-ProcessRole = Literal["router", "prefill", "decode", "aggregated"]
+ProcessRole = Literal["router", "prefill", "decode", "aggregated", "kvstore"]
 
 
 def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, parent_pid: int | None) -> int:
@@ -32,6 +32,11 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
 
         configure_logging(config.log.level, "router")
         return run_router(config, announce)
+    if role == "kvstore":
+        from kvferry.store_role import run_store
+
+        configure_logging(config.log.level, "kvstore")
+        return run_store(config.kvstore, announce)
     config = _named(role, config)
     configure_logging(config.log.level, config.worker.engine_id)
     if role == "prefill":

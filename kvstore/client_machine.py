@@ -124,6 +124,7 @@ class ClientMachine:
         self._ids = ids
         self.state = LinkState.DOWN
         self._session = 0
+        self._is_unreachable = True
         self._incarnation = 0
         self._arena: ArenaView | None = None  # mapped and attached
         self._mapped: ArenaView | None = None  # not attached yet
@@ -252,10 +253,21 @@ class ClientMachine:
             call.deadline = now + self._options.request_timeout_s
             self._send(Commit(number=number, seals=b"".join(call.ticket.seals)))
 
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether the carrier is to call ``on_link_up`` as soon as something can be sent."""
+        return self.state is LinkState.DOWN and self._is_unreachable
+
     def on_link_lost(self, now: float) -> None:
         """The carrier knows that the store cannot be reached."""
         self._lose("unreachable")
+        self._is_unreachable = True
         self._next_beat = now + self._options.heartbeat_interval_s
+
+    def on_link_up(self, now: float) -> None:
+        """The carrier has a connection: no need to wait for the timer."""
+        if self.waits_for_link:
+            self._greet(now)
 
     def on_timer(self, now: float) -> None:
         """End calls that have waited for too long, notice a silent store, greet one that may be back."""
@@ -284,6 +296,7 @@ class ClientMachine:
     def _greet(self, now: float) -> None:
         self._session = self._ids.bits(64)
         self.state = LinkState.GREETING
+        self._is_unreachable = False
         self._last_heard = now
         self._next_beat = now + self._options.heartbeat_interval_s
         hello = Hello(client_id=self._options.client_id, session=self._session, block_bytes=self._options.block_bytes)

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets for asyncio with the options that every plane needs, and name resolution.
+"""ZeroMQ sockets, for asyncio or for a thread, with the options that every plane needs, and name resolution.
 
 Owns socket options and addresses. Knows nothing of messages, retries or membership: callers decide what to do when a peer is
 slow, silent or gone. Heartbeats here are ZeroMQ's own, which notice a dead TCP connection; that a process still answers is
@@ -12,15 +12,18 @@ import ipaddress
 import logging
 import socket
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from core.errors import ConfigError, PeerUnreachable
 from core.log import event
+from core.wire.curve import ClusterKeys, secure_client, secure_server
 
 AsyncSocket = zmq.asyncio.Socket
 AsyncContext = zmq.asyncio.Context
+AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 
 _log = logging.getLogger(__name__)
 
@@ -40,26 +43,29 @@ class SocketOptions:
     reconnect_ms: int = 50
     reconnect_max_ms: int = 2_000
     connect_timeout_ms: int = 5_000
+    keys: ClusterKeys | None = None  # of the cluster; ROUTER sockets bind with them, DEALER sockets connect
 
 
-def router_socket(context: AsyncContext, options: SocketOptions) -> AsyncSocket:
+def router_socket(context: zmq.Context[AnySocket], options: SocketOptions) -> AnySocket:
     """Return a ROUTER socket that raises on sending to a peer that is gone, instead of dropping silently."""
     found = context.socket(zmq.ROUTER)
     _apply(found, options)
     found.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    secure_server(found, options.keys)
     return found
 
 
-def dealer_socket(context: AsyncContext, options: SocketOptions) -> AsyncSocket:
+def dealer_socket(context: zmq.Context[AnySocket], options: SocketOptions) -> AnySocket:
     """Return a DEALER socket that queues only for live connections, so that a dead peer's queue does not fill."""
     found = context.socket(zmq.DEALER)
     _apply(found, options)
     found.setsockopt(zmq.IMMEDIATE, 1)
+    secure_client(found, options.keys)
     found.setsockopt(zmq.IPV6, 1)
     return found
 
 
-def bind(bound: AsyncSocket, address: str) -> str:
+def bind(bound: zmq.Socket[Any], address: str) -> str:
     """Bind and return the actual address, with the port that ``:0`` was given. ``*`` is every IPv4 and IPv6 address.
 
     Raises:
@@ -165,7 +171,7 @@ async def resolve(address: str, timeout_s: float = 5.0) -> list[str]:
     return sorted({join_tcp(str(row[4][0]), port) for row in rows})
 
 
-def _apply(target: AsyncSocket, options: SocketOptions) -> None:
+def _apply(target: zmq.Socket[Any], options: SocketOptions) -> None:
     target.setsockopt(zmq.LINGER, 0)
     target.setsockopt(zmq.SNDHWM, options.high_water_mark)
     target.setsockopt(zmq.RCVHWM, options.high_water_mark)

@@ -53,7 +53,8 @@ class TierWorker:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self.tier.close()
 
     def _run(self) -> None:

@@ -22,7 +22,7 @@ def test_version_is_printed():
     assert (result.exit_code, result.stdout.strip()) == (0, __version__)
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "demo", "models"])
+@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "kvstore", "demo", "models"])
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0

@@ -1,0 +1,80 @@
+"""The process of ``kvferry kvstore``: a store server, its operations port, and a graceful end.
+
+Owns what a process has once: signals and the event loop of the operations port. The store has its own thread
+(``kvstore.server``); if that ends by a bug of ours, so does the process, with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from core.clock import SystemClock
+from core.config import KVStoreSection
+from core.engine.ops_http import OpsResponse, OpsServer
+from core.ids import RandomIds
+from core.log import event
+from kvstore.build import machine_options, make_tiers
+from kvstore.metrics import register_store_metrics
+from kvstore.server import StoreServer
+
+_log = logging.getLogger(__name__)
+
+
+def run_store(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. ``announce`` is told ``store_address`` and ``ops_address``.
+
+    Raises:
+        ConfigError: an address cannot be bound, or the folder of the disk tier cannot be used.
+        ConnectorUnavailable: the library for Redis is missing.
+    """
+    return asyncio.run(_run(config, announce))
+
+
+async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None) -> int:
+    loop, must_stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, must_stop.set)
+    ids = RandomIds()
+
+    def on_death(_: BaseException) -> None:
+        loop.call_soon_threadsafe(must_stop.set)
+
+    server = StoreServer(
+        machine_options(config, ids),
+        make_tiers(config, ids),
+        SystemClock(),
+        on_death,
+    )
+    ops = OpsServer(_routes(server))
+    try:
+        addresses = {"store_address": server.start(config.bind_address)}
+        addresses["ops_address"] = await ops.start(config.ops_host, config.ops_port)
+        _log.info(event("kvstore_serving", incarnation=f"{server.machine.incarnation:016x}", **addresses))
+        if announce is not None:
+            announce(addresses)
+        await must_stop.wait()
+        exit_code = 0 if server.is_serving else 1
+    finally:
+        await ops.stop()
+        await asyncio.to_thread(server.stop)
+    return exit_code
+
+
+def _routes(server: StoreServer) -> dict[tuple[str, str], Callable[[], OpsResponse]]:
+    registry = CollectorRegistry()
+    register_store_metrics(registry, server.machine, server.workers)
+
+    def health() -> OpsResponse:
+        state = {"is_serving": server.is_serving, "clients": server.machine.num_clients}
+        return OpsResponse.of_json(200 if server.is_serving else 503, state)
+
+    def metrics() -> OpsResponse:
+        return OpsResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+    return {("GET", "/health"): health, ("GET", "/ready"): health, ("GET", "/metrics"): metrics}

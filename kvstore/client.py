@@ -1,0 +1,219 @@
+"""A client of a store in another process: one thread between the client's state machine and a ZeroMQ socket.
+
+Owns the socket, the thread, the mapping of the store's arena, and the copies into it. Callers only touch the machine, under its
+lock, and wake the thread. A connection that breaks is known at once, a store that hangs by its silence (``ClientMachine``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from core.clock import Clock
+from core.config import KVStoreSection
+from core.errors import ConfigError, KVFerryError, ProtocolError
+from core.ids import IdSource, new_hex_id
+from core.log import event
+from core.wire.sockets import SocketOptions, dealer_socket
+from kvstore.arena import ArenaView, map_arena
+from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
+from kvstore.front import StoreFront
+from kvstore.messages import MAX_BLOCK_BYTES, Parcel, ToStore, decode_to_client, encode_to_store
+from kvstore.wakeup import Wakeup
+
+MAX_QUEUED_MESSAGES = 1024
+MAX_MESSAGES_PER_TURN = 64
+
+_OPTIONS = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES)
+_log = logging.getLogger(__name__)
+
+
+class StoreClient(StoreFront):
+    """A store at an address. It need not be there yet, or still: then every call is a miss."""
+
+    def __init__(self, address: str, options: ClientOptions, clock: Clock, ids: IdSource) -> None:
+        super().__init__(ClientMachine(options, ids), clock)
+        self._address = address
+        self._wakeup = Wakeup()
+        self._is_closing = False
+        self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
+        self._num_bad_frames = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = dealer_socket(self._context, _OPTIONS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigError(f"kvstore.address = {address!r} is unusable: {error}", param="kvstore.address") from None
+        self._thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
+        self._thread.start()
+
+    def wait_until_connected(self, timeout_s: float) -> bool:
+        """Wait for the store, for tools and tests."""
+        with self._progress:
+            return self._progress.wait_for(lambda: self.is_connected, timeout_s)
+
+    def close(self) -> None:
+        """See ``BlockStore``."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._wakeup.set()
+        self._thread.join()
+        with self._progress:
+            self._machine.say_goodbye()
+            self._progress.notify_all()
+            self._follow_all()
+            self._wakeup.close()
+        self._close_sockets()
+
+    def _carry_out(self) -> None:
+        self._wakeup.set()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for pollable in (self._wakeup.fd, self._monitor):
+            poller.register(pollable, zmq.POLLIN)
+        while not self._is_closing:
+            wants_out = zmq.POLLOUT if self._machine.waits_for_link else 0
+            poller.register(self._socket, zmq.POLLIN | wants_out)
+            with self._lock:
+                timeout_s = max(0.0, self._machine.next_timer() - self._clock.now())
+            ready = dict(poller.poll(math.ceil(1000 * timeout_s)))
+            self._wakeup.clear()
+            try:
+                self._turn(ready)
+            except Exception:  # a transfer boundary: what this store says cannot be followed
+                _log.exception(event("kvstore_client_failed", address=self._address))
+                self._lose_link()
+
+    def _turn(self, ready: dict[object, int]) -> None:
+        now = self._clock.now()
+        if self._monitor in ready:
+            recv_monitor_message(self._monitor)
+            self._lose_link()
+        if ready.get(self._socket, 0) & zmq.POLLOUT:
+            with self._lock:
+                self._machine.on_link_up(now)
+        if ready.get(self._socket, 0) & zmq.POLLIN:
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                if not self._receive():
+                    break
+        with self._progress:
+            self._machine.on_timer(now)
+            self._progress.notify_all()
+        self._follow_all()
+
+    def _receive(self) -> bool:
+        try:
+            frame, *blocks = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            message = decode_to_client(frame)
+        except ProtocolError as error:
+            self._num_bad_frames += 1
+            if self._num_bad_frames == 1:
+                _log.warning(event("kvstore_bad_frame", address=self._address, error=error.message))
+            return True
+        with self._progress:
+            self._machine.on_parcel(message, blocks, self._clock.now())
+            self._progress.notify_all()
+        return True
+
+    def _follow_all(self) -> None:
+        while True:
+            with self._lock:
+                actions = self._machine.take_actions()
+            if not actions:
+                return
+            for action in actions:
+                self._follow(action)
+
+    def _follow(self, action: ClientAction) -> None:
+        match action:
+            case SendToStore():
+                self._send(action.parcel)
+            case MapArena():
+                arena = self._map(action)
+                with self._progress:
+                    self._machine.on_mapped(arena)
+                    self._progress.notify_all()
+            case CopyIn():
+                self._copy(action)
+
+    def _send(self, parcel: Parcel[ToStore]) -> None:
+        try:
+            self._socket.send_multipart([encode_to_store(parcel.message), *parcel.blocks], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.debug(event("kvstore_send_failed", address=self._address, error=error))
+            self._lose_link()
+
+    def _map(self, action: MapArena) -> ArenaView | None:
+        if self._last_arena is not None and self._last_arena.incarnation == action.incarnation:
+            return self._last_arena
+        try:
+            self._last_arena = map_arena(action.file, action.incarnation)
+        except KVFerryError as error:
+            _log.info(event("kvstore_arena_not_shared", address=self._address, reason=error.message))
+            self._last_arena = None
+        return self._last_arena
+
+    def _copy(self, action: CopyIn) -> None:
+        """Copy blocks to their slots. Only this thread ends a put, so the sources are the caller's no longer than that."""
+        with self._lock:
+            if not self._machine.is_open(action.number):
+                return
+        for source, target in action.copies:
+            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+        with self._lock:
+            self._machine.on_copied(action.number, self._clock.now())
+
+    def _lose_link(self) -> None:
+        with self._progress:
+            self._machine.on_link_lost(self._clock.now())
+            self._progress.notify_all()
+
+    def _close_sockets(self) -> None:
+        """Events stop first: ZeroMQ's thread blocks on one that nobody can read."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=200)  # for the goodbye
+        self._context.term()
+
+
+def connect_store(config: KVStoreSection, client_name: str, block_bytes: int, clock: Clock, ids: IdSource) -> StoreClient:
+    """Return a client of the server at ``config.address``, which need not run yet."""
+    options = ClientOptions(
+        client_id=new_hex_id(ids, f"{client_name[:400]}-"),
+        block_bytes=block_bytes,
+        request_timeout_s=config.request_timeout_s,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        process=own_process(),
+    )
+    return StoreClient(config.address, options, clock, ids)
+
+
+def own_process() -> tuple[int, int] | None:
+    """Return what names this process for ever: its number and when it was started; None where there is no ``/proc``."""
+    pid = os.getpid()
+    start_ticks = process_start_ticks(pid)
+    return None if start_ticks is None else (pid, start_ticks)
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Return field 22 of ``/proc/<pid>/stat``; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # the name before may hold blanks and brackets

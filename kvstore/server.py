@@ -1,0 +1,196 @@
+"""The store as a process of its own: one thread between the store's state machine and its clients, and the tiers' threads.
+
+Owns the socket, that thread, and the watch over client processes of this host. A malformed frame is answered and nothing else
+happens. A fault of ours ends the thread and is told to ``on_death``: a store that does not answer must not look alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from core.clock import Clock
+from core.errors import ProtocolError
+from core.log import event
+from core.wire.sockets import SocketOptions, bind, router_socket, warn_if_exposed
+from kvstore.client import process_start_ticks
+from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
+from kvstore.messages import MAX_BLOCK_BYTES, Refused, decode_to_store, encode_to_client
+from kvstore.tiers.base import Tier, TierJob
+from kvstore.tiers.worker import TierWorker
+from kvstore.wakeup import Wakeup
+
+FLUSH_TIMEOUT_S = 30.0
+MAX_QUEUED_MESSAGES = 1024  # for each client
+MAX_MESSAGES_PER_TURN = 64
+
+_OPTIONS = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES)
+_log = logging.getLogger(__name__)
+
+
+class StoreServer:
+    """Serves a store. ``machine`` and ``workers`` are for metrics: their counts may be read from any thread."""
+
+    def __init__(
+        self,
+        options: MachineOptions,
+        tiers: Sequence[Tier],
+        clock: Clock,
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self.machine = StoreMachine(options, tiers)
+        self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
+        self._clock = clock
+        self._on_death = on_death
+        self._timer_interval_s = options.client_timeout_s / 4
+        self._next_timer = 0.0
+        self._wakeup = Wakeup()
+        self._done: deque[TierJob] = deque()
+        self._pidfds: dict[int, str] = {}  # of clients: pidfd → client id
+        self._is_closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = router_socket(self._context, _OPTIONS)
+        self._thread = threading.Thread(target=self._run, name="kvstore-server", daemon=True)
+
+    def start(self, address: str) -> str:
+        """Bind, serve from now on, and return the actual address.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        actual = bind(self._socket, address)
+        warn_if_exposed("kvstore.bind_address", actual)
+        for worker in self.workers:
+            worker.start()
+        self._thread.start()
+        return actual
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive() and not self._is_closing
+
+    def stop(self, flush_timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Serve no more, hand down what is only in memory, give everything back."""
+        self._is_closing = True
+        self._wakeup.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+            self._flush(flush_timeout_s)
+        for worker in self.workers:
+            worker.stop()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._wakeup.close()
+        self._socket.close(linger=0)
+        self._context.term()
+        if self.machine.memory is not None:
+            self.machine.memory.arena.close()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # a worker's main loop
+            _log.exception(event("kvstore_server_died"))
+            self._on_death(error)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        watched: set[int] = set()
+        while not self._is_closing:
+            for pidfd in self._pidfds.keys() - watched:
+                poller.register(pidfd, zmq.POLLIN)
+            watched = set(self._pidfds)
+            timeout_s = max(0.0, self._next_timer - self._clock.now())
+            ready = dict(poller.poll(math.ceil(1000 * timeout_s)))
+            self._wakeup.clear()
+            for pidfd in watched & ready.keys():
+                poller.unregister(pidfd)
+                watched.discard(pidfd)
+                self._follow(self.machine.on_process_died(self._pidfds.pop(pidfd)))
+                os.close(pidfd)
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                if not self._receive():
+                    break
+            self._take_results()
+            now = self._clock.now()
+            if now >= self._next_timer:
+                self._next_timer = now + self._timer_interval_s
+                self._follow(self.machine.on_timer(now))
+
+    def _receive(self) -> bool:
+        try:
+            client, frame, *blocks = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except ValueError:  # an empty message
+            return True
+        try:
+            message = decode_to_store(frame)
+        except ProtocolError as error:
+            self.machine.counts["bad_frames"] += 1
+            self._send(client, [encode_to_client(Refused(code=error.code, message=error.message[:1000]))])
+            return True
+        self._follow(self.machine.on_parcel(client, message, blocks, self._clock.now()))
+        return True
+
+    def _follow(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendParcel():
+                    self._send(action.client, [encode_to_client(action.parcel.message), *action.parcel.blocks])
+                case StartJob():
+                    self.workers[action.job.tier].submit(action.job)
+                case WatchProcess():
+                    self._watch(action)
+
+    def _send(self, client: bytes, frames: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._socket.send_multipart([client, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it is gone, or takes nothing: its silence will end its session
+            _log.debug(event("kvstore_reply_dropped", error=error))
+
+    def _watch(self, action: WatchProcess) -> None:
+        """Learn of the end of a process. Its start time tells it from a later one with the same number."""
+        if action.client_id in self._pidfds.values():
+            return
+        try:
+            pidfd = os.pidfd_open(action.pid)
+        except OSError:
+            pidfd = -1
+        if pidfd >= 0 and process_start_ticks(action.pid) == action.start_ticks:
+            self._pidfds[pidfd] = action.client_id
+            return
+        if pidfd >= 0:
+            os.close(pidfd)
+        self._follow(self.machine.on_process_died(action.client_id))
+
+    def _on_job_done(self, job: TierJob) -> None:
+        self._done.append(job)
+        self._wakeup.set()
+
+    def _take_results(self) -> None:
+        while self._done:
+            self._follow(self.machine.on_job_done(self._done.popleft()))
+
+    def _flush(self, timeout_s: float) -> None:
+        """Hand down what is dirty, on the caller's thread, now that the server's has ended."""
+        deadline = self._clock.now() + timeout_s
+        self._follow(self.machine.flush())
+        while self._has_unsaved() and self._clock.now() < deadline:
+            zmq.zmq_poll([(self._wakeup.fd, zmq.POLLIN)], 100)
+            self._wakeup.clear()
+            self._take_results()
+            self._follow(self.machine.flush())
+
+    def _has_unsaved(self) -> bool:
+        memory, tiering = self.machine.memory, self.machine.tiering
+        return memory is not None and tiering is not None and (memory.num_dirty > 0 or tiering.num_saving > 0)
