@@ -47,7 +47,13 @@ def error_body(info: ErrorInfo) -> ErrorBody:
 
 def error_response(info: ErrorInfo) -> Response[ErrorBody]:
     """Return the response for an error; where it may pass, the client is told when to come back."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if info.retryable or info.http_status in _WITH_RETRY else {}
-    if info.http_status == 401:
+    status = _status(info)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if info.retryable or status in _WITH_RETRY else {}
+    if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(info), status_code=info.http_status, media_type=MediaType.JSON, headers=headers)
+    return Response(error_body(info), status_code=status, media_type=MediaType.JSON, headers=headers)
+
+
+def _status(info: ErrorInfo) -> int:
+    """Return the status for an error. What is wrong between workers now may be right soon: that is a 503, not a 502."""
+    return 503 if info.retryable and info.http_status == 502 else info.http_status

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 
@@ -501,9 +502,20 @@ async def test_a_client_that_leaves_while_it_uploads_is_no_error_of_ours(served,
     assert served.metric("kvferry_request_failure_total", code="internal_error") == -1.0
 
 
-@pytest.mark.parametrize(("retryable", "header"), [(True, "1"), (False, None)])
-async def test_an_error_that_may_pass_says_when_to_come_back(start_router, retryable, header):
+@pytest.mark.parametrize(("retryable", "status", "header"), [(True, 503, "1"), (False, 502, None)])
+async def test_an_error_that_may_pass_says_when_to_come_back(start_router, retryable, status, header):
     under_test = await start_router(has_http=False)
     await under_test.pair(error=ErrorInfo(code="digest", message="corrupt block", http_status=502, retryable=retryable))
     response = await post(under_test, "/v1/completions", prompt="p")
-    assert (response.status_code, response.headers.get("retry-after")) == (502, header)
+    assert (response.status_code, response.headers.get("retry-after")) == (status, header)
+
+
+async def test_a_lost_prefill_worker_without_a_successor_is_a_503_that_says_when_to_come_back(start_router):
+    under_test = await start_router(has_http=False)
+    prefill, _ = await under_test.pair(is_silent=True)
+    call = asyncio.create_task(post(under_test, "/v1/completions", prompt="p"))
+    await prefill.generated()
+    await prefill.kill()
+    response = await call
+    assert (response.status_code, response.headers.get("retry-after")) == (503, "1")
+    assert response.json()["error"]["code"] == "peer_lost"

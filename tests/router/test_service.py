@@ -59,7 +59,7 @@ async def test_garbage_of_a_member_fails_its_requests_at_once_and_it_may_come_ba
     await prefill.generated()
     await prefill.send_raw(b"garbage")
     response = await call
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "peer_lost")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "peer_lost")
     await refusal(prefill, "protocol_error")
     await refusal(prefill, "not_registered")  # the answer to its next heartbeat
     await prefill.send(prefill.registration)
