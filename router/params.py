@@ -28,6 +28,15 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_WRONG_TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`")
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -233,7 +242,7 @@ def _default(value: float | None, default: float) -> float:
 
 
 def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     _check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
     return (request.top_logprobs or 0) if request.logprobs else None
@@ -287,6 +296,22 @@ def _explain(message: str) -> InvalidRequest:
     named = unknown or missing
     if named is not None:
         place = f"{place}.{named.group(1)}" if place else named.group(1)
-        what = "unknown field" if unknown else "this field is required"
+        what = "unknown field: leave it out" if unknown else "this field is required"
+    wrong_type = _WRONG_TYPE.fullmatch(what)
+    if wrong_type is not None:
+        what = _name_the_fix(wrong_type.group(1).split(" | "), wrong_type.group(2))
     text = f"{place}: {what[0].lower()}{what[1:]}" if place else f"the body is not a valid request: {what}"
     return InvalidRequest(text, param=place or None)
+
+
+def _name_the_fix(expected: list[str], got: str) -> str:
+    """Say what a value of the wrong type must be, and what is to be done about the one that was sent."""
+    allowed = " or ".join(_TYPES.get(name, name) for name in expected if name != "null")
+    text = f"must be {allowed}, not {_TYPES.get(got, got)}"
+    if got == "str" and "bool" in expected:
+        return f"{text}: true and false go without quotes"
+    if got == "str" and not {"int", "float"}.isdisjoint(expected):
+        return f"{text}: numbers go without quotes"
+    if got in ("int", "float", "bool") and "str" in expected:
+        return f"{text}: texts go in quotes"
+    return f"{text}: correct it, or leave it out" if "null" in expected else f"{text}: correct it"

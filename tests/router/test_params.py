@@ -46,15 +46,15 @@ def sampling(request, num_prompt_tokens: int = 10, seed: int = 5) -> SamplingPar
     [
         ({"prompt": "x", "colour": 1}, "colour", "unknown field"),
         ({"model": "tiny"}, "prompt", "required"),
-        ({"prompt": {"a": 1}}, "prompt", "expected"),
-        ({"prompt": "x", "temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
-        ({"prompt": "x", "n": 1.5}, "n", "expected `int | null`"),
-        ({"prompt": "x", "n": True}, "n", "expected `int | null`"),
-        ({"prompt": "x", "stop": ["a", 1]}, "stop[1]", "expected `str`"),
-        ({"prompt": "x", "stream": "yes"}, "stream", "expected `bool | null`"),
+        ({"prompt": {"a": 1}}, "prompt", "must be a string or a list, not an object: correct it"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature", "must be a number, not a string: numbers go without quotes"),
+        ({"prompt": "x", "n": 1.5}, "n", "must be an integer, not a number: correct it, or leave it out"),
+        ({"prompt": "x", "n": True}, "n", "must be an integer, not true or false"),
+        ({"prompt": "x", "stop": ["a", 1]}, "stop[1]", "must be a string, not an integer: texts go in quotes"),
+        ({"prompt": "x", "stream": "yes"}, "stream", "must be true or false, not a string: true and false go without quotes"),
         ({"prompt": "x", "stream_options": {"flush": True}}, "stream_options.flush", "unknown field"),
-        ({"prompt": "x", "logit_bias": {"1": "much"}}, "logit_bias[...]", "expected `float`"),
-        ({"prompt": [1, [2.5]]}, "prompt[1][0]", "expected `int`"),
+        ({"prompt": "x", "logit_bias": {"1": "much"}}, "logit_bias[...]", "must be a number"),
+        ({"prompt": [1, [2.5]]}, "prompt[1][0]", "must be an integer, not a number: correct it"),
     ],
 )
 def test_a_wrong_completion_body_names_the_field(body, param, said):
@@ -207,6 +207,11 @@ def test_wrong_output_options_name_the_field(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         output_options(completion(**fields))
     assert refused.value.param == param
+
+
+def test_no_top_logprobs_is_what_a_request_without_logprobs_has_anyway():
+    options = output_options(chat(logprobs=False, top_logprobs=0))
+    assert options.logprobs is None
 
 
 @pytest.mark.parametrize(
