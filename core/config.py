@@ -50,6 +50,11 @@ def default_api_key() -> str:
     return os.environ.get("KVFERRY_API_KEY", "")
 
 
+def default_cluster_key() -> str:
+    """Return the cluster's secret: ``$KVFERRY_CLUSTER_KEY``, which no list of processes shows; else none."""
+    return os.environ.get("KVFERRY_CLUSTER_KEY", "")
+
+
 def set_default_environment(variable: str, value: str) -> None:
     """Set a variable that a library reads when it is loaded; what the user has set stays."""
     os.environ.setdefault(variable, value)
@@ -196,6 +201,13 @@ class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     restart_backoff_max_s: Seconds = 30.0
 
 
+class SecuritySection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may be a part of the cluster."""
+
+    cluster_key: str = msgspec.field(default_factory=default_cluster_key)  # the same everywhere; `kvferry keygen` makes one
+    insecure: bool = False  # without a key, bind the cluster's sockets where other machines reach them
+
+
 class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Log output."""
 
@@ -213,6 +225,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kvstore: KVStoreSection = KVStoreSection()
     router: RouterSection = msgspec.field(default_factory=RouterSection)  # reads the environment when it is made
     local: LocalSection = LocalSection()
+    security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
 
     def __post_init__(self) -> None:

@@ -1,0 +1,75 @@
+"""Authentication and encryption of the cluster's own sockets: ZeroMQ CURVE, with keys that all members derive from one secret.
+
+Owns the derivation and the socket options. Knows nothing of planes: whoever makes a socket says whether it binds or connects.
+A server accepts whoever knows its public key. A client needs that key before its first byte (ZMTP 3.1, CURVE: RFC 26 of ZeroMQ)
+and nothing on the wire tells it, so here "public" is a secret of the cluster as well and no list of clients is needed. Sessions
+have keys of their own: who learns the cluster key later cannot read what was recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from core.errors import ConfigError
+from core.ids import IdSource
+
+MIN_KEY_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """Key pairs of those who bind and of those who connect, in ZeroMQ's printable form."""
+
+    server_public: bytes = field(repr=False)
+    server_secret: bytes = field(repr=False)
+    client_public: bytes = field(repr=False)
+    client_secret: bytes = field(repr=False)
+
+
+def new_cluster_key(ids: IdSource) -> str:
+    """Return a new secret of 32 random bytes, as text."""
+    return ids.bits(256).to_bytes(32, "little").hex()
+
+
+def derive_keys(cluster_key: str) -> ClusterKeys | None:
+    """Return the keys of a cluster; None for an empty secret, which stands for open sockets.
+
+    Raises:
+        ConfigError: the secret is short, or this ZeroMQ cannot encrypt.
+    """
+    if not cluster_key:
+        return None
+    if len(cluster_key) < MIN_KEY_CHARS:
+        raise ConfigError(
+            f"security.cluster_key has {len(cluster_key)} characters, at least {MIN_KEY_CHARS} are needed: `kvferry keygen`",
+            param="security.cluster_key",
+        )
+    if not zmq.has("curve"):
+        raise ConfigError("security.cluster_key: this build of ZeroMQ has no CURVE", param="security.cluster_key")
+    server, client = _secret(cluster_key, b"kvferry-server"), _secret(cluster_key, b"kvferry-client")
+    return ClusterKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
+    """Make a socket that will bind refuse everybody without the cluster's keys; does nothing without keys."""
+    if keys is not None:
+        bound.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
+        bound.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
+        bound.setsockopt(zmq.CURVE_SERVER, 1)
+
+
+def secure_client(connecting: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
+    """Make a socket that will connect talk to holders of the cluster's keys only; does nothing without keys."""
+    if keys is not None:
+        connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+        connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
+        connecting.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
+
+
+def _secret(cluster_key: str, purpose: bytes) -> bytes:
+    return z85.encode(hashlib.blake2b(cluster_key.encode(), digest_size=32, person=purpose).digest())

@@ -1,0 +1,47 @@
+{{/* The configuration file of a role: the values' settings, the role's own over them, and the chart's addresses over both. */}}
+{{- define "kvferry.config" -}}
+{{- $root := .root -}}
+{{- $ports := $root.Values.ports -}}
+{{- $role := index $root.Values .role -}}
+{{- $any := ternary "[::]" "0.0.0.0" (eq $root.Values.network.ipFamily "IPv6") -}}
+{{- $routers := printf "tcp://%s-router-workers.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.workers -}}
+{{- $config := mergeOverwrite (deepCopy $root.Values.config) (deepCopy (default dict $role.config)) -}}
+{{- $chart := dict
+      "model" (dict "cache_dir" "/var/cache/kvferry")
+      "router" (dict
+        "host" (trimPrefix "[" $any | trimSuffix "]")
+        "port" $ports.http
+        "worker_address" (printf "tcp://%s:%v" $any $ports.workers))
+      "worker" (dict
+        "router_addresses" (list $routers)
+        "control_address" (printf "tcp://%s:%v" $any $ports.control)
+        "data_port" $ports.data
+        "ops_host" (trimPrefix "[" $any | trimSuffix "]")
+        "ops_port" $ports.ops)
+      "security" (dict "insecure" $root.Values.security.insecure) -}}
+{{- $config = mergeOverwrite $config $chart -}}
+{{- if eq .role "kvstore" -}}
+{{- $store := dict
+      "bind_address" (printf "tcp://%s:%v" $any $ports.store)
+      "ops_host" (trimPrefix "[" $any | trimSuffix "]")
+      "ops_port" $ports.ops
+      "disk_path" (ternary "/var/lib/kvferry" "" (ne $role.disk.size "")) -}}
+{{- $config = mergeOverwrite $config (dict "kvstore" $store) -}}
+{{- else if and $root.Values.kvstore.enabled (has .role (list "prefill" "decode" "aggregated")) -}}
+{{- $address := printf "tcp://%s-kvstore.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.store -}}
+{{- $config = mergeOverwrite $config (dict "kvstore" (dict "address" $address)) -}}
+{{- end -}}
+{{- if and (ne $root.Values.lmcache.mode "none") (has .role (list "prefill" "decode" "aggregated")) -}}
+{{- $host := ternary "127.0.0.1" $root.Values.lmcache.host (eq $root.Values.lmcache.mode "sidecar") -}}
+{{- $lmcache := dict
+      "server_address" (printf "tcp://%s:%v" $host $root.Values.lmcache.port)
+      "http_address" (printf "http://%s:%v" $host $root.Values.lmcache.httpPort) -}}
+{{- $config = mergeOverwrite $config (dict "connector" (dict "lmcache" $lmcache)) -}}
+{{- end -}}
+{{- $resources := default dict $role.resources -}}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}
+{{- if and (regexMatch "^[0-9]+$" $cpu) (not (hasKey $config.worker "cpu_threads")) -}}
+{{- $_ := set $config.worker "cpu_threads" (int $cpu) -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end -}}

@@ -1,0 +1,116 @@
+{{/* Names, labels and small calculations. Every helper with a role takes (dict "root" $ "role" "prefill"). */}}
+
+{{- define "kvferry.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.roleName" -}}
+{{- printf "%s-%s" (include "kvferry.fullname" .root) .role -}}
+{{- end -}}
+
+{{- define "kvferry.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end -}}
+
+{{- define "kvferry.labels" -}}
+{{ include "kvferry.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{/* A NetworkPolicy or affinity selector for the pods of several roles: (dict "root" $ "roles" (list ...)). */}}
+{{- define "kvferry.selectorOf" -}}
+matchLabels:
+  app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+  app.kubernetes.io/instance: {{ .root.Release.Name }}
+matchExpressions:
+  - key: app.kubernetes.io/component
+    operator: In
+    values: {{ toJson .roles }}
+{{- end -}}
+
+{{/* Names of the roles that are on, as JSON; `kvferry.workers` are those that compute. */}}
+{{- define "kvferry.roles" -}}
+{{- $on := list -}}
+{{- range $role := list "router" "prefill" "decode" "aggregated" "kvstore" -}}
+{{- if (index $.Values $role).enabled -}}{{- $on = append $on $role -}}{{- end -}}
+{{- end -}}
+{{- toJson $on -}}
+{{- end -}}
+
+{{- define "kvferry.workers" -}}
+{{- $on := list -}}
+{{- range $role := include "kvferry.roles" . | fromJsonArray -}}
+{{- if has $role (list "prefill" "decode" "aggregated") -}}{{- $on = append $on $role -}}{{- end -}}
+{{- end -}}
+{{- toJson $on -}}
+{{- end -}}
+
+{{/* An image reference of (dict "image" .Values.image "default" .Chart.AppVersion). */}}
+{{- define "kvferry.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (default .default .image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kvferry.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Bytes of a Kubernetes quantity such as 4Gi, 500M or 1024. */}}
+{{- define "kvferry.bytes" -}}
+{{- $text := toString . -}}
+{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 -}}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if and $unit (not (hasKey $units $unit)) -}}
+{{- fail (printf "%q is not a memory quantity: use Ki, Mi, Gi or Ti" $text) -}}
+{{- end -}}
+{{- mulf (float64 $number) (float64 (default 1 (get $units $unit))) | floor | int64 -}}
+{{- end -}}
+
+{{- define "kvferry.clusterKeySecret" -}}
+{{- default (printf "%s-cluster-key" (include "kvferry.fullname" .)) .Values.security.clusterKey.existingSecret -}}
+{{- end -}}
+
+{{- define "kvferry.modelClaim" -}}
+{{- default (printf "%s-models" (include "kvferry.fullname" .)) .Values.modelCache.existingClaim -}}
+{{- end -}}
+
+{{/* Seconds between the order to leave and the kill: drain or lease, whichever is longer, and what the process needs after it. */}}
+{{- define "kvferry.drainSeconds" -}}
+{{- $config := include "kvferry.config" . | fromYaml -}}
+{{- if eq .role "router" -}}
+{{- add (ceil $config.router.drain_timeout_s | int) .root.Values.router.endpointDelaySeconds -}}
+{{- else if eq .role "kvstore" -}}
+{{- 10 -}}
+{{- else -}}
+{{- max (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.graceSeconds" -}}
+{{- $derived := add (include "kvferry.drainSeconds" .) 20 -}}
+{{- $given := (index .root.Values .role).terminationGracePeriodSeconds -}}
+{{- default $derived $given | int -}}
+{{- end -}}
+
+{{/* True if transport nixl is among those of a role. */}}
+{{- define "kvferry.usesNixl" -}}
+{{- $config := include "kvferry.config" . | fromYaml -}}
+{{- if has "nixl" $config.connector.transports -}}true{{- end -}}
+{{- end -}}

@@ -1,0 +1,334 @@
+{{/* The pod of a role: (dict "root" $ "role" "prefill"). */}}
+
+{{- define "kvferry.podTemplate" -}}
+{{- $values := index .root.Values .role -}}
+metadata:
+  labels:
+    {{- include "kvferry.labels" . | nindent 4 }}
+    {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    kvferry/config-checksum: {{ include "kvferry.config" . | sha256sum }}
+    {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- if and .root.Values.rdma.enabled (has .role (list "prefill" "decode")) }}
+    {{- with .root.Values.rdma.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "kvferry.serviceAccount" .root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ include "kvferry.graceSeconds" . }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- include "kvferry.placement" (dict "root" .root "role" .role "values" $values) | nindent 2 }}
+  {{- with include "kvferry.initContainers" . }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  containers:
+    - {{- include "kvferry.mainContainer" . | nindent 6 }}
+  volumes:
+    {{- include "kvferry.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- define "kvferry.placement" -}}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .values.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- if .values.affinity }}
+affinity: {{ toYaml .values.affinity | nindent 2 }}
+{{- else if has .role (list "prefill" "decode") }}
+affinity:
+  podAffinity:   # a block that stays in its zone is cheaper and sooner there
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 50
+        podAffinityTerm:
+          topologyKey: topology.kubernetes.io/zone
+          labelSelector:
+            {{- include "kvferry.selectorOf" (dict "root" .root "roles" (list "prefill" "decode")) | nindent 12 }}
+{{- end }}
+topologySpreadConstraints:
+  {{- if .values.topologySpreadConstraints }}
+  {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "kvferry.selector" . | nindent 8 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvferry.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- if . }}
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{- define "kvferry.mainContainer" -}}
+{{- $root := .root -}}
+{{- $values := index $root.Values .role -}}
+{{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
+{{- $isRdma := and $root.Values.rdma.enabled (has .role (list "prefill" "decode")) -}}
+name: {{ .role }}
+image: {{ include "kvferry.image" (dict "image" $root.Values.image "default" $root.Chart.AppVersion) }}
+imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+args:
+  {{- include "kvferry.args" . | nindent 2 }}
+env:
+  {{- include "kvferry.env" . | nindent 2 }}
+ports:
+  {{- include "kvferry.containerPorts" . | nindent 2 }}
+{{- include "kvferry.probes" . | nindent 0 }}
+lifecycle:
+  preStop:
+    exec:
+      {{- if $isWorker }}
+      # Returns when the worker has left: nothing running, no block held for a reader.
+      command: [kvferry, drain, --ops-port, {{ $root.Values.ports.ops | quote }}, --timeout, {{ add (include "kvferry.drainSeconds" .) 10 | quote }}]
+      {{- else }}
+      # SIGTERM begins the drain; before it, load balancers learn that this pod is going.
+      command: [sleep, {{ ternary $root.Values.router.endpointDelaySeconds 2 (eq .role "router") | quote }}]
+      {{- end }}
+securityContext:
+  {{- include "kvferry.containerSecurity" $isRdma | nindent 2 }}
+resources:
+  {{- include "kvferry.resources" (dict "root" $root "values" $values "isRdma" $isRdma) | nindent 2 }}
+volumeMounts:
+  {{- include "kvferry.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{- define "kvferry.args" -}}
+{{- $command := list .role -}}
+{{- if eq .role "aggregated" -}}{{- $command = list "decode" "--aggregated" -}}{{- end -}}
+{{- $command = concat $command (list "--config" "/etc/kvferry/config.yaml") -}}
+{{- if has .role (list "prefill" "decode" "aggregated") -}}
+{{- $command = concat $command (list "--engine-id" "$(POD_NAME)") -}}
+{{- end -}}
+{{- if eq .role "prefill" -}}
+{{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
+{{- end -}}
+{{- $redis := .root.Values.kvstore.redis -}}
+{{- if and (eq .role "kvstore") $redis.enabled -}}
+{{- $login := ternary ":$(KVFERRY_REDIS_PASSWORD)@" "" (ne $redis.existingSecret "") -}}
+{{- $command = concat $command (list "--set" (printf "kvstore.redis_url=redis://%s%s:%v/0" $login $redis.host $redis.port)) -}}
+{{- end -}}
+{{- toYaml $command -}}
+{{- end -}}
+
+{{- define "kvferry.env" -}}
+{{- $values := .root.Values -}}
+{{- $ucx := dict -}}
+{{- if has .role (list "prefill" "decode") -}}
+{{- $_ := set $ucx "UCX_TCP_PORT_RANGE" (printf "%v-%v" $values.ports.ucx.first $values.ports.ucx.last) -}}
+{{- if $values.rdma.enabled -}}
+{{- with $values.rdma.netDevices -}}{{- $_ := set $ucx "UCX_NET_DEVICES" . -}}{{- end -}}
+{{- with $values.rdma.tls -}}{{- $_ := set $ucx "UCX_TLS" . -}}{{- end -}}
+{{- $ucx = merge (deepCopy $values.rdma.extraEnv) $ucx -}}
+{{- end -}}
+{{- end -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: HF_HOME
+  value: /var/cache/kvferry/huggingface
+{{- if $values.modelCache.readOnly }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- if not $values.security.insecure }}
+- name: KVFERRY_CLUSTER_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" .root }}, key: {{ $values.security.clusterKey.key }}}}
+{{- end }}
+{{- if and (eq .role "router") $values.security.apiKeys.existingSecret }}
+- name: KVFERRY_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ $values.security.apiKeys.existingSecret }}, key: {{ $values.security.apiKeys.key }}}}
+{{- end }}
+{{- if and (eq .role "kvstore") $values.kvstore.redis.enabled $values.kvstore.redis.existingSecret }}
+- name: KVFERRY_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ $values.kvstore.redis.existingSecret }}, key: {{ $values.kvstore.redis.passwordKey }}}}
+{{- end }}
+{{- with $values.modelCache.hfTokenSecret.name }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
+{{- end }}
+{{- with $values.tracing.endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- range $name := keys $ucx | sortAlpha }}
+- name: {{ $name }}
+  value: {{ get $ucx $name | quote }}
+{{- end }}
+{{- with (index $values .role).extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvferry.containerPorts" -}}
+{{- $ports := .root.Values.ports -}}
+{{- if eq .role "router" }}
+- {name: http, containerPort: {{ $ports.http }}}
+- {name: workers, containerPort: {{ $ports.workers }}}
+{{- else if eq .role "kvstore" }}
+- {name: store, containerPort: {{ $ports.store }}}
+- {name: ops, containerPort: {{ $ports.ops }}}
+{{- else }}
+{{- if eq .role "prefill" }}
+- {name: control, containerPort: {{ $ports.control }}}
+- {name: data, containerPort: {{ $ports.data }}}
+{{- end }}
+- {name: ops, containerPort: {{ $ports.ops }}}
+{{- end }}
+{{- end -}}
+
+{{/* Start-up and liveness ask about this process alone; only readiness depends on others. */}}
+{{- define "kvferry.probes" -}}
+{{- $probes := default dict (index .root.Values .role).probes -}}
+{{- $port := ternary "http" "ops" (eq .role "router") -}}
+{{- $started := ternary "/started" "/health" (has .role (list "prefill" "decode" "aggregated")) }}
+startupProbe:
+  httpGet: {path: {{ $started }}, port: {{ $port }}}
+  periodSeconds: {{ dig "startup" "periodSeconds" 5 $probes }}
+  failureThreshold: {{ dig "startup" "failureThreshold" 180 $probes }}
+readinessProbe:
+  httpGet: {path: /ready, port: {{ $port }}}
+  periodSeconds: {{ dig "readiness" "periodSeconds" 2 $probes }}
+  failureThreshold: {{ dig "readiness" "failureThreshold" 2 $probes }}
+livenessProbe:
+  httpGet: {path: /health, port: {{ $port }}}
+  periodSeconds: {{ dig "liveness" "periodSeconds" 10 $probes }}
+  timeoutSeconds: {{ dig "liveness" "timeoutSeconds" 5 $probes }}
+  failureThreshold: {{ dig "liveness" "failureThreshold" 6 $probes }}
+{{- end -}}
+
+{{- define "kvferry.resources" -}}
+{{- $resources := deepCopy (default dict .values.resources) -}}
+{{- $extended := dict -}}
+{{- with .values.gpu -}}
+{{- if .count -}}{{- $_ := set $extended (default "nvidia.com/gpu" .resourceName) .count -}}{{- end -}}
+{{- end -}}
+{{- if .isRdma -}}
+{{- $_ := set $extended .root.Values.rdma.resourceName .root.Values.rdma.count -}}
+{{- end -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $extended) -}}
+{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $extended) -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "kvferry.mounts" -}}
+- {name: config, mountPath: /etc/kvferry, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
+{{- if ne .role "kvstore" }}
+- {name: models, mountPath: /var/cache/kvferry{{ if .root.Values.modelCache.readOnly }}, readOnly: true{{ end }}}
+{{- else if .root.Values.kvstore.disk.size }}
+- {name: store, mountPath: /var/lib/kvferry}
+{{- end }}
+{{- end -}}
+
+{{- define "kvferry.volumes" -}}
+{{- $values := .root.Values -}}
+{{- $cache := $values.modelCache -}}
+- name: config
+  configMap: {name: {{ include "kvferry.roleName" . }}}
+- name: tmp
+  emptyDir: {sizeLimit: 1Gi}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmSize" . }}}
+{{- if ne .role "kvstore" }}
+- name: models
+  {{- if eq $cache.kind "emptyDir" }}
+  emptyDir: {sizeLimit: {{ $cache.size }}}
+  {{- else }}
+  persistentVolumeClaim: {claimName: {{ include "kvferry.modelClaim" .root }}{{ if $cache.readOnly }}, readOnly: true{{ end }}}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* /dev/shm: what UCX needs, and the pool of an LMCache server that shares memory with the worker by it. */}}
+{{- define "kvferry.shmSize" -}}
+{{- $base := include "kvferry.bytes" .root.Values.shm.size | int64 -}}
+{{- if and (eq .root.Values.lmcache.mode "sidecar") (has .role (include "kvferry.workers" .root | fromJsonArray)) -}}
+{{- $staging := dig "connector" "lmcache" "staging_bytes" 268435456 (include "kvferry.config" . | fromYaml) | int64 -}}
+{{- add $base $staging (include "kvferry.bytes" .root.Values.lmcache.memory | int64) -}}
+{{- else -}}
+{{- .root.Values.shm.size -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.initContainers" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $config := include "kvferry.config" . | fromYaml -}}
+{{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
+{{- if and (or $isWorker (eq .role "router")) $values.modelCache.fetch (not $values.modelCache.readOnly) }}
+- name: fetch-model
+  image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $values.image.pullPolicy }}
+  args: [models, --config, /etc/kvferry/config.yaml, {{ $config.model.name | quote }}]
+  env:
+    - {name: HF_HOME, value: /var/cache/kvferry/huggingface}
+    {{- with $values.modelCache.hfTokenSecret.name }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
+    {{- end }}
+  securityContext:
+    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+  resources:
+    {{- toYaml (default dict (index $values .role).resources) | nindent 4 }}
+  volumeMounts:
+    {{- include "kvferry.mounts" . | nindent 4 }}
+{{- end }}
+{{- if and $isWorker (eq $values.lmcache.mode "sidecar") }}
+- name: lmcache   # a native sidecar: up before the worker, gone after it; they share memory by /dev/shm
+  restartPolicy: Always
+  image: {{ include "kvferry.image" (dict "image" $values.lmcache.image "default" "") }}
+  imagePullPolicy: {{ $values.lmcache.image.pullPolicy }}
+  {{- with $values.lmcache.command }}
+  command: {{ toJson . }}
+  {{- end }}
+  env:
+    - {name: HOME, value: /tmp}
+  startupProbe:
+    tcpSocket: {port: {{ $values.lmcache.port }}}
+    periodSeconds: 2
+    failureThreshold: 150
+  securityContext:
+    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+  resources:
+    requests: {cpu: {{ $values.lmcache.cpu | quote }}, memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
+    limits: {memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- end -}}

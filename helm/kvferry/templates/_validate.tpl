@@ -1,0 +1,122 @@
+{{/* What a JSON schema cannot say: values that do not go together. Every message says what to change. */}}
+{{- define "kvferry.validate" -}}
+{{- $workers := include "kvferry.workers" . | fromJsonArray -}}
+{{- if not .Values.router.enabled -}}
+{{- fail "router.enabled: workers need a router to register with; leave it on" -}}
+{{- end -}}
+{{- if ne .Values.prefill.enabled .Values.decode.enabled -}}
+{{- fail "prefill.enabled and decode.enabled: a prompt needs one worker of each; set both, or use aggregated.enabled" -}}
+{{- end -}}
+{{- if not $workers -}}
+{{- fail "no worker is enabled: set prefill.enabled and decode.enabled, or aggregated.enabled" -}}
+{{- end -}}
+{{- if eq .Values.image.tag "latest" -}}
+{{- fail "image.tag: \"latest\" names another image every day; give a version or a digest" -}}
+{{- end -}}
+{{- include "kvferry.validateSecurity" . -}}
+{{- include "kvferry.validatePorts" . -}}
+{{- include "kvferry.validateStores" . -}}
+{{- if and (eq .Values.modelCache.kind "existingClaim") (not .Values.modelCache.existingClaim) -}}
+{{- fail "modelCache.existingClaim: name the claim, or set modelCache.kind to emptyDir or create" -}}
+{{- end -}}
+{{- if and .Values.modelCache.readOnly (eq .Values.modelCache.kind "emptyDir") -}}
+{{- fail "modelCache.readOnly: an emptyDir starts empty, so the model must be fetched into it; use a claim that holds the model" -}}
+{{- end -}}
+{{- range $role := include "kvferry.roles" . | fromJsonArray -}}
+{{- include "kvferry.validateRole" (dict "root" $ "role" $role) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateSecurity" -}}
+{{- $key := .Values.security.clusterKey -}}
+{{- if and .Values.security.insecure (or $key.existingSecret $key.value) -}}
+{{- fail "security.insecure: it stands for no cluster key, but security.clusterKey names one; remove one of the two" -}}
+{{- end -}}
+{{- if and $key.existingSecret $key.value -}}
+{{- fail "security.clusterKey: existingSecret and value are two keys; give one" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validatePorts" -}}
+{{- $seen := dict -}}
+{{- range $name, $port := omit .Values.ports "ucx" -}}
+{{- if hasKey $seen (toString $port) -}}
+{{- fail (printf "ports.%s and ports.%s are both %v; every port needs its own number" (get $seen (toString $port)) $name $port) -}}
+{{- end -}}
+{{- $_ := set $seen (toString $port) $name -}}
+{{- end -}}
+{{- $ucx := .Values.ports.ucx -}}
+{{- if gt (int $ucx.first) (int $ucx.last) -}}
+{{- fail (printf "ports.ucx.first = %v must be at most ports.ucx.last = %v" $ucx.first $ucx.last) -}}
+{{- end -}}
+{{- range $port, $name := $seen -}}
+{{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
+{{- fail (printf "ports.%s = %s lies in ports.ucx; move one of them" $name $port) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateStores" -}}
+{{- $lmcache := .Values.lmcache -}}
+{{- if and (eq $lmcache.mode "external") (not $lmcache.host) -}}
+{{- fail "lmcache.host: say where the external LMCache server listens" -}}
+{{- end -}}
+{{- if and (eq $lmcache.mode "sidecar") (not $lmcache.image.repository) -}}
+{{- fail "lmcache.image.repository: name the image of the LMCache server that runs in every worker's pod" -}}
+{{- end -}}
+{{- if and (eq $lmcache.mode "sidecar") (not $lmcache.image.digest) (has $lmcache.image.tag (list "" "latest")) -}}
+{{- fail "lmcache.image.tag: give a version or a digest" -}}
+{{- end -}}
+{{- if and .Values.kvstore.redis.enabled (not .Values.kvstore.enabled) -}}
+{{- fail "kvstore.redis: Redis is a tier of the store; set kvstore.enabled too" -}}
+{{- end -}}
+{{- if and .Values.kvstore.redis.enabled (not .Values.kvstore.redis.host) -}}
+{{- fail "kvstore.redis.host: say where Redis listens" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateRole" -}}
+{{- $values := index .root.Values .role -}}
+{{- $config := include "kvferry.config" . | fromYaml -}}
+{{- $scaling := dig "autoscaling" "type" "none" $values -}}
+{{- if and (ne $scaling "none") (gt (int $values.autoscaling.min) (int $values.autoscaling.max)) -}}
+{{- fail (printf "%s.autoscaling.min = %v must be at most max = %v" .role $values.autoscaling.min $values.autoscaling.max) -}}
+{{- end -}}
+{{- $grace := include "kvferry.graceSeconds" . | int -}}
+{{- $drain := include "kvferry.drainSeconds" . | int -}}
+{{- if lt $grace (add $drain 5 | int) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds = %d: draining takes up to %d s, so the pod would be killed in the middle of it; give at least %d, or shorten the drain time and connector.lease_s" .role $grace $drain (add $drain 5)) -}}
+{{- end -}}
+{{- $gpu := dig "gpu" "count" 0 $values | int -}}
+{{- if and (has .role (list "prefill" "decode" "aggregated")) (eq $gpu 0) -}}
+{{- include "kvferry.validateMemory" (dict "role" .role "values" $values "config" $config "root" .root) -}}
+{{- end -}}
+{{- if eq .role "kvstore" -}}
+{{- $arena := dig "kvstore" "memory_bytes" 1073741824 $config | int64 -}}
+{{- $limit := dig "resources" "limits" "memory" "" $values -}}
+{{- if and $limit (lt (include "kvferry.bytes" $limit | int64) $arena) -}}
+{{- fail (printf "kvstore.resources.limits.memory = %s does not hold the arena (config.kvstore.memory_bytes = %d)" $limit $arena) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $gpu (eq (default "cpu" $config.model.device) "cpu") -}}
+{{- fail (printf "%s.gpu.count = %d, but config.model.device is cpu: set it to cuda, or the GPU idles" .role $gpu) -}}
+{{- end -}}
+{{- if and .root.Values.rdma.enabled (ne (include "kvferry.usesNixl" .) "true") (has .role (list "prefill" "decode")) -}}
+{{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
+{{- end -}}
+{{- if and (has "shm" $config.connector.transports) (has .role (list "prefill" "decode")) -}}
+{{- fail (printf "%s.config.connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" .role) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateMemory" -}}
+{{- $limit := dig "resources" "limits" "memory" "" .values -}}
+{{- if $limit -}}
+{{- $pool := dig "cache" "memory_bytes" 1073741824 .config | int64 -}}
+{{- $shm := include "kvferry.bytes" .root.Values.shm.size | int64 -}}
+{{- $bytes := include "kvferry.bytes" $limit | int64 -}}
+{{- if lt $bytes (add $pool $shm | int64) -}}
+{{- fail (printf "%s.resources.limits.memory = %s does not even hold the KV pool (config.cache.memory_bytes = %d) and /dev/shm (shm.size = %s); the model comes on top" .role $limit $pool .root.Values.shm.size) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

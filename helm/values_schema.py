@@ -1,0 +1,276 @@
+"""Writes the chart's ``values.schema.json``: every key of values.yaml, no other, and kvferry's own settings under ``config``.
+
+Owns the shape of the values. The settings come from ``core.config`` as they are, less those that are the chart's business
+(addresses, ports, names, secrets), so that a wrong one is refused by ``helm install`` and not by a pod that restarts for ever.
+Run it after a change of either: ``python helm/values_schema.py``. The tests compare.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.config import KVFerryConfig
+
+SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
+
+# What the chart sets itself, by section; a section of which nothing is left is left out.
+CHART_OWNED = {
+    "ModelSection": {"cache_dir"},
+    "WorkerSection": {
+        "engine_id",
+        "router_addresses",
+        "control_address",
+        "data_port",
+        "advertise_host",
+        "ops_host",
+        "ops_port",
+        "workers_on_host",
+        "host_slot",
+        "kv_events_address",
+    },
+    "RouterSection": {"host", "port", "worker_address", "api_key"},
+    "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url"},
+    "LMCacheSection": {"server_address", "http_address"},
+}
+CHART_OWNED_SECTIONS = {"local", "security"}
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+([.][0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
+SIZE: Schema = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)$"}
+DURATION: Schema = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
+TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+ANYTHING: Schema = {"type": "object"}  # Kubernetes' own types; the API server knows them
+LIST: Schema = {"type": "array", "items": ANYTHING}
+
+
+def closed(**properties: Schema) -> Schema:
+    """Return an object that may have these keys and no others."""
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def one_of(*values: str) -> Schema:
+    """Return one of these texts."""
+    return {"enum": list(values)}
+
+
+def image(**more: Schema) -> Schema:
+    """Return an image reference."""
+    return closed(
+        repository=TEXT,
+        tag=TEXT,
+        digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+        pullPolicy=one_of("Always", "IfNotPresent", "Never"),
+        **more,
+    )
+
+
+def probe(*names: str) -> Schema:
+    """Return the settings of a probe."""
+    return closed(**dict.fromkeys(names, POSITIVE))
+
+
+def role(*kinds: str, **more: Schema) -> Schema:
+    """Return what every role has; ``config`` overrides the common one."""
+    return closed(
+        enabled=FLAG,
+        kind=one_of(*kinds),
+        replicas=COUNT,
+        config={"$ref": "#/$defs/KVFerryConfig"},
+        resources=closed(
+            requests={"type": "object", "additionalProperties": QUANTITY},
+            limits={"type": "object", "additionalProperties": QUANTITY},
+        ),
+        gpu=closed(count=COUNT, resourceName=TEXT),
+        podLabels=TEXTS,
+        podAnnotations=TEXTS,
+        nodeSelector=TEXTS,
+        tolerations=LIST,
+        affinity=ANYTHING,
+        topologySpreadConstraints=LIST,
+        priorityClassName=TEXT,
+        runtimeClassName=TEXT,
+        schedulerName=TEXT,
+        extraEnv=LIST,
+        terminationGracePeriodSeconds=POSITIVE,
+        rollingUpdate=closed(maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": ["integer", "string"]}),
+        probes=closed(
+            startup=probe("periodSeconds", "failureThreshold"),
+            readiness=probe("periodSeconds", "failureThreshold"),
+            liveness=probe("periodSeconds", "timeoutSeconds", "failureThreshold"),
+        ),
+        pdb=closed(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]}),
+        autoscaling=autoscaling(),
+        **more,
+    )
+
+
+def autoscaling() -> Schema:
+    """Return how a role is scaled; ``metrics`` maps names to their target per pod."""
+    found = closed(
+        type=one_of("hpa", "keda"),
+        min=POSITIVE,
+        max=POSITIVE,
+        scaleDownSeconds=POSITIVE,
+        metrics={
+            "type": "object",
+            "minProperties": 1,
+            "propertyNames": {"pattern": "^kvferry_[a-z_]+$"},
+            "additionalProperties": {"type": ["string", "number"]},
+        },
+    )
+    return {**found, "required": ["type", "min", "max", "metrics"]}
+
+
+def stores() -> dict[str, Schema]:
+    """Return the values of the stores."""
+    return {
+        "kvstore": role(
+            "StatefulSet",
+            "Deployment",
+            disk=closed(size={"anyOf": [SIZE, {"const": ""}]}, storageClassName=TEXT),
+            redis=closed(enabled=FLAG, host=TEXT, port=PORT, existingSecret=TEXT, passwordKey=TEXT),
+        ),
+        "lmcache": closed(
+            mode=one_of("none", "sidecar", "external"),
+            image=image(),
+            command={"type": "array", "items": TEXT},
+            port=PORT,
+            httpPort=PORT,
+            memory=SIZE,
+            cpu=QUANTITY,
+            host=TEXT,
+            peer=ANYTHING,
+        ),
+    }
+
+
+def hardware() -> dict[str, Schema]:
+    """Return the values of networks, memory and volumes."""
+    return {
+        "rdma": closed(
+            enabled=FLAG,
+            resourceName=TEXT,
+            count=POSITIVE,
+            podAnnotations=TEXTS,
+            netDevices=TEXT,
+            tls=TEXT,
+            extraEnv={**TEXTS, "propertyNames": {"pattern": "^UCX_[A-Z0-9_]+$"}},
+        ),
+        "shm": closed(size=SIZE),
+        "modelCache": closed(
+            kind=one_of("emptyDir", "existingClaim", "create"),
+            existingClaim=TEXT,
+            size=SIZE,
+            storageClassName=TEXT,
+            accessModes={"type": "array", "items": one_of("ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany")},
+            readOnly=FLAG,
+            fetch=FLAG,
+            hfTokenSecret=closed(name=TEXT, key=TEXT),
+        ),
+    }
+
+
+def trust() -> dict[str, Schema]:
+    """Return the values of who may talk to whom."""
+    key_text = {"anyOf": [{"const": ""}, {"type": "string", "minLength": 32}]}
+    return {
+        "security": closed(
+            clusterKey=closed(existingSecret=TEXT, key=TEXT, value=key_text),
+            insecure=FLAG,
+            apiKeys=closed(existingSecret=TEXT, key=TEXT),
+        ),
+        "serviceAccount": closed(create=FLAG, name=TEXT, annotations=TEXTS),
+        "networkPolicy": closed(enabled=FLAG, clients=LIST, prometheus=LIST, dns=LIST, modelSources=LIST, redis=LIST),
+    }
+
+
+def monitoring() -> dict[str, Schema]:
+    """Return the values of metrics and traces."""
+    scrape = closed(enabled=FLAG, interval=DURATION, labels=TEXTS)
+    ratio: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    seconds: Schema = {"type": "number", "exclusiveMinimum": 0}
+    return {
+        "monitoring": closed(
+            podMonitor=scrape,
+            serviceMonitor=scrape,
+            prometheusRule=closed(enabled=FLAG, labels=TEXTS, ttftSeconds=seconds, transferFailureRatio=ratio),
+            dashboard=closed(enabled=FLAG, labels=TEXTS),
+        ),
+        "keda": closed(serverAddress=TEXT),
+        "tracing": closed(endpoint={"type": "string", "pattern": "^(https?://[^/:]+(:[0-9]+)?(/.*)?)?$"}, peer=ANYTHING),
+    }
+
+
+def settings() -> dict[str, Schema]:
+    """Return the definitions of kvferry's settings, less what the chart sets."""
+    found: dict[str, Schema] = msgspec.json.schema(KVFerryConfig)["$defs"]
+    sections = found["KVFerryConfig"]["properties"]
+    for name in CHART_OWNED_SECTIONS & sections.keys():
+        del sections[name]
+    for name, owned in CHART_OWNED.items():
+        for key in owned:
+            found[name]["properties"].pop(key)
+    for definition in found.values():
+        for setting in definition["properties"].values():
+            setting.pop("default", None)  # some are this machine's; kvferry knows them
+    used = reachable("KVFerryConfig", found)
+    return {name: definition for name, definition in found.items() if name in used}
+
+
+def reachable(name: str, definitions: dict[str, Schema]) -> set[str]:
+    """Return the definitions that one refers to, itself and those further on included."""
+    refs = set(re.findall(r'"#/\$defs/(\w+)"', json.dumps(definitions[name])))
+    return {name}.union(*(reachable(ref, definitions) for ref in refs))
+
+
+def build() -> Schema:
+    """Return the whole schema."""
+    kinds = ("Deployment", "StatefulSet")
+    service = closed(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=PORT, annotations=TEXTS)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the kvferry chart",
+        **closed(
+            nameOverride=TEXT,
+            fullnameOverride=TEXT,
+            image=image(),
+            imagePullSecrets={"type": "array", "items": TEXT},
+            config={"$ref": "#/$defs/KVFerryConfig"},
+            network=closed(ipFamily=one_of("IPv4", "IPv6"), clusterDomain=TEXT),
+            ports=closed(
+                **dict.fromkeys(("http", "workers", "control", "data", "ops", "store"), PORT), ucx=closed(first=PORT, last=PORT)
+            ),
+            router=role(*kinds, service=service, endpointDelaySeconds=COUNT),
+            prefill=role(*kinds),
+            decode=role(*kinds),
+            aggregated=role(*kinds),
+            **stores(),
+            **hardware(),
+            **trust(),
+            **monitoring(),
+            tests=closed(timeoutSeconds=POSITIVE),
+            **{"global": ANYTHING},  # Helm's own, for charts that have this one as a part
+        ),
+        "$defs": settings(),
+    }
+
+
+def render() -> str:
+    """Return the text of the file."""
+    return json.dumps(build(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(SCHEMA_PATH.write_text(render()) == 0)

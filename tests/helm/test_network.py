@@ -1,0 +1,98 @@
+"""The network policies let through what the planes need and nothing else."""
+
+import pytest
+
+PORTS = {"http": 8000, "workers": 5570, "control": 5571, "data": 5572, "ops": 9400, "store": 5580}
+CLUSTER = ("router", "prefill", "decode", "aggregated", "kvstore", "test")
+
+
+def selects(selector, role):
+    labels = {"app.kubernetes.io/name": "kvferry", "app.kubernetes.io/instance": "kvferry", "app.kubernetes.io/component": role}
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    return all(labels.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", ()))
+
+
+def passes(rules, direction, role, port):
+    """Say whether a rule lets a pod of the cluster through at a port."""
+    for rule in rules:
+        peers = rule.get(direction)
+        is_peer = peers is None or any(
+            "namespaceSelector" not in p and selects(p.get("podSelector", {"matchLabels": {"": ""}}), role) for p in peers
+        )
+        if is_peer and any(entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in rule["ports"]):
+            return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def may_talk(find):
+    def check(preset, source, target, port):
+        policies = {role: find(preset, "NetworkPolicy", role)["spec"] for role in (source, target) if role != "test"}
+        leaves = source == "test" or passes(policies[source]["egress"], "to", target, port)
+        return leaves and passes(policies[target]["ingress"], "from", source, port)
+
+    return check
+
+
+ALLOWED = {
+    ("prefill", "router", "workers"),
+    ("decode", "router", "workers"),
+    ("decode", "prefill", "control"),
+    ("decode", "prefill", "data"),
+    ("prefill", "kvstore", "store"),
+    ("decode", "kvstore", "store"),
+}
+
+
+@pytest.mark.parametrize("target", ["router", "prefill", "decode", "kvstore"])
+@pytest.mark.parametrize("source", ["router", "prefill", "decode", "kvstore"])
+def test_exactly_the_planes_connect(may_talk, source, target):
+    open_ports = {name for name, port in PORTS.items() if may_talk("external-redis", source, target, port)}
+    assert open_ports == {name for left, right, name in ALLOWED if (left, right) == (source, target)}
+
+
+def test_ucx_ports_are_open_from_decode_to_prefill_only_and_only_if_nixl_is_used(may_talk):
+    for port in (20000, 20127):
+        assert may_talk("gpu-rdma", "decode", "prefill", port)
+        assert not may_talk("gpu-rdma", "prefill", "decode", port)
+        assert not may_talk("gpu-rdma", "router", "prefill", port)
+        assert not may_talk("cpu-minimal", "decode", "prefill", port)
+    assert not may_talk("gpu-rdma", "decode", "prefill", 20128)
+
+
+def test_ucx_is_told_the_ports_that_are_open(find):
+    container = find("gpu-rdma", "Deployment", "prefill")["spec"]["template"]["spec"]["containers"][0]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["UCX_TCP_PORT_RANGE"] == "20000-20127"
+
+
+def test_clients_can_be_named_and_the_test_stays_one_of_them(may_talk, find):
+    assert may_talk("ha", "test", "router", 8000)
+    assert not may_talk("ha", "decode", "router", 8000)
+    (rule,) = (rule for rule in find("ha", "NetworkPolicy", "router")["spec"]["ingress"] if rule["ports"][0]["port"] == 8000)
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateway"}}} in rule["from"]
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_everything_else_that_may_be_reached_is_listed(find, role):
+    egress = find("gpu-rdma", "NetworkPolicy", role)["spec"]["egress"]
+    outside = [
+        rule
+        for rule in egress
+        if not any("podSelector" in peer and "namespaceSelector" not in peer for peer in rule.get("to", [{}]))
+    ]
+    assert [sorted({entry["port"] for entry in rule["ports"]}) for rule in outside] == [[53]]
+
+
+def test_models_are_fetched_from_outside_the_private_networks(find):
+    egress = find("cpu-minimal", "NetworkPolicy", "decode")["spec"]["egress"]
+    (rule,) = (rule for rule in egress if rule["ports"][0]["port"] == 443)
+    assert "10.0.0.0/8" in rule["to"][0]["ipBlock"]["except"]
+
+
+def test_metrics_are_for_prometheus(find):
+    ingress = find("cpu-minimal", "NetworkPolicy", "decode")["spec"]["ingress"]
+    assert [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 9400] == [
+        [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    ]

@@ -1,0 +1,233 @@
+"""What an operator relies on: least privilege, closed networks, probes, drain, scaling, and settings that kvferry accepts."""
+
+import base64
+import json
+import re
+
+import pytest
+import yaml
+
+from core.config import load_config
+
+WORKLOADS = ("Deployment", "StatefulSet")
+PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "ha")
+
+
+def pods(helm, preset):
+    """Return (role, pod spec) of every workload and of the test."""
+    found = []
+    for item in helm.manifests(preset):
+        if item["kind"] in WORKLOADS:
+            found.append((item["metadata"]["labels"]["app.kubernetes.io/component"], item["spec"]["template"]["spec"]))
+        elif item["kind"] == "Pod":
+            found.append(("test", item["spec"]))
+    return found
+
+
+def containers(pod):
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def main(find, preset, role, *sets, kind="Deployment"):
+    return find(preset, kind, role, *sets)["spec"]["template"]["spec"]
+
+
+def environment(container):
+    return {entry["name"]: entry.get("value") for entry in container["env"]}
+
+
+def config_of(find, preset, role, *sets):
+    return yaml.safe_load(find(preset, "ConfigMap", role, *sets)["data"]["config.yaml"])
+
+
+# ---- privileges ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_pod_is_restricted(helm, preset):
+    for role, pod in pods(helm, preset):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostIPC", "hostPID", "hostNetwork"} & pod.keys()
+        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+        for container in containers(pod):
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"]["drop"] == ["ALL"]
+            may_lock = preset == "gpu-rdma" and container["name"] == role and role in ("prefill", "decode")
+            assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if may_lock else [])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_image_floats_and_no_role_is_bound(helm, preset):
+    for item in helm.manifests(preset):
+        assert item["kind"] not in ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+    for _, pod in pods(helm, preset):
+        for container in containers(pod):
+            assert re.search(r"(:[\w.-]+|@sha256:[0-9a-f]{64})$", container["image"])
+            assert not container["image"].endswith(":latest")
+
+
+def test_devices_are_for_the_workers_that_use_them(find):
+    decode = main(find, "gpu-rdma", "decode")["containers"][0]
+    assert decode["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1, "rdma/hca_shared_devices_a": 1}
+    assert decode["resources"]["requests"]["rdma/hca_shared_devices_a"] == 1
+    assert environment(decode)["UCX_NET_DEVICES"] == "mlx5_0:1"
+    router = main(find, "gpu-rdma", "router")["containers"][0]
+    assert "rdma/hca_shared_devices_a" not in router["resources"]["limits"]
+    assert not [name for name in environment(router) if name.startswith("UCX")]
+
+
+def test_digest_wins_over_the_tag(find):
+    digest = "sha256:" + "0" * 64
+    container = main(find, "cpu-minimal", "router", f"image.digest={digest}", "image.tag=v7")["containers"][0]
+    assert container["image"] == f"kvferry/kvferry@{digest}"
+
+
+# ---- probes and leaving ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_liveness_and_start_ask_the_process_alone_and_only_readiness_its_peers(find, role):
+    container = main(find, "cpu-minimal", role)["containers"][0]
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/started", "readiness": "/ready", "liveness": "/health"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("drain_s", "lease_s"), [(60, 30), (20, 90)])
+def test_pod_may_take_as_long_to_leave_as_its_requests_and_leases(find, role, drain_s, lease_s):
+    sets = (f"config.worker.drain_timeout_s={drain_s}", f"config.connector.lease_s={lease_s}")
+    pod = main(find, "cpu-minimal", role, *sets)
+    assert pod["terminationGracePeriodSeconds"] == max(drain_s, lease_s) + 20
+    command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["kvferry", "drain", "--ops-port", "9400", "--timeout", str(max(drain_s, lease_s) + 10)]
+
+
+def test_router_without_workers_can_be_found_by_them(find):
+    service = find("cpu-minimal", "Service", "router-workers")["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    (address,) = config_of(find, "cpu-minimal", "decode")["worker"]["router_addresses"]
+    assert address == "tcp://kvferry-router-workers.llm.svc.cluster.local:5570"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_role_has_a_disruption_budget(helm, preset):
+    roles = {role for role, _ in pods(helm, preset)} - {"test"}
+    budgets = {
+        item["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+        for item in helm.manifests(preset)
+        if item["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets == roles
+
+
+def test_change_of_settings_rolls_the_pods(find):
+    def checksum(*sets):
+        annotations = find("cpu-minimal", "Deployment", "decode", *sets)["spec"]["template"]["metadata"]["annotations"]
+        return annotations["kvferry/config-checksum"]
+
+    assert checksum() == checksum("router.replicas=2")
+    assert checksum() != checksum("config.cache.block_size=16")
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kvferry_accepts_the_settings_of_every_role(helm, preset, tmp_path):
+    for item in helm.manifests(preset):
+        if item["kind"] == "ConfigMap" and "config.yaml" in item["data"]:
+            path = tmp_path / f"{item['metadata']['name']}.yaml"
+            path.write_text(item["data"]["config.yaml"])
+            load_config(path)
+
+
+def test_role_overrides_the_common_settings(find):
+    sets = ("config.cache.block_size=32", "decode.config.cache.block_size=64")
+    assert config_of(find, "cpu-minimal", "prefill", *sets)["cache"]["block_size"] == 32
+    assert config_of(find, "cpu-minimal", "decode", *sets)["cache"]["block_size"] == 64
+
+
+def test_worker_takes_as_many_threads_as_it_is_promised_cores(find):
+    def threads(*sets):
+        return config_of(find, "cpu-minimal", "prefill", *sets)["worker"].get("cpu_threads")
+
+    assert threads() == 2
+    assert threads("prefill.resources.limits.cpu=6") == 6
+    assert threads("prefill.resources.requests.cpu=1500m") is None
+
+
+def test_secrets_are_in_no_config_map_and_no_command(helm):
+    key = "0123456789abcdef0123456789abcdef"
+    for item in helm.manifests("cpu-minimal", f"security.clusterKey.value={key}"):
+        assert (key in json.dumps(item)) is False
+    secret = next(
+        item for item in helm.manifests("cpu-minimal", f"security.clusterKey.value={key}") if item["kind"] == "Secret"
+    )
+    assert base64.b64decode(secret["data"]["cluster-key"]).decode() == key
+
+
+def test_without_a_key_the_chart_makes_one_of_32_random_bytes(helm):
+    def made():
+        (secret,) = (
+            item
+            for item in yaml.safe_load_all(helm.template("cpu-minimal", sets=("security.clusterKey.value=",)))
+            if item and item["kind"] == "Secret"
+        )
+        return base64.b64decode(secret["data"]["cluster-key"])
+
+    first, second = made(), made()
+    assert len(base64.b64decode(first)) == 32
+    assert first != second
+
+
+def test_shared_memory_of_a_pod_is_sized_from_the_pool_in_it(find):
+    def shm(preset, role, *sets):
+        volumes = main(find, preset, role, *sets)["volumes"]
+        return next(volume["emptyDir"] for volume in volumes if volume["name"] == "shm")
+
+    assert shm("cpu-minimal", "prefill") == {"medium": "Memory", "sizeLimit": "64Mi"}
+    assert shm("lmcache-server", "aggregated") == {"medium": "Memory", "sizeLimit": (64 << 20) + (256 << 20) + (4 << 30)}
+
+
+def test_lmcache_server_is_a_sidecar_that_shares_memory_with_the_worker_only(find):
+    pod = main(find, "lmcache-server", "aggregated")
+    (sidecar,) = (container for container in pod["initContainers"] if container["name"] == "lmcache")
+    assert sidecar["restartPolicy"] == "Always"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in sidecar["volumeMounts"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+    assert config_of(find, "lmcache-server", "aggregated")["connector"]["lmcache"]["server_address"] == "tcp://127.0.0.1:5555"
+
+
+def test_store_is_told_its_tiers_and_workers_where_it_is(find):
+    store = config_of(find, "external-redis", "kvstore")["kvstore"]
+    assert (store["bind_address"], store["disk_path"]) == ("tcp://0.0.0.0:5580", "/var/lib/kvferry")
+    container = main(find, "external-redis", "kvstore", kind="StatefulSet")["containers"][0]
+    assert container["args"][-1] == "kvstore.redis_url=redis://:$(KVFERRY_REDIS_PASSWORD)@redis.data.svc:6379/0"
+    address = config_of(find, "external-redis", "decode")["kvstore"]["address"]
+    assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
+
+
+def test_model_on_a_read_only_claim_is_not_fetched(find):
+    pod = main(find, "gpu-rdma", "decode")
+    assert "initContainers" not in pod
+    assert environment(pod["containers"][0])["HF_HUB_OFFLINE"] == "1"
+    assert next(volume for volume in pod["volumes"] if volume["name"] == "models")["persistentVolumeClaim"]["readOnly"] is True
+    assert main(find, "cpu-minimal", "decode")["initContainers"][0]["name"] == "fetch-model"
+
+
+# ---- scaling ---------------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_left_to_the_scaler(find):
+    assert "replicas" not in find("ha", "Deployment", "prefill")["spec"]
+    assert "replicas" not in find("ha", "Deployment", "decode")["spec"]
+    assert find("ha", "Deployment", "router")["spec"]["replicas"] == 2
+    scaler = find("ha", "HorizontalPodAutoscaler", "prefill")["spec"]
+    assert scaler["metrics"][0]["pods"]["metric"]["name"] == "kvferry_num_requests_waiting"
+    triggers = find("ha", "ScaledObject", "decode")["spec"]["triggers"]
+    assert triggers[0]["metadata"]["query"] == 'sum(kvferry_kv_cache_usage_perc{namespace="llm",pod=~"kvferry-decode-.*"})'

@@ -1,0 +1,62 @@
+"""Values that are wrong, or do not go together, are refused by Helm with a message that says what to change."""
+
+import pytest
+
+CASES = {
+    "unknown key": (["prefil.replicas=2"], "additional properties 'prefil' not allowed"),
+    "unknown key of a role": (["decode.replica=2"], "at '/decode': additional properties 'replica' not allowed"),
+    "wrong type": (["ports.http=abc"], "at '/ports/http': got string, want integer"),
+    "unknown setting": (["config.worker.drain_timeout=3"], "at '/config/worker': additional properties 'drain_timeout'"),
+    "setting out of range": (["config.cache.watermark=2"], "at '/config/cache/watermark'"),
+    "unknown setting of one role": (["decode.config.cache.blocksize=16"], "at '/decode/config/cache'"),
+    "address that the chart sets": (["config.worker.ops_port=1"], "additional properties 'ops_port' not allowed"),
+    "secret in a config map": (["config.router.api_key=secret"], "additional properties 'api_key' not allowed"),
+    "short cluster key": (["security.clusterKey.value=short"], "at '/security/clusterKey/value'"),
+    "hostPath": (["prefill.hostPath=/dev"], "additional properties 'hostPath' not allowed"),
+    "hostIPC": (["prefill.hostIPC=true"], "additional properties 'hostIPC' not allowed"),
+    "latest": (["image.tag=latest"], 'image.tag: "latest" names another image every day'),
+    "half a pair": (["decode.enabled=false"], "prefill.enabled and decode.enabled: a prompt needs one worker of each"),
+    "no worker": (["prefill.enabled=false", "decode.enabled=false"], "no worker is enabled"),
+    "no router": (["router.enabled=false"], "router.enabled: workers need a router"),
+    "two keys": (
+        ["security.clusterKey.existingSecret=a", "security.clusterKey.value=0123456789012345678901234567890123456789"],
+        "existingSecret and value are two keys",
+    ),
+    "insecure with a key": (["security.insecure=true", "security.clusterKey.existingSecret=a"], "remove one of the two"),
+    "one port twice": (["ports.data=8000"], "are both 8000; every port needs its own number"),
+    "port within UCX's": (["ports.data=20001"], "ports.data = 20001 lies in ports.ucx"),
+    "no UCX ports": (["ports.ucx.first=30000"], "ports.ucx.first = 30000 must be at most"),
+    "grace period too short": (
+        ["prefill.terminationGracePeriodSeconds=30"],
+        "draining takes up to 60 s, so the pod would be killed in the middle of it; give at least 65",
+    ),
+    "lease longer than the grace period": (
+        ["config.connector.lease_s=120", "prefill.terminationGracePeriodSeconds=90"],
+        "draining takes up to 120 s",
+    ),
+    "shared memory across pods": (["config.connector.transports={shm,tcp}"], "shm works between processes of one pod only"),
+    "RDMA without nixl": (["rdma.enabled=true"], "rdma.enabled: only transport nixl uses RDMA"),
+    "GPU that idles": (["decode.gpu.count=1"], "config.model.device is cpu: set it to cuda"),
+    "pool beyond the memory limit": (["config.cache.memory_bytes=5000000000"], "does not even hold the KV pool"),
+    "memory that is no quantity": (["prefill.resources.limits.memory=4 GB"], "at '/prefill/resources/limits/memory'"),
+    "scaling from more to fewer": (
+        [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=3", "max=2", "metrics.kvferry_num_requests_running=9"))],
+        "decode.autoscaling.min = 3 must be at most max = 2",
+    ),
+    "both scalers": (["decode.autoscaling.type=both"], "at '/decode/autoscaling"),
+    "claim without a name": (["modelCache.kind=existingClaim"], "modelCache.existingClaim: name the claim"),
+    "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),
+    "LMCache nowhere": (["lmcache.mode=external"], "lmcache.host: say where"),
+    "LMCache without an image": (["lmcache.mode=sidecar"], "lmcache.image.repository: name the image"),
+    "arena beyond the memory limit": (
+        ["kvstore.enabled=true", "config.kvstore.memory_bytes=9000000000"],
+        "kvstore.resources.limits.memory = 8Gi does not hold the arena",
+    ),
+    "Redis without a store": (["kvstore.redis.enabled=true"], "kvstore.redis: Redis is a tier of the store"),
+    "Redis nowhere": (["kvstore.enabled=true", "kvstore.redis.enabled=true"], "kvstore.redis.host: say where"),
+}
+
+
+@pytest.mark.parametrize(("sets", "message"), CASES.values(), ids=CASES)
+def test_is_refused_with_what_to_change(helm, sets, message):
+    assert message in helm.refusal(*sets)

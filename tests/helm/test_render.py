@@ -1,0 +1,85 @@
+"""Every preset is linted, renders for every Kubernetes version that the chart allows, and is what the API server accepts."""
+
+import importlib.util
+import json
+import tarfile
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "kvferry"
+PRESETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())
+VERSIONS = [
+    "1.29",
+    *(pytest.param(f"1.{minor}", marks=pytest.mark.full) for minor in (30, 31, 32, 33, 34)),
+    "1.35",
+]
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CUSTOM = load(Path(__file__).with_name("custom_resources.py")).SPECS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lint_finds_nothing(helm, preset):
+    done = helm.run("lint", "--strict", str(CHART), "--values", str(CHART / "ci" / f"{preset}-values.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_manifest_is_valid(helm, check_kubernetes, preset, version):
+    manifests = helm.manifests(preset, kube_version=version)
+    assert len(manifests) > 10
+    for manifest in manifests:
+        custom = CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
+        if custom is None:
+            check_kubernetes(manifest, version)
+        else:
+            jsonschema.validate(manifest["spec"], custom)
+
+
+def test_validation_notices_a_key_that_kubernetes_does_not_know(helm, check_kubernetes):
+    pod = json.loads(json.dumps(next(item for item in helm.manifests("cpu-minimal") if item["kind"] == "Pod")))
+    check_kubernetes(pod, "1.33")
+    pod["spec"]["containers"][0]["imagePullPolice"] = "Always"
+    with pytest.raises(jsonschema.ValidationError):
+        check_kubernetes(pod, "1.33")
+
+
+def test_no_two_manifests_have_the_same_name(helm):
+    for preset in PRESETS:
+        names = [(item["kind"], item["metadata"]["name"]) for item in helm.manifests(preset)]
+        assert len(names) == len(set(names)), preset
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "golden").glob("*.yaml")), ids=lambda path: path.stem)
+def test_renders_as_recorded(helm, path):
+    assert helm.template(path.stem) == path.read_text(), "meant? then `make chart` records it, and the diff shows what changes"
+
+
+def test_older_kubernetes_is_refused(helm):
+    done = helm.run("template", "kvferry", str(CHART), "--kube-version", "1.28")
+    assert "incompatible with Kubernetes" in done.stderr
+
+
+def test_package_holds_the_schema_and_the_presets(helm, tmp_path):
+    done = helm.run("package", str(CHART), "--destination", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tgz"))) as package:
+        names = package.getnames()
+    assert "kvferry/values.schema.json" in names
+    assert {f"kvferry/ci/{preset}-values.yaml" for preset in PRESETS} <= set(names)
+
+
+def test_schema_is_that_of_the_settings():
+    written = (CHART / "values.schema.json").read_text()
+    assert written == load(ROOT / "helm" / "values_schema.py").render(), "run `make chart`"
