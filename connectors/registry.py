@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -17,7 +17,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from core.clock import Clock
-from core.config import ConnectorSection, KVFerryConfig
+from core.config import ConnectorSection, KVFerryConfig, KVStoreSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConfigError
 from core.ids import IdSource
@@ -43,6 +43,7 @@ class ConnectorContext:
     clock: Clock
     ids: IdSource
     metrics: CollectorRegistry
+    kvstore: KVStoreSection = field(default_factory=KVStoreSection)
 
 
 class Connector(ABC):
@@ -88,6 +89,10 @@ class Connector(ABC):
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
+        return 0
+
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied elsewhere; not longer than a moment."""
         return 0
 
     def longest_lease_s(self) -> float:
@@ -160,6 +165,7 @@ def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes
                 clock=host.clock,
                 ids=host.ids,
                 metrics=host.metrics,
+                kvstore=host.config.kvstore,
             )
         )
 

@@ -23,6 +23,7 @@ from core.errors import ConfigError
 STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
 
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
+MULTI_CONNECTOR = "multi"  # the connector that stands for several
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
 DIGEST_TRANSPORTS = frozenset({"tcp"})  # where connector.kv_verify = "auto" checks the bytes as well
 
@@ -129,10 +130,25 @@ class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     save_decode_cache: bool = True  # blocks of generated tokens too
 
 
+class OffloadSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Connector ``offload``: blocks in the host memory of the worker that has computed them."""
+
+    memory_bytes: Positive = 1 << 30
+    mode: Literal["eager", "lazy"] = "eager"  # eager: each block once it is complete; lazy: before the pool reuses it
+    eviction: Literal["lru", "s3fifo", "arc"] = "arc"
+
+
+class StoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Connector ``store``: blocks in the store that section ``kvstore`` describes."""
+
+    save_decode_cache: bool = True  # blocks of generated tokens too
+
+
 class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How KV leaves and enters a worker."""
 
     name: str = "p2p"  # an installed connector, or module:factory
+    connectors: tuple[str, ...] = ()  # of connector "multi", in order: the first that has a prompt's blocks loads them
     transports: tuple[str, ...] = ("shm", "tcp")  # of the p2p connector, in order of preference
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
     kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl
@@ -143,7 +159,14 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_max_s: Seconds = 600.0
     max_quarantined_blocks: NonNegative = 0  # per peer whose reads do not end: then it is cut off; 0 = a quarter of the pool
     lmcache: LMCacheSection = LMCacheSection()
+    offload: OffloadSection = OffloadSection()
+    store: StoreSection = StoreSection()
     extra: dict[str, Any] = {}  # for connectors from outside
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The connectors that there are, whether one or several."""
+        return self.connectors if self.name == MULTI_CONNECTOR else (self.name,)
 
 
 class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,6 +274,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "router.heartbeat_timeout_s",
             router.heartbeat_timeout_s,
         )
+        _check_connectors(connector)
         _check_transports(connector)
         _check_address("connector.lmcache.server_address", connector.lmcache.server_address, lowest_port=1)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
@@ -282,10 +306,24 @@ def _check_order(low: str, low_value: float, relation: Literal["<", "<="], high:
     )
 
 
+def _check_connectors(connector: ConnectorSection) -> None:
+    """Refuse a list of connectors that cannot be meant."""
+    path, names = "connector.connectors", connector.connectors
+    if names and connector.name != MULTI_CONNECTOR:
+        raise ConfigError(f"{path} is for connector.name = multi, not {connector.name!r}", param=path)
+    if not names and connector.name == MULTI_CONNECTOR:
+        raise ConfigError(f"connector.name = multi needs {path}, such as [p2p, offload]", param=path)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path}: {twice!r} is named twice", param=path)
+    if MULTI_CONNECTOR in names:
+        raise ConfigError(f"{path}: 'multi' cannot be one of its own parts", param=path)
+
+
 def _check_transports(connector: ConnectorSection) -> None:
     """Refuse transports that connector p2p does not have; another connector gives the setting its own meaning."""
     unknown = [name for name in connector.transports if name not in P2P_TRANSPORTS]
-    if connector.name == "p2p" and unknown:
+    if "p2p" in connector.names and unknown:
         raise ConfigError(
             f"connector.transports: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}",
             param="connector.transports",

@@ -188,5 +188,6 @@ def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: 
     Raises:
         KVFerryError: it cannot start.
     """
-    build_connector = connector_builder(config.connector.name) if role == "decode" else None
+    has_connector = role == "decode" or set(config.connector.names) != {"p2p"}  # alone there is nobody to hand over
+    build_connector = connector_builder(config.connector.name) if has_connector else None
     return run_worker(config, role, DecodeHands, build_connector, announce)

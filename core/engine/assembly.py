@@ -55,6 +55,9 @@ class ConnectorBundle(ConnectorSides, Protocol):
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
 
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied elsewhere."""
+
     def longest_lease_s(self) -> float:
         """Return how long the last of them is held, unless its reader asks for more time."""
 

@@ -383,7 +383,8 @@ class Worker:
         if is_used or self._num_leased_blocks() or self._state.num_requests:
             return 0
         num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
-        return num_used - gauges.num_quarantined_blocks
+        num_saving = self._connector.num_saving_blocks() if self._connector is not None else 0
+        return num_used - gauges.num_quarantined_blocks - num_saving
 
     def _readings(self) -> dict[str, Callable[[], float]]:
         engine = self._engine

@@ -65,6 +65,9 @@ class HostedConnector(Protocol):
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
 
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied elsewhere."""
+
 
 class Side:
     """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
@@ -92,6 +95,10 @@ class Side:
     async def settle(self) -> None:
         """Step until the connector has nothing to tell its worker side."""
         await self.engine.until(lambda: not self.connector.scheduler.has_pending_push_work())
+
+    async def saved(self) -> None:
+        """Step until no block is held for a copy."""
+        await self.engine.until(lambda: not self.connector.num_saving_blocks())
 
     async def close(self) -> None:
         """Stop the connector, then close the memory."""
@@ -123,6 +130,7 @@ class Pair:
         """Wait until the producer keeps nothing for readers, and check that it holds nothing else."""
         await self.consumer.settle()
         await self.producer.engine.until(lambda: not self.producer.engine.parked)
+        await self.producer.saved()
         assert self.producer.engine.num_used_blocks == 0
         assert self.producer.connector.num_leased_blocks() == 0
 
@@ -175,6 +183,7 @@ class ConnectorConformance:
     async def assert_consumer_is_empty(self, pair: Pair) -> None:
         """Wait for the end of quarantine, and check that neither blocks nor transfers are left."""
         await pair.consumer.engine.until(lambda: not pair.consumer.engine.quarantined)
+        await pair.consumer.saved()
         assert pair.consumer.engine.num_used_blocks == 0
         assert self.num_loading_blocks(pair.consumer.connector) == 0
 

@@ -1,0 +1,119 @@
+"""Several connectors as a worker sees them: one.
+
+Owns which connectors there are, and that all of them are stopped if one cannot start. Each is built by the registry as if it
+were alone; ``connector.*`` settings are shared by all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import msgspec
+
+from connectors.multi.scheduler import MultiConnectorScheduler
+from connectors.multi.worker import multi_connector_worker
+from connectors.registry import Connector, ConnectorContext, connector_factory
+from core.errors import ConfigError
+
+NAME = "multi"
+
+
+class MultiConnector(Connector):
+    """Holds the parts, in order."""
+
+    def __init__(self, connectors: Sequence[Connector]) -> None:
+        self._connectors = tuple(connectors)
+        self.scheduler = MultiConnectorScheduler([connector.scheduler for connector in connectors])
+        self.worker = multi_connector_worker([connector.worker for connector in connectors])
+
+    @classmethod
+    def build(cls, context: ConnectorContext) -> MultiConnector:
+        """Build every connector that the configuration names.
+
+        Raises:
+            ConfigError: there is no such connector, or they do not go together.
+        """
+        names = context.config.connectors
+        check_names(names)
+        return cls([connector_factory(name)(_own_context(context, name)) for name in names])
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports of all that have some, in order."""
+        return tuple(dict.fromkeys(name for connector in self._connectors for name in connector.transports))
+
+    @property
+    def host_id(self) -> str:
+        """That of the connector whose transports work on one host."""
+        return next((connector.host_id for connector in self._connectors if connector.host_id), "")
+
+    @property
+    def has_digests(self) -> bool:
+        """True if what is read of a hand-over can be verified byte by byte."""
+        handing_over = [connector for connector in self._connectors if connector.transports]
+        return bool(handing_over) and all(connector.has_digests for connector in handing_over)
+
+    async def start(self) -> None:
+        """Start all in order; if one cannot start, stop those that have.
+
+        Raises:
+            ConnectorUnavailable: a library or device of one of them is missing.
+        """
+        async with AsyncExitStack() as stack:
+            for connector in self._connectors:
+                stack.push_async_callback(connector.stop)
+                await connector.start()
+            stack.pop_all()
+
+    async def stop(self) -> None:
+        """Stop all, the last first, whatever becomes of the others."""
+        async with AsyncExitStack() as stack:
+            for connector in self._connectors:
+                stack.push_async_callback(connector.stop)
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """End these hand-overs, whoever has made them."""
+        for connector in self._connectors:
+            connector.release(transfer_ids)
+
+    def renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep these hand-overs for another while, whoever has made them."""
+        for connector in self._connectors:
+            connector.renew(transfer_ids)
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+        return sum(connector.num_leased_blocks() for connector in self._connectors)
+
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied."""
+        return sum(connector.num_saving_blocks() for connector in self._connectors)
+
+    def longest_lease_s(self) -> float:
+        """Return how long the last of the blocks is held for readers, unless they ask for more time."""
+        return max((connector.longest_lease_s() for connector in self._connectors), default=0.0)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what cannot be several connectors.
+
+    Raises:
+        ConfigError: none, one of them twice, or one that is this one.
+    """
+    if not names:
+        raise ConfigError(
+            "connector.name = 'multi' needs connector.connectors, such as [p2p, offload]", param="connector.connectors"
+        )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"connector.connectors: {twice[0]!r} is named twice", param="connector.connectors")
+    if NAME in names:
+        raise ConfigError("connector.connectors: 'multi' cannot be one of its own parts", param="connector.connectors")
+
+
+def _own_context(context: ConnectorContext, name: str) -> ConnectorContext:
+    """Return the context of one part: as if it were configured alone."""
+    return replace(context, config=msgspec.structs.replace(context.config, name=name, connectors=()))

@@ -1,0 +1,128 @@
+"""The scheduler side of several connectors: the first that has something loads, and all may save.
+
+Owns who loads for which request, and how many still read the blocks of a finished one. Every connector hears of every request
+and of every step, in the configured order; those that are not chosen are told that nothing is loaded, and see the same blocks.
+Runs on the engine thread; knows nothing of what its parts do. After vLLM's ``MultiConnector``, which goes on asking the others
+once one of them has a hit: here they are not asked, since their answers would be thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from core.connector import (
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorWorkerMetadata,
+)
+from core.kv.events import KVCacheEvent
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.wire.kv import KVHandoff
+
+
+@dataclass(frozen=True, slots=True)
+class MultiKVConnectorMetadata(KVConnectorMetadata):
+    """One step's message of each connector, in their order.
+
+    ``extra_async_saves`` says of requests that have just finished how many connectors read their blocks besides one.
+    """
+
+    metadata: tuple[KVConnectorMetadata, ...]
+    extra_async_saves: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
+    """What each connector tells its scheduler side, in their order; None from those that have nothing to say."""
+
+    metadata: tuple[KVConnectorWorkerMetadata | None, ...]
+
+
+class MultiConnectorScheduler(KVConnectorScheduler):
+    """Asks in order; tells all. At most one of them hands requests over: a request has one hand-over."""
+
+    def __init__(self, connectors: Sequence[KVConnectorScheduler]) -> None:
+        self._connectors = tuple(connectors)
+        self._chosen: dict[str, KVConnectorScheduler] = {}  # by request id, from a hit until its blocks are allocated
+        self._extra_async_saves: dict[str, int] = {}
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Pass the manager on."""
+        for connector in self._connectors:
+            connector.bind_kv_cache_manager(manager)
+
+    def on_new_request(self, request: Request) -> None:
+        """Show the request to all."""
+        for connector in self._connectors:
+            connector.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return what the first connector offers that has something.
+
+        While one cannot tell yet, those behind it are not asked: it comes before them.
+        """
+        self._chosen.pop(request.request_id, None)
+        for connector in self._connectors:
+            num_tokens, is_async = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            if num_tokens is None:
+                return None, False
+            if num_tokens > 0:
+                self._chosen[request.request_id] = connector
+                return num_tokens, is_async
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Tell the chosen connector to load, and all others that there is nothing for them to load."""
+        chosen = self._chosen.pop(request.request_id, None)
+        assert chosen is not None or not num_external_tokens, f"{request!r} loads what nobody has offered"
+        for connector in self._connectors:
+            connector.update_state_after_alloc(request, blocks, num_external_tokens if connector is chosen else 0)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return all their messages, and the counts of saves since the last step."""
+        extra, self._extra_async_saves = self._extra_async_saves, {}
+        metadata = tuple(connector.build_connector_meta(scheduler_output) for connector in self._connectors)
+        return MultiKVConnectorMetadata(metadata, extra)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Show the report to all; each gets what its own worker side has added."""
+        meta = output.worker_meta
+        assert meta is None or isinstance(meta, MultiKVConnectorWorkerMetadata)
+        own = meta.metadata if meta is not None else (None,) * len(self._connectors)
+        for connector, worker_meta in zip(self._connectors, own, strict=True):
+            connector.update_connector_output(replace(output, worker_meta=worker_meta))
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
+        """Keep the blocks while any connector reads them, and return the hand-over of the one that makes it."""
+        self._chosen.pop(request.request_id, None)
+        handoff: KVHandoff | None = None
+        num_saves = 0
+        for connector in self._connectors:
+            is_kept, found = connector.request_finished(request, block_ids)
+            num_saves += is_kept
+            assert handoff is None or found is None, f"two connectors hand {request!r} over"
+            handoff = handoff or found
+        if num_saves > 1:
+            self._extra_async_saves[request.request_id] = num_saves - 1
+        return num_saves > 0, handoff
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Return the events of all."""
+        return [event for connector in self._connectors for event in connector.take_events()]
+
+    def has_pending_push_work(self) -> bool:
+        """True if one of them has work, or a count must reach the worker side."""
+        return bool(self._extra_async_saves) or any(connector.has_pending_push_work() for connector in self._connectors)
+
+    def has_pending_block_frees(self) -> bool:
+        """True if one of them is about to give blocks back."""
+        return any(connector.has_pending_block_frees() for connector in self._connectors)
+
+    def shutdown(self) -> None:
+        """End all, the last first, whatever becomes of the others."""
+        with ExitStack() as stack:
+            for connector in self._connectors:
+                stack.callback(connector.shutdown)

@@ -1,0 +1,37 @@
+"""The tier of the offload connector: an arena in the worker's host memory, which nobody else maps.
+
+Owns what the settings mean for it. Everything else is ``connectors.tier`` and ``kvstore``.
+"""
+
+from __future__ import annotations
+
+from connectors.registry import ConnectorContext
+from connectors.tier.bundle import TierConnector
+from connectors.tier.scheduler import TierSettings
+from core.config import KVStoreSection
+from core.errors import ConfigError, Full
+from kvstore.base import BlockStore
+from kvstore.build import make_embedded_store
+
+NAME = "offload"
+
+
+def offload_connector(context: ConnectorContext) -> TierConnector:
+    """Return the connector; its arena is allocated when it starts."""
+    settings = TierSettings(name=NAME, is_lazy=context.config.offload.mode == "lazy")
+    return TierConnector(context, settings, lambda: open_arena(context))
+
+
+def open_arena(context: ConnectorContext) -> BlockStore:
+    """Allocate the arena.
+
+    Raises:
+        ConfigError: it does not hold one block, or the host does not have the memory.
+    """
+    section = context.config.offload
+    arena = KVStoreSection(memory_bytes=section.memory_bytes, eviction=section.eviction, max_pinned_share=1.0)
+    try:
+        return make_embedded_store(arena, context.layout.block_bytes, context.clock, context.ids)
+    except (ConfigError, Full) as error:
+        path = "connector.offload.memory_bytes"
+        raise ConfigError(f"{path} = {section.memory_bytes}: {error}", param=path) from None

@@ -1,0 +1,42 @@
+"""The tier of the store connector: the server at ``kvstore.address``, or, without one, a store inside the worker.
+
+Owns which of them it is. Everything else is ``connectors.tier`` and ``kvstore``. A server that cannot be reached is a miss, now
+and later: the client goes on trying.
+"""
+
+from __future__ import annotations
+
+from connectors.registry import ConnectorContext
+from connectors.tier.bundle import TierConnector
+from connectors.tier.scheduler import TierSettings
+from core.errors import ConfigError, Full
+from kvstore.base import BlockStore
+from kvstore.build import make_embedded_store
+from kvstore.client import connect_store
+
+NAME = "store"
+CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts without its store as well
+
+
+def store_connector(context: ConnectorContext) -> TierConnector:
+    """Return the connector; its store is opened when it starts."""
+    settings = TierSettings(name=NAME, saves_output=context.config.store.save_decode_cache)
+    return TierConnector(context, settings, lambda: open_store(context))
+
+
+def open_store(context: ConnectorContext) -> BlockStore:
+    """Connect to the server, or make a store.
+
+    Raises:
+        ConfigError: the store inside the worker cannot be as it is configured.
+        ConnectorUnavailable: a library that it needs is missing.
+    """
+    block_bytes = context.layout.block_bytes
+    if not context.kvstore.address:
+        try:
+            return make_embedded_store(context.kvstore, block_bytes, context.clock, context.ids)
+        except Full as error:
+            raise ConfigError(f"kvstore.memory_bytes: {error}", param="kvstore.memory_bytes") from None
+    client = connect_store(context.kvstore, context.engine_id, block_bytes, context.clock, context.ids)
+    client.wait_until_connected(CONNECT_TIMEOUT_S)
+    return client

@@ -1,0 +1,256 @@
+"""What moves blocks between the pool and a tier: loads first, saves beside them, a few blocks at a time.
+
+Owns the loads and saves under way; decides when a copy is made and what became of it. Waits for nothing and has no thread:
+``step`` does what can be done now, and says whether that was anything. A load ends, whatever becomes of the tier, since every
+ticket does.
+
+    load   asked ──ticket──▶ copied and checked, block by block ──▶ LoadEnded
+    save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded
+
+What is stored is what its seal says: the seal is read before the bytes are, and again when they are stored. A block that was
+written in between has another generation; then its bytes do not match the digest that was stored with them, and nobody uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from connectors.tier.jobs import LoadEnded, LoadJob, Report, SaveEnded, SaveItem, TierConnectorMetadata
+from connectors.tier.pool_access import PoolAccess
+from core.clock import Clock
+from core.digest import BlockDigester
+from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock
+from core.kv.seals import Seal, SealTable, decode_seal, encode_seal
+from core.wire.messages import ErrorInfo, TransferUsage
+from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
+
+BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
+GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
+_ANY_GENERATION = 1  # of a block in a tier: it is never rewritten there
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. ``tickets`` are gets of consecutive blocks, with the index of their first; blocks before ``num_done``
+    are copied or failed.
+    """
+
+    job: LoadJob
+    started_at: float
+    tickets: deque[tuple[int, GetTicket]] = field(default_factory=deque)
+    num_asked: int = 0
+    num_done: int = 0
+    errors: dict[int, KVFerryError] = field(default_factory=dict)
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way: first the question what the tier lacks, then puts of some blocks at a time."""
+
+    items: tuple[SaveItem, ...]
+    lookup: LookupTicket
+    missing: deque[SaveItem] | None = None  # not put yet; None until the question is answered
+    put: PutTicket | None = None
+    putting: tuple[SaveItem, ...] = ()
+
+
+class TierMover:
+    """Moves blocks of one pool. All calls come from one thread. ``name`` is that of the connector."""
+
+    def __init__(
+        self, name: str, store: BlockStore, pool: PoolAccess, seals: SealTable, block_bytes: int, clock: Clock
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._pool = pool
+        self._seals = seals
+        self._block_bytes = block_bytes
+        self._blocks_per_get = max(1, GET_BYTES // block_bytes)
+        self._digester = BlockDigester(block_bytes)
+        self._clock = clock
+        self._loads: dict[str, _Load] = {}
+        self._saves: deque[_Save] = deque()
+        self._reports: list[Report] = []
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a ticket is open."""
+        return bool(self._loads or self._saves)
+
+    def submit(self, metadata: TierConnectorMetadata) -> None:
+        """Take one step's news."""
+        for job in metadata.loads:
+            assert job.request_id not in self._loads, f"{job.request_id} loads twice"
+            self._loads[job.request_id] = _Load(job, self._clock.now())
+        for request_id in metadata.aborts:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.is_aborted = True
+        if metadata.saves:
+            items = tuple(metadata.saves)
+            self._saves.append(_Save(items, self._store.lookup([item.key for item in items])))
+
+    def take_reports(self) -> list[Report]:
+        """Return what has ended since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def step(self) -> bool:
+        """Do what can be done now; False if everything waits for the tier. Saves wait while loads have something to do."""
+        has_loaded = [self._advance_load(load) for load in list(self._loads.values())]
+        return any(has_loaded) or self._advance_save()
+
+    def close(self) -> None:
+        """Give back what is pinned in the tier; nothing is reported any more."""
+        for load in self._loads.values():
+            self._release(load)
+        self._pool.finish_writes()
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def _advance_load(self, load: _Load) -> bool:
+        if load.is_aborted or load.num_done == len(load.job.keys):
+            self._end_load(load)
+            return True
+        while load.num_asked < len(load.job.keys) and len(load.tickets) < 2:
+            keys = load.job.keys[load.num_asked : load.num_asked + self._blocks_per_get]
+            load.tickets.append((load.num_asked, self._store.get(keys)))
+            load.num_asked += len(keys)
+        first, ticket = load.tickets[0]
+        if not ticket.is_done:
+            return False
+        end = min(load.num_done + BLOCKS_PER_TURN, first + len(ticket.keys))
+        for index in range(load.num_done, end):
+            self._load_block(load, index, ticket, index - first)
+        load.num_done = end
+        if end == first + len(ticket.keys):
+            self._store.release(load.tickets.popleft()[1])
+        return True
+
+    def _load_block(self, load: _Load, index: int, ticket: GetTicket, position: int) -> None:
+        block = ticket.blocks[position] if position < len(ticket.blocks) else None
+        if block is None:
+            load.errors[index] = NotFound(f"{self._name}: the block is not there{ticket.failure and ': '}{ticket.failure}")
+            return
+        try:
+            self._pool.write(load.job.block_ids[index], lambda target: self._store.copy_out(block, target))
+        except (CorruptBlock, StaleBlock) as error:
+            load.errors[index] = error
+
+    def _end_load(self, load: _Load) -> None:
+        self._pool.finish_writes()
+        self._release(load)
+        job = load.job
+        del self._loads[job.request_id]
+        if load.is_aborted:
+            self.counts["aborted_loads"] += 1
+            self._reports.append(LoadEnded(job.request_id, None))
+            return
+        num_loaded = len(job.keys) - len(load.errors)
+        self.counts["loads"] += 1
+        self.counts["loaded_blocks"] += num_loaded
+        self.counts["failed_blocks"] += len(load.errors)
+        bad = tuple(job.block_ids[index] for index in sorted(load.errors))
+        error = load.errors[min(load.errors)] if load.errors else None
+        self._reports.append(
+            LoadEnded(
+                job.request_id,
+                usage=TransferUsage(
+                    transport=self._name,
+                    transferred_tokens=_num_loaded_tokens(load),
+                    transferred_bytes=num_loaded * self._block_bytes,
+                    transfer_ms=1000 * (self._clock.now() - load.started_at),
+                    verified_blocks=num_loaded,
+                ),
+                error=None if error is None else ErrorInfo.of(error),
+                invalid_block_ids=bad if num_loaded else (),
+            )
+        )
+
+    def _release(self, load: _Load) -> None:
+        while load.tickets:
+            self._store.release(load.tickets.popleft()[1])
+
+    # ---- saves -------------------------------------------------------------------------------------------------------
+
+    def _advance_save(self) -> bool:
+        if not self._saves:
+            return False
+        save = self._saves[0]
+        if save.missing is None:
+            if not save.lookup.is_done:
+                return False
+            hits = _answers(save.lookup, save.lookup.hits)
+            save.missing = deque(item for item, is_hit in zip(save.items, hits, strict=True) if not is_hit)
+            self.counts["known_blocks"] += len(save.items) - len(save.missing)
+        elif save.put is not None:
+            if not save.put.is_done:
+                return False
+            self._check_put(save, save.put)
+        if save.missing:
+            self._put_some(save)
+        elif save.put is None:
+            self._saves.popleft()
+            self._reports.append(SaveEnded(tuple(item.block_id for item in save.items)))
+        return True
+
+    def _put_some(self, save: _Save) -> None:
+        """Seal and put as many blocks as can be read at a time."""
+        assert save.missing is not None
+        chosen = [save.missing.popleft() for _ in range(min(len(save.missing), self._pool.max_reads))]
+        sealed = [(item, seal) for item in chosen if (seal := self._seal_of(item)) is not None]
+        self.counts["stale_blocks"] += len(chosen) - len(sealed)
+        if not sealed:
+            return
+        contents = self._pool.read([item.block_id for item, _ in sealed])
+        rows = [self._portable(seal, content) for (_, seal), content in zip(sealed, contents, strict=True)]
+        save.putting = tuple(item for item, _ in sealed)
+        save.put = self._store.put([item.key for item in save.putting], contents, rows)
+
+    def _check_put(self, save: _Save, put: PutTicket) -> None:
+        for item, is_stored in zip(save.putting, _answers(put, put.stored), strict=True):
+            if self._seal_of(item) is None:
+                self.counts["stale_blocks"] += 1
+            else:
+                self.counts["saved_blocks" if is_stored else "refused_blocks"] += 1
+        save.put, save.putting = None, ()
+
+    def _seal_of(self, item: SaveItem) -> Seal | None:
+        """Return the seal of a block if it is still what was to be saved."""
+        seal = decode_seal(self._seals.row(item.block_id))
+        if seal is None or seal.generation != item.generation:
+            return None
+        return seal if (seal.block_hash, seal.group_id) == (item.key.block_hash, item.key.group_id) else None
+
+    def _portable(self, seal: Seal, content: memoryview) -> bytes:
+        """Return the seal as it goes along with the bytes: with a digest, and of no generation of any pool."""
+        digest = self._digester.digest(content) if seal.digest is None else seal.digest
+        return encode_seal(
+            Seal(
+                incarnation=seal.incarnation,
+                generation=_ANY_GENERATION,
+                group_id=seal.group_id,
+                block_hash=seal.block_hash,
+                num_tokens=seal.num_tokens,
+                layout_version=seal.layout_version,
+                digest=digest,
+            )
+        )
+
+
+def _answers(ticket: Ticket, answers: Sequence[bool]) -> Sequence[bool]:
+    """Return the answers of a ticket; one that was never answered says no to all."""
+    return answers if len(answers) == len(ticket.keys) else [False] * len(ticket.keys)
+
+
+def _num_loaded_tokens(load: _Load) -> int:
+    """Count what can be used; every group needs all its blocks, so the share of the one that got least counts."""
+    if not load.errors:
+        return load.job.num_tokens
+    wanted = Counter(key.group_id for key in load.job.keys)
+    bad = Counter(load.job.keys[index].group_id for index in load.errors)
+    return min(load.job.num_tokens * (wanted[group_id] - bad[group_id]) // wanted[group_id] for group_id in wanted)

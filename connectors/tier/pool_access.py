@@ -1,0 +1,113 @@
+"""The pool's blocks as memory that a tier can copy from and to, wherever the pool is.
+
+Owns no memory of its own for a pool in host memory: the blocks are views of it. A pool on a device is reached through pinned
+memory, by copies that run beside the model (``core.connector.BlockCopier``); several at a time are under way, so that the next
+block is read or checked while the last one travels. Called by the mover, on its thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from core.connector import BlockCopier, KVPoolRegion
+from core.errors import ConnectorUnavailable
+
+
+class PoolAccess(ABC):
+    """Reads and writes whole blocks."""
+
+    @property
+    @abstractmethod
+    def max_reads(self) -> int:
+        """How many blocks can be read together."""
+
+    @abstractmethod
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of blocks, ``max_reads`` at most, valid until the next call."""
+
+    @abstractmethod
+    def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
+        """Let ``fill`` write a block's bytes into memory from which they go into the block; what it raises passes through.
+
+        The block is not to be used before ``finish_writes``, and not at all if ``fill`` raises.
+        """
+
+    @abstractmethod
+    def finish_writes(self) -> None:
+        """Return once all that was written is in the pool."""
+
+
+class HostPoolAccess(PoolAccess):
+    """A pool in host memory: no copy but the one that is wanted."""
+
+    def __init__(self, buffer: memoryview, block_bytes: int) -> None:
+        self._buffer = buffer
+        self._block_bytes = block_bytes
+
+    @property
+    def max_reads(self) -> int:
+        """Many: they cost no memory. Loads should not wait long behind a save."""
+        return 16
+
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the blocks themselves."""
+        return [self._row(block_id) for block_id in block_ids]
+
+    def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
+        """Fill the block itself."""
+        fill(self._row(block_id))
+
+    def finish_writes(self) -> None:
+        """Nothing is under way."""
+
+    def _row(self, block_id: int) -> memoryview:
+        return self._buffer[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
+
+
+class DevicePoolAccess(PoolAccess):
+    """A pool on a device, by way of the copier's slots."""
+
+    def __init__(self, copier: BlockCopier) -> None:
+        self._copier = copier
+        self._next_slot = 0
+
+    @property
+    def max_reads(self) -> int:
+        """As many as the copier has slots."""
+        return self._copier.num_slots
+
+    def read(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Copy the blocks into slots, all at a time."""
+        slots = range(len(block_ids))
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self._copier.wait(slot)
+            self._copier.start_read(slot, block_id)
+        for slot in slots:
+            self._copier.wait(slot)
+        return [self._copier.slot(slot) for slot in slots]
+
+    def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
+        """Fill the slot whose last copy is the oldest, and start the next one from there."""
+        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self._copier.num_slots
+        self._copier.wait(slot)
+        fill(self._copier.slot(slot))
+        self._copier.start_write(slot, block_id)
+
+    def finish_writes(self) -> None:
+        """Wait for every slot."""
+        for slot in range(self._copier.num_slots):
+            self._copier.wait(slot)
+
+
+def open_pool(pool: KVPoolRegion) -> PoolAccess:
+    """Return the way to the pool's blocks, for the use of one thread.
+
+    Raises:
+        ConnectorUnavailable: it is on a device, and the engine has no copier.
+    """
+    if pool.buffer is not None:
+        return HostPoolAccess(pool.buffer, pool.block_bytes)
+    if pool.new_copier is None:
+        raise ConnectorUnavailable(f"the KV pool is on {pool.device}, and the engine does not say how to copy its blocks")
+    return DevicePoolAccess(pool.new_copier())

@@ -1,0 +1,277 @@
+"""The scheduler side of a tier connector: what a tier can add to a prompt, and which computed blocks it gets.
+
+Asks a ``BlockStore`` which blocks it has, and never waits for the answer. Offers what makes a prefix longer than the local
+hits, and asks the worker side to load it. In eager mode every block is offered to the tier once it is complete, in lazy mode
+only before the pool reuses it. Runs on the engine thread; moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from connectors.tier.coordinator import TierCoordinator
+from connectors.tier.jobs import LoadJob, TierConnectorMetadata, TierConnectorWorkerMetadata
+from connectors.tier.saving import SavePlanner
+from core.clock import Clock
+from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.errors import ConfigError
+from core.kv.block import NULL_BLOCK_ID
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.kv.spec import KVCacheSizes
+from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.wire.kv import KVLayoutInfo
+from kvstore.base import BlockStore, LookupTicket
+from kvstore.key import StoreKey, layout_key
+
+LAZY_STEPS = 4  # so many steps' worth of blocks before they are reused, they are saved
+ANSWER_LASTS_S = 1.0  # an answer that is older is asked for again: the tier may have changed
+MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """How a tier is used. ``name`` is that of the connector."""
+
+    name: str
+    is_lazy: bool = False
+    saves_output: bool = True  # blocks of generated tokens too
+
+
+@dataclass(slots=True)
+class _Question:
+    """What the tier was asked for a request: the blocks of the tokens [start, end)."""
+
+    start: int
+    end: int
+    ticket: LookupTicket
+    asked_at: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request, and how many of its tokens have been offered to the tier, or came from it."""
+
+    request: Request
+    num_offered: int = 0
+
+
+class TierConnectorScheduler(KVConnectorScheduler):
+    """Hits, loads and saves of one tier.
+
+    ``store`` returns the tier, which is there once the connector has started. ``watch`` sees to it that the engine is woken
+    when a ticket is done.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        layout: KVLayoutInfo,
+        clock: Clock,
+        store: Callable[[], BlockStore],
+        watch: Callable[[LookupTicket], None],
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._clock = clock
+        self._store = store
+        self._watch = watch
+        self._coordinator: TierCoordinator | None = None
+        self._planner: SavePlanner | None = None
+        self._requests: dict[str, _Known] = {}
+        self._questions: dict[str, _Question] = {}
+        self._open_lookups: dict[tuple[StoreKey, StoreKey], LookupTicket] = {}
+        self._loading: dict[str, LoadJob] = {}
+        self._loading_keys: Counter[StoreKey] = Counter()
+        self._in_step: Mapping[str, int] = {}  # what the last step has computed
+        self._next = TierConnectorMetadata()
+
+    @property
+    def num_saving_blocks(self) -> int:
+        """How many blocks are kept until they are copied."""
+        return self._planner.num_pinned if self._planner is not None else 0
+
+    @property
+    def num_missed_saves(self) -> int:
+        """How many blocks were reused, or not complete, before they could be saved."""
+        return self._planner.num_missed if self._planner is not None else 0
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Learn the groups and sizes of the KV cache.
+
+        Raises:
+            ConfigError: there are no prefix hits here, which is what a tier prolongs, or no seals.
+        """
+        name = self._settings.name
+        if not manager.enable_caching:
+            raise ConfigError(
+                f"connector {name}: it prolongs prefix hits, and cache.enable_prefix_caching is off",
+                param="cache.enable_prefix_caching",
+            )
+        pool = manager.block_pool
+        if pool.seals is None:
+            raise ConfigError(
+                f"connector {name}: the engine makes no seals, and nothing is stored without", param="connector.name"
+            )
+        sizes = KVCacheSizes(
+            scheduler_block_size=manager.coordinator.scheduler_block_size,
+            hash_block_size=manager.hash_block_size,
+            max_in_flight_tokens=manager.max_in_flight_tokens,
+            max_model_len=manager.max_model_len,
+        )
+        specs = [group.spec for group in manager.kv_cache_config.groups]
+        self._coordinator = TierCoordinator(specs, sizes, layout_key(self._layout))
+        self._planner = SavePlanner(pool, self._coordinator, max(1, int(MAX_PINNED_SHARE * pool.num_usable_blocks)))
+
+    # ---- hits and loads ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Remember it, for the blocks that it is going to compute."""
+        self._requests[request.request_id] = _Known(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Offer what the tier has behind the local hits; None until it has answered, or while another request loads it."""
+        coordinator = self._bound
+        end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, whatever the tier has
+        if end <= num_computed_tokens or request.skip_reading_prefix_cache or request.has_failed_load:
+            self._questions.pop(request.request_id, None)
+            return 0, False
+        question = self._questions.get(request.request_id)
+        if question is None or self._is_outdated(question, num_computed_tokens, end):
+            question = self._ask(request, num_computed_tokens, end)
+        if not question.ticket.is_done:
+            return None, False
+        length = coordinator.find_hit(_hits(question.ticket), num_computed_tokens, end)
+        if length <= num_computed_tokens:
+            return 0, False
+        if any(key in self._loading_keys for key, _, _ in self._blocks_of(request, num_computed_tokens, length)):
+            return None, False  # they will be local hits
+        return length - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Ask for the blocks that are to come from the tier."""
+        question = self._questions.pop(request.request_id, None)
+        if not num_external_tokens:
+            return
+        assert question is not None, f"{request!r} loads what nobody has offered"
+        start, end = question.start, question.start + num_external_tokens
+        tables = blocks.get_block_ids()
+        wanted = [(key, tables[group_id][index]) for key, group_id, index in self._blocks_of(request, start, end)]
+        assert all(block_id != NULL_BLOCK_ID for _, block_id in wanted), f"{request!r} has no block for what it needs"
+        job = LoadJob(request.request_id, *_columns(wanted), num_tokens=num_external_tokens)
+        self._loading[request.request_id] = job
+        self._loading_keys.update(job.keys)
+        self._next.loads.append(job)
+        known = self._requests.get(request.request_id)
+        if known is not None:
+            known.num_offered = max(known.num_offered, end)  # what comes from the tier need not go there
+
+    def _ask(self, request: Request, start: int, end: int) -> _Question:
+        keys = self._bound.keys_between(request.block_hashes, start, end)
+        self._open_lookups = {name: ticket for name, ticket in self._open_lookups.items() if not ticket.is_done}
+        name = (keys[0], keys[-1])  # the chain: these two say what lies between
+        ticket = self._open_lookups.get(name)
+        if ticket is None:
+            ticket = self._store().lookup(keys)
+            if not ticket.is_done:
+                self._open_lookups[name] = ticket
+                self._watch(ticket)
+        question = self._questions[request.request_id] = _Question(start, end, ticket, self._clock.now())
+        return question
+
+    def _is_outdated(self, question: _Question, start: int, end: int) -> bool:
+        if (question.start, question.end) != (start, end):
+            return True
+        return question.ticket.is_done and self._clock.now() - question.asked_at > ANSWER_LASTS_S
+
+    def _blocks_of(self, request: Request, start: int, end: int) -> list[tuple[StoreKey, int, int]]:
+        """Return key, group and index of every block that a load of the tokens [start, end) brings."""
+        coordinator = self._bound
+        return [
+            (coordinator.key(request.block_hashes, group_id, index), group_id, index)
+            for group_id, indices in coordinator.needed(start, end)
+            for index in indices
+        ]
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Ship what has gathered since the last step, and what can be saved now."""
+        if self._settings.is_lazy:
+            if self._in_step:
+                self._next.saves += self._bound_planner.take_before_eviction(LAZY_STEPS * self._bound.num_blocks_in_flight)
+        else:
+            for request_id in self._in_step:
+                known = self._requests.get(request_id)
+                if known is not None:
+                    self._offer(known)
+            self._next.saves += self._bound_planner.take()
+        self._in_step = scheduler_output.num_scheduled_tokens
+        metadata, self._next = self._next, TierConnectorMetadata()
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Forget loads that have ended, and let go of blocks that are saved."""
+        for request_id in sorted(output.finished_recving):
+            job = self._loading.pop(request_id, None)
+            if job is not None:
+                self._loading_keys -= Counter(job.keys)
+        if output.worker_meta is not None:
+            assert isinstance(output.worker_meta, TierConnectorWorkerMetadata)
+            self._bound_planner.end(output.worker_meta.saved_block_ids)
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        """End its load; offer the rest of what it has computed, and pin it at once: its blocks are free in a moment.
+
+        Their free is not delayed: what is being saved has references of its own.
+        """
+        request_id = request.request_id
+        self._questions.pop(request_id, None)
+        known = self._requests.pop(request_id, None)
+        if request_id in self._loading:
+            self._next.aborts.append(request_id)
+        elif known is not None and not self._settings.is_lazy:
+            self._offer(known)
+            self._next.saves += self._bound_planner.take()
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """True while a message waits for a step to take it along."""
+        return not self._next.is_empty() or self._bound_planner.can_save
+
+    def has_pending_block_frees(self) -> bool:
+        """True while the end of a copy will make a block free."""
+        return self._planner is not None and self._planner.will_free_blocks
+
+    def _offer(self, known: _Known) -> None:
+        """Offer the blocks that are complete by now and were not offered before. A hot path: mostly there are none."""
+        request = known.request
+        num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        if num_tokens - known.num_offered < self._bound.sizes.scheduler_block_size:
+            return
+        if not self._settings.saves_output:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        end = self._bound.floor(num_tokens)
+        if end > known.num_offered:
+            self._bound_planner.offer(self._bound.keys_between(request.block_hashes, known.num_offered, end))
+            known.num_offered = end
+
+    @property
+    def _bound(self) -> TierCoordinator:
+        assert self._coordinator is not None, "bind_kv_cache_manager comes first"
+        return self._coordinator
+
+    @property
+    def _bound_planner(self) -> SavePlanner:
+        assert self._planner is not None, "bind_kv_cache_manager comes first"
+        return self._planner
+
+
+def _hits(ticket: LookupTicket) -> Sequence[bool]:
+    """Return the answer; one that never came says that there is nothing."""
+    return ticket.hits if len(ticket.hits) == len(ticket.keys) else [False] * len(ticket.keys)
+
+
+def _columns(wanted: Sequence[tuple[StoreKey, int]]) -> tuple[tuple[StoreKey, ...], tuple[int, ...]]:
+    return tuple(key for key, _ in wanted), tuple(block_id for _, block_id in wanted)

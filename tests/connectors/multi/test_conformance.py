@@ -1,0 +1,54 @@
+"""The conformance suite of connectors, for hand-over and tiers at once: what p2p promises holds beside others."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.multi.bundle import MultiConnector
+from connectors.offload.arena import offload_connector
+from connectors.p2p.bundle import P2PConnector
+from connectors.registry import ConnectorContext
+from connectors.store.shared import store_connector
+from core.clock import SystemClock
+from core.config import ConnectorSection, KVStoreSection, OffloadSection
+from core.ids import RandomIds
+from core.testing.connector_suite import FINGERPRINT, INCARNATIONS, LAYOUT, ConnectorConformance
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+
+ARENA_BYTES = 4 << 20
+
+
+class TestWithTiers(ConnectorConformance):
+    @pytest.fixture(autouse=True)
+    def _fabric(self):
+        self.fabric = InprocFabric()
+
+    def make_connector(self, role, patience_s):
+        context = ConnectorContext(
+            role=role,
+            engine_id=f"{role}-0",
+            incarnation=INCARNATIONS[role],
+            model_fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            config=ConnectorSection(
+                transports=("inproc",),
+                transfer_deadline_s=patience_s,
+                handshake_timeout_s=patience_s,
+                offload=OffloadSection(memory_bytes=ARENA_BYTES),
+            ),
+            control_address="tcp://127.0.0.1:0",
+            advertise_host="",
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+            kvstore=KVStoreSection(memory_bytes=ARENA_BYTES),
+        )
+        p2p = P2PConnector(context, lambda name, settings: InprocTransport(self.fabric))
+        multi = MultiConnector([p2p, offload_connector(context), store_connector(context)])
+        self.parts = {**getattr(self, "parts", {}), multi: p2p}
+        return multi
+
+    def num_loading_blocks(self, connector):
+        p2p = self.parts[connector]
+        return p2p.num_loading_blocks() + p2p.num_quarantined_blocks()
