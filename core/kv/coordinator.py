@@ -165,8 +165,9 @@ class KVCacheCoordinator(ABC):
             return self.managers[0].pop_blocks(request_id)
         by_end: list[tuple[int, KVCacheBlock]] = []
         for manager in self.managers:
+            num_blocks = len(manager.req_to_blocks.get(request_id, ()))
             blocks = manager.pop_blocks(request_id)
-            by_end += [((len(blocks) - i) * manager.block_size, block) for i, block in enumerate(blocks) if not block.is_null]
+            by_end += [((num_blocks - i) * manager.block_size, block) for i, block in enumerate(blocks)]
         by_end.sort(key=lambda entry: -entry[0])
         return [block for _, block in by_end]
 

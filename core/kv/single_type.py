@@ -199,12 +199,16 @@ class SingleTypeKVCacheManager(ABC):
     def get_boundary(self, request_id: str, num_tokens: int) -> int:
         """Return the most tokens, ``num_tokens`` at most, behind which the request can go on with the blocks it holds here.
 
-        Fewer tokens need earlier blocks: if those that ``num_tokens`` need are gone, only a start from nothing is left.
+        Fewer tokens need earlier blocks: if those that ``num_tokens`` need are gone, what is left is the last place before it
+        where nothing is needed. That is the start, or the start of a chunk.
         """
-        return num_tokens if self.num_skipped_blocks(num_tokens) >= self.num_null_blocks(request_id) else 0
+        if self.num_skipped_blocks(num_tokens) >= self.num_null_blocks(request_id):
+            return num_tokens
+        start = self.spec.num_skipped_tokens(num_tokens)
+        return start if self.spec.num_skipped_tokens(start) == start else 0
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """End the request here; return its blocks last first, the order in which they may be evicted."""
+        """End the request here; return its blocks last first, the order in which they may be evicted, null ones left out."""
         self.num_cached_block.pop(request_id, None)
         self.num_sealed_block.pop(request_id, None)
         blocks = self.req_to_blocks.pop(request_id, [])
@@ -299,8 +303,9 @@ class RecyclingManager(SingleTypeKVCacheManager):
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """See the base class."""
-        self._num_null_blocks.pop(request_id, None)
-        return super().pop_blocks(request_id)
+        blocks = super().pop_blocks(request_id)
+        del blocks[len(blocks) - self._num_null_blocks.pop(request_id, 0) :]
+        return blocks
 
 
 class SlidingWindowManager(RecyclingManager):

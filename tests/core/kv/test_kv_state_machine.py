@@ -1,11 +1,13 @@
 """Random lives of a KV cache against a naive model that predicts every block, reference, hash, generation and seal.
 
-The model is written for clarity, with lists and whole prefixes where the code has links and hashes: a prefix is the tenant's
-salt and a tuple of tokens, the free queue a list, a lookup a scan over all blocks.
+One to three KV cache groups, of full, sliding-window and chunked-local attention. The model is written for clarity, with lists
+and whole prefixes where the code has links and hashes: a prefix is the group, the tenant's salt and a tuple of tokens, the free
+queue a list, a lookup a scan over all blocks. 0 stands for the null block.
 """
 
 import functools
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,14 +20,55 @@ from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.pool import cache_key
 from core.kv.seals import BROKEN, SealTable, decode_seal, map_seal_memory
-from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from core.request import NewRequest, Request
 from core.wire.sampling import SamplingParams
 
 HASHER = BlockHasher(b"model of the state machine")
 MAX_MODEL_LEN = 150
+MAX_IN_FLIGHT = 90
+SHAPE = {"num_kv_heads": 1, "head_dim": 8, "dtype_bytes": 2}
 
 
+@dataclass(frozen=True)
+class Attention:
+    """How the layers of a group attend: at most one of the two is set, in tokens."""
+
+    block_size: int
+    window: int = 0
+    chunk: int = 0
+
+    def first_token(self, position):
+        """The first token that the one at ``position`` attends to."""
+        return max(0, position - self.window + 1) if self.window else position // self.chunk * self.chunk if self.chunk else 0
+
+    def first_block(self, position):
+        return self.first_token(position) // self.block_size
+
+    def blocks_behind(self, position):
+        """Blocks before ``position``, a multiple of the block size, that the token there attends to."""
+        return range(self.first_block(position), position // self.block_size)
+
+    def most_blocks(self):
+        if self.window:
+            return -(-min(self.window - 1 + MAX_IN_FLIGHT, MAX_MODEL_LEN) // self.block_size) + 1
+        return -(-min(self.chunk + MAX_IN_FLIGHT, MAX_MODEL_LEN) // self.block_size) if self.chunk else 10**6
+
+    def spec(self):
+        if self.window:
+            return SlidingWindowSpec(block_size=self.block_size, sliding_window=self.window, **SHAPE)
+        if self.chunk:
+            return ChunkedLocalAttentionSpec(block_size=self.block_size, attention_chunk_size=self.chunk, **SHAPE)
+        return FullAttentionSpec(block_size=self.block_size, **SHAPE)
+
+
+block_sizes = st.sampled_from([16, 32])
+full = st.builds(Attention, block_sizes)
+attentions = (
+    full
+    | st.builds(Attention, block_sizes, window=st.sampled_from([1, 2, 16, 17, 33, 40, 64, 100]))
+    | st.builds(Attention, block_sizes, chunk=st.sampled_from([32, 64, 96]))
+)
 choices = st.integers(0, 100)
 prompts = st.tuples(
     st.integers(0, 1),  # family
@@ -34,7 +77,7 @@ prompts = st.tuples(
     st.sampled_from(["", "", "", "tenant"]),  # salt
 )
 admissions = st.tuples(
-    st.integers(1, 150),  # chunk
+    st.integers(1, MAX_IN_FLIGHT),  # chunk
     st.sampled_from([0, 0, 0, 1, 30, 64, 150]),  # external tokens
     st.booleans(),  # the whole sequence must fit
     st.booleans(),  # no other request runs
@@ -46,8 +89,8 @@ def choose(requests, which):
     return requests[sorted(requests)[which % len(requests)]]
 
 
-def prefix_of(request, num_tokens):
-    return request.cache_salt, tuple(request.all_token_ids[:num_tokens])
+def prefix_of(group_id, request, num_tokens):
+    return group_id, request.cache_salt, tuple(request.all_token_ids[:num_tokens])
 
 
 @functools.cache
@@ -64,8 +107,8 @@ class ModelPool:
         self.free = list(range(1, num_blocks))
         self.refs = Counter()
         self.generation = Counter()
-        self.prefix = {}  # block id -> (salt, tokens up to the end of the block), while it is a hit
-        self.sealed = {}  # block id -> (salt, tokens up to the last one in the block), while it has a seal
+        self.prefix = {}  # block id -> (group, salt, tokens up to the end of the block), while it is a hit
+        self.sealed = {}  # block id -> (group, salt, tokens up to the last one in the block), while it has a seal
 
     def allocate(self, count):
         taken, self.free = self.free[:count], self.free[count:]
@@ -86,7 +129,7 @@ class ModelPool:
     def release(self, block_ids):
         """Drop references in the given order."""
         unhashed, hashed = [], []
-        for block_id in block_ids:
+        for block_id in filter(None, block_ids):
             self.refs[block_id] -= 1
             if self.refs[block_id] == 0:
                 (hashed if block_id in self.prefix else unhashed).append(block_id)
@@ -97,33 +140,35 @@ class KVCacheMachine(RuleBasedStateMachine):
     """Requests that come, grow, load, roll back, are preempted and leave, in one small pool."""
 
     @initialize(
-        num_blocks=st.integers(2, 12) | st.integers(12, 32),
-        block_size=st.sampled_from([16, 32]),
+        num_blocks=st.integers(2, 12) | st.integers(12, 32) | st.integers(32, 64),
+        groups=st.lists(full, min_size=1, max_size=1) | st.lists(attentions, min_size=1, max_size=3),
+        hits_end_at=st.sampled_from([32, 32, 64]),
         watermark=st.sampled_from([0.0, 0.2]),
         enable_caching=st.sampled_from([True, True, True, False]),
         first_prompts=st.lists(prompts, min_size=1, max_size=3),
     )
-    def build(self, num_blocks, block_size, watermark, enable_caching, first_prompts):
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_dim=8, dtype_bytes=2)
-        config = KVCacheConfig(num_blocks, (KVCacheGroup((0,), spec),))
+    def build(self, num_blocks, groups, hits_end_at, watermark, enable_caching, first_prompts):
+        self.groups = groups
+        self.unit = groups[0].block_size if len(groups) == 1 else hits_end_at
         self.manager = KVCacheManager(
-            config,
+            KVCacheConfig(num_blocks, tuple(KVCacheGroup((number,), group.spec()) for number, group in enumerate(groups))),
             MAX_MODEL_LEN,
-            block_size,
+            self.unit,
             16,
+            max_in_flight_tokens=MAX_IN_FLIGHT,
             enable_caching=enable_caching,
             enable_kv_cache_events=True,
             watermark=watermark,
             seals=SealTable(map_seal_memory(num_blocks), incarnation=9, layout_version=5),
         )
-        self.block_size, self.caching = block_size, enable_caching
+        self.caching = enable_caching
         self.num_usable, self.watermark = num_blocks - 1, int(watermark * num_blocks)
         self.pool = ModelPool(num_blocks)
         self.live = {}  # request id -> request with blocks
         self.waiting = {}  # request id -> request without blocks
         self.loading = set()  # ids whose external tokens have not arrived
-        self.tables = {}  # request id -> block ids
-        self.num_cached = {}
+        self.tables = {}  # request id -> block ids of each group
+        self.num_cached = {}  # request id -> a number for each group
         self.num_sealed = {}
         self.pins = []  # lists of block ids referenced by no request
         self.followed = set()  # keys of the prefix map as the events tell them
@@ -133,52 +178,107 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     # ---- the model's own rules -------------------------------------------------------------------------------------
 
-    def blocks_for(self, num_tokens):
-        return -(-min(num_tokens, MAX_MODEL_LEN) // self.block_size)
-
     def predict_hits(self, request):
-        """Block ids by position, each a set of copies; the lookup takes one of each."""
-        positions = []
+        """The longest prefix behind which every group can go on: its length, and for each group sets of copies by position.
+
+        The lookup takes one of each set. A position that nobody needs is None.
+        """
         if not self.caching:
-            return positions
-        for end in range(self.block_size, request.num_tokens, self.block_size):
-            copies = {block_id for block_id, prefix in self.pool.prefix.items() if prefix == prefix_of(request, end)}
-            if not copies:
-                break
-            positions.append(copies)
-        return positions
+            return 0, [[] for _ in self.groups]
+        copies = {}
+        for block_id, prefix in self.pool.prefix.items():
+            copies.setdefault(prefix, set()).add(block_id)
+        for length in range((request.num_tokens - 1) // self.unit * self.unit, 0, -self.unit):
+            found = []
+            for number, group in enumerate(self.groups):
+                ends = ((index + 1) * group.block_size for index in group.blocks_behind(length))
+                needed = [copies.get(prefix_of(number, request, end)) for end in ends]
+                found.append([None] * group.first_block(length) + needed)
+            if all(all(group[self.groups[number].first_block(length) :]) for number, group in enumerate(found)):
+                return length, found
+        return 0, [[] for _ in self.groups]
+
+    def can_be_a_hit(self, group, index):
+        """Whether a request can ever go on at a place where hits end, and need this block there."""
+        start = (index + 1) * group.block_size
+        places = range(-(-start // self.unit) * self.unit, MAX_MODEL_LEN + 2 * self.unit, self.unit)
+        return any(index in group.blocks_behind(place) for place in places)
 
     def remember_cached(self, request, num_tokens):
         if not self.caching:
             return
-        table = self.tables[request.request_id]
-        for index in range(self.num_cached[request.request_id], num_tokens // self.block_size):
-            prefix = prefix_of(request, (index + 1) * self.block_size)
-            assert self.pool.prefix.setdefault(table[index], prefix) == prefix
-        self.num_cached[request.request_id] = max(self.num_cached[request.request_id], num_tokens // self.block_size)
+        num_cached = self.num_cached[request.request_id]
+        for number, group in enumerate(self.groups):
+            table = self.tables[request.request_id][number]
+            for index in range(num_cached[number], num_tokens // group.block_size):
+                if table[index] and self.can_be_a_hit(group, index):
+                    prefix = prefix_of(number, request, (index + 1) * group.block_size)
+                    assert self.pool.prefix.setdefault(table[index], prefix) == prefix
+            num_cached[number] = max(num_cached[number], num_tokens // group.block_size)
 
     def drop(self, request):
-        """Forget a request in the model; return its blocks in the order of their release."""
+        """Forget a request in the model; return its blocks in the order of their release: the last tokens' first."""
         request_id = request.request_id
         self.loading.discard(request_id)
         del self.live[request_id], self.num_cached[request_id], self.num_sealed[request_id]
-        return self.tables.pop(request_id)[::-1]
+        ends = [
+            (-(index + 1) * group.block_size, number, block_id)
+            for number, (group, table) in enumerate(zip(self.groups, self.tables.pop(request_id), strict=True))
+            for index, block_id in enumerate(table)
+            if block_id
+        ]
+        return [block_id for _, _, block_id in sorted(ends)]
+
+    def give_back_skipped(self, request_id, position):
+        for group, table in zip(self.groups, self.tables.get(request_id, ()), strict=False):
+            end = min(group.first_block(position), len(table))
+            skipped, table[:end] = table[:end][::-1], [0] * end
+            self.pool.release(skipped)
+
+    def is_evictable(self, block_id):
+        return block_id != 0 and self.pool.refs[block_id] == 0
+
+    def num_missing(self, group, table, num_tokens):
+        return max(0, -(-min(num_tokens, MAX_MODEL_LEN) // group.block_size) - len(table))
+
+    def first_table(self, group, hit_ids, position):
+        first = group.first_block(position)
+        return [0] * first + hit_ids[first:]
+
+    def most_blocks_taken(self, request, tables, is_admission):
+        """Over all groups: what the request takes at most at a time, until it has all slots."""
+        taken = 0
+        for group, table in zip(self.groups, tables, strict=True):
+            num_missing = self.num_missing(group, table, request.num_tokens)
+            if is_admission:
+                num_missing += sum(map(self.is_evictable, table))
+            num_own = 0 if is_admission else sum(self.pool.refs[block_id] == 1 for block_id in table if block_id)
+            taken += max(0, min(num_missing, group.most_blocks() - num_own))
+        return taken
 
     def allocate(self, request, num_new, hits=(), num_external=0, *, lookahead=0, whole=False, reserved=0, alone=False):
-        """Call ``allocate_slots`` and hold it to the model, refusals included. True if it succeeded."""
+        """Call ``allocate_slots`` and hold it to the model, refusals included. True if it succeeded.
+
+        ``hits``: their number of tokens and their block ids for each group.
+        """
         request_id = request.request_id
         is_admission = request_id not in self.tables
-        table = self.tables.get(request_id, [*hits])
-        num_hit_tokens = len(hits) * self.block_size
-        num_computed = request.num_computed_tokens + num_hit_tokens + num_external
+        num_hit_tokens, hit_ids = hits or (0, [[] for _ in self.groups])
+        num_computed = min(request.num_computed_tokens + num_hit_tokens + num_external, MAX_MODEL_LEN)
+        num_slots = min(num_computed + num_new + lookahead, MAX_MODEL_LEN)
+        position = min(num_computed, request.num_tokens - 1)  # of the first query to come
+        found, num_found = self.manager.get_computed_blocks(request) if num_hit_tokens else (None, 0)
+        self.give_back_skipped(request_id, position)
+        tables = self.tables.get(request_id)
+        if is_admission:
+            tables = [self.first_table(group, ids, position) for group, ids in zip(self.groups, hit_ids, strict=True)]
         margin = self.watermark if is_admission and not alone else 0
-        evictable = sum(self.pool.refs[block_id] == 0 for block_id in hits)
-        needed = max(self.blocks_for(num_computed + num_new + lookahead) - len(table), 0)
-        whole_needed = max(self.blocks_for(request.num_tokens) - len(table), 0) + evictable
-        must_fail = needed + evictable + margin > len(self.pool.free) - reserved
-        must_fail |= whole and whole_needed + margin > len(self.pool.free)
+        needed = sum(self.num_missing(group, table, num_slots) for group, table in zip(self.groups, tables, strict=True))
+        if is_admission:
+            needed += sum(self.is_evictable(block_id) for table in tables for block_id in table)
+        must_fail = needed + margin > len(self.pool.free) - reserved
+        must_fail |= whole and self.most_blocks_taken(request, tables, is_admission) + margin > len(self.pool.free)
 
-        found, num_found = self.manager.get_computed_blocks(request) if hits else (None, 0)
         got = self.manager.allocate_slots(
             request,
             num_new,
@@ -194,14 +294,16 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert (got is None) == must_fail
         if got is None:
             return False  # the invariants check that nothing has changed
-        self.pool.touch(hits)
         if is_admission:
-            self.num_cached[request_id] = self.num_sealed[request_id] = len(hits)
-        new_ids = self.pool.allocate(needed)
-        assert got.get_block_ids() == (new_ids,)
-        others = [block_id for other, ids in self.tables.items() if other != request_id for block_id in ids]
-        assert not set(new_ids) & {*others, *(block_id for ids in self.pins for block_id in ids)}
-        self.tables[request_id] = table + new_ids
+            self.num_cached[request_id] = [len(ids) for ids in hit_ids]
+            self.num_sealed[request_id] = [len(ids) for ids in hit_ids]
+            for table in tables:
+                self.pool.touch(filter(None, table))
+        self.tables[request_id] = tables
+        new_ids = self.extend_tables(tables, num_computed, num_slots)
+        assert got.get_block_ids() == tuple(new_ids)
+        held = [ids for other, groups in self.tables.items() if other != request_id for ids in groups] + self.pins
+        assert not {block_id for ids in new_ids for block_id in ids} & {block_id for ids in held for block_id in ids}
         self.live[request_id] = request
         if num_new:
             self.unseal(request, num_computed)
@@ -210,22 +312,40 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.remember_cached(request, min(request.num_computed_tokens, request.num_tokens))
         return True
 
+    def extend_tables(self, tables, *lengths):
+        """Give every group slots for the first length, then every group slots for the next one."""
+        added = [[] for _ in tables]
+        for num_slots in lengths:
+            for number, group in enumerate(self.groups):
+                new_ids = self.pool.allocate(self.num_missing(group, tables[number], num_slots))
+                tables[number].extend(new_ids)
+                added[number] += new_ids
+        return added
+
     def seal(self, request):
         """The step that computed its tokens has run, and was good."""
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.manager.seal_blocks(request, num_tokens)
-        for index in range(self.num_sealed[request.request_id], num_tokens // self.block_size):
-            prefix = prefix_of(request, (index + 1) * self.block_size)
-            self.pool.sealed[self.tables[request.request_id][index]] = prefix
-            self.num_sealed[request.request_id] = index + 1
+        num_sealed = self.num_sealed[request.request_id]
+        for number, group in enumerate(self.groups):
+            for index in range(num_sealed[number], num_tokens // group.block_size):
+                self.note_seal(request, number, index, (index + 1) * group.block_size)
+                num_sealed[number] = index + 1
+
+    def note_seal(self, request, number, index, num_tokens):
+        block_id = self.tables[request.request_id][number][index]
+        if block_id:
+            self.pool.sealed[block_id] = prefix_of(number, request, num_tokens)
 
     def unseal(self, request, num_kept_tokens):
         """What lies beyond is going to be written again: the seals break, and the next ones are of another generation."""
-        kept = min(self.num_sealed[request.request_id], num_kept_tokens // self.block_size)
-        for block_id in self.tables[request.request_id][kept : self.num_sealed[request.request_id]]:
-            self.pool.sealed.pop(block_id, None)
-            self.pool.generation[block_id] += 1
-        self.num_sealed[request.request_id] = kept
+        num_sealed = self.num_sealed[request.request_id]
+        for number, group in enumerate(self.groups):
+            kept = min(num_sealed[number], num_kept_tokens // group.block_size)
+            for block_id in filter(None, self.tables[request.request_id][number][kept : num_sealed[number]]):
+                self.pool.sealed.pop(block_id, None)
+                self.pool.generation[block_id] += 1
+            num_sealed[number] = kept
 
     def add_request(self, family, length, fork, salt):
         """Prompts of one family agree up to the smaller fork, but a salted one shares nothing with an unsalted one."""
@@ -239,31 +359,55 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def try_to_admit(self, request, chunk, external, whole, alone, reserved):
         """Look up, compare the hits with the model, and allocate for a chunk or for an external load."""
-        expected = self.predict_hits(request)
+        num_expected, expected = self.predict_hits(request)
         blocks, num_hit_tokens = self.manager.get_computed_blocks(request)
-        hits = blocks.get_block_ids()[0]
-        assert num_hit_tokens == len(expected) * self.block_size
-        assert all(block_id in copies for block_id, copies in zip(hits, expected, strict=True))
+        hits = blocks.get_block_ids()
+        assert num_hit_tokens == num_expected
+        for ids, positions in zip(hits, expected, strict=True):
+            for block_id, copies in zip(ids, positions, strict=True):
+                assert block_id in (copies or {0})
         num_left = request.num_tokens - num_hit_tokens
         num_external = min(external, num_left)
         num_new = 0 if num_external else min(chunk, num_left)
-        if self.allocate(request, num_new, hits, num_external, whole=whole, alone=alone, reserved=reserved):
+        if self.allocate(request, num_new, (num_hit_tokens, hits), num_external, whole=whole, alone=alone, reserved=reserved):
             del self.waiting[request.request_id]
             if num_external:
                 self.loading.add(request.request_id)
             else:
                 self.seal(request)
 
+    def place_to_go_on(self, request, wanted):
+        """Where a request can go on from: at ``wanted`` or before it every group must hold what the next token attends to."""
+        tables = self.tables[request.request_id]
+        if not any(group.window or group.chunk for group in self.groups):
+            return wanted  # anywhere
+        for place in range(wanted // self.unit * self.unit, 0, -self.unit):
+            needs = zip(self.groups, tables, strict=True)
+            if all(all(table[index] for index in group.blocks_behind(place)) for group, table in needs):
+                return place
+        return 0
+
     def truncate(self, request, kept):
+        """Go back to ``kept`` tokens: null blocks and those of others are given up, the rest is rewritten in place."""
+        request_id = request.request_id
         request.num_computed_tokens = kept
-        beyond = self.tables[request.request_id][kept // self.block_size :]
-        assert self.manager.truncate(request, kept).get_block_ids() == (beyond,)
-        for block_id in beyond:
+        self.manager.drop_shared_tail(request, kept)
+        dropped = []
+        for group, table in zip(self.groups, self.tables[request_id], strict=True):
+            behind = range(-(-kept // group.block_size), len(table))
+            cut = next((index for index in behind if not table[index] or self.pool.refs[table[index]] > 1), len(table))
+            dropped += table[cut:][::-1]
+            del table[cut:]
+        self.pool.release(dropped)
+        beyond = [table[kept // group.block_size :] for group, table in zip(self.groups, self.tables[request_id], strict=True)]
+        assert self.manager.truncate(request, kept).get_block_ids() == tuple(beyond)
+        for block_id in [block_id for ids in beyond for block_id in ids]:
             self.pool.prefix.pop(block_id, None)
             self.pool.sealed.pop(block_id, None)
             self.pool.generation[block_id] += 1
-        for num_blocks in (self.num_sealed, self.num_cached):
-            num_blocks[request.request_id] = min(num_blocks[request.request_id], kept // self.block_size)
+        for counts in (self.num_sealed[request_id], self.num_cached[request_id]):
+            for number, group in enumerate(self.groups):
+                counts[number] = min(counts[number], kept // group.block_size)
 
     # ---- what happens to requests ----------------------------------------------------------------------------------
 
@@ -306,7 +450,14 @@ class KVCacheMachine(RuleBasedStateMachine):
         request = self.live[request_id]
         self.loading.remove(request_id)
         if outcome == "fails in part":
-            self.truncate(request, min(kept, request.num_computed_tokens))
+            kept = self.place_to_go_on(request, min(kept, request.num_computed_tokens))
+            if not kept:
+                self.manager.free(request)
+                self.pool.release(self.drop(request))
+                request.num_computed_tokens = 0
+                self.waiting[request_id] = request
+                return
+            self.truncate(request, kept)
         self.manager.cache_blocks(request, request.num_computed_tokens)
         self.remember_cached(request, request.num_computed_tokens)
         self.seal(request)
@@ -318,7 +469,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         running = {key: self.live[key] for key in self.live.keys() - self.loading}
         if running:
             request = choose(running, which)
-            self.truncate(request, min(kept, request.num_computed_tokens))
+            kept = min(kept, request.num_computed_tokens)
+            place = self.place_to_go_on(request, kept)
+            if place < kept:
+                assert self.manager.find_boundary(request.request_id, kept) == place
+            self.truncate(request, place)
 
     @rule(which=choices, how=st.sampled_from(["preempt", "finish", "keep blocks", "abort before admission"]))
     def leave(self, which, how):
@@ -351,16 +506,18 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         block_hash = HASHER.prefix_hash(request.block_hashes, request.all_token_ids, num_tokens, request.extra_keys)
         self.manager.seal_partial_block(request, num_tokens, block_hash)
-        index = num_tokens // self.block_size
-        if num_tokens % self.block_size and index >= self.num_sealed[request.request_id]:
-            self.pool.sealed[self.tables[request.request_id][index]] = prefix_of(request, num_tokens)
+        for number, group in enumerate(self.groups):
+            index = num_tokens // group.block_size
+            if num_tokens % group.block_size and index >= self.num_sealed[request.request_id][number]:
+                self.note_seal(request, number, index, num_tokens)
 
     # ---- what happens to blocks ------------------------------------------------------------------------------------
 
     @rule(which=choices, count=st.integers(1, 4))
     def pin(self, which, count):
         if self.live and len(self.pins) < 3:
-            ids = self.tables[choose(self.live, which).request_id][:count]
+            tables = self.tables[choose(self.live, which).request_id]
+            ids = [block_id for table in tables for block_id in table if block_id][:count]
             self.manager.block_pool.touch([self.manager.block_pool.blocks[block_id] for block_id in ids])
             self.pool.touch(ids)
             self.pins.append(list(ids))
@@ -405,11 +562,11 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert block.ref_cnt == self.pool.refs[block_id], block
             assert block.generation == self.pool.generation[block_id], block
             assert (block.block_hash is not None) == (block_id in self.pool.prefix), block
-        group = self.manager.coordinator.managers[0]
-        assert {key: [b.block_id for b in blocks] for key, blocks in group.req_to_blocks.items()} == self.tables
-        assert {key: n for key, n in group.num_cached_block.items() if self.caching} == (
-            self.num_cached if self.caching else {}
-        )
+        for number, group in enumerate(self.manager.coordinator.managers):
+            tables = {key: groups[number] for key, groups in self.tables.items()}
+            assert {key: [b.block_id for b in blocks] for key, blocks in group.req_to_blocks.items()} == tables
+            if self.caching:
+                assert group.num_cached_block == {key: counts[number] for key, counts in self.num_cached.items()}
         assert self.manager.usage == pytest.approx(1 - len(self.pool.free) / self.num_usable)
 
     def check_integrity(self):
@@ -423,18 +580,18 @@ class KVCacheMachine(RuleBasedStateMachine):
             if block.block_id not in self.pool.sealed:
                 assert seals.sealed_generation(block.block_id) == BROKEN, block
                 continue
-            salt, tokens = self.pool.sealed[block.block_id]
+            number, salt, tokens = self.pool.sealed[block.block_id]
             seal = decode_seal(seals.row(block.block_id))
-            assert (seal.incarnation, seal.layout_version, seal.group_id, seal.digest) == (9, 5, 0, None)
+            assert (seal.incarnation, seal.layout_version, seal.group_id, seal.digest) == (9, 5, number, None)
             assert seal.generation == self.pool.generation[block.block_id]
-            assert seal.num_tokens == (len(tokens) - 1) % self.block_size + 1
+            assert seal.num_tokens == (len(tokens) - 1) % self.groups[number].block_size + 1
             assert seal.block_hash == hash_of(salt, tokens)
 
     def check_hashes(self):
         """Equal hashes mean equal prefixes, and the other way round."""
         blocks = self.manager.block_pool.blocks
-        pairs = {(blocks[block_id].block_hash, prefix) for block_id, prefix in self.pool.prefix.items()}
-        assert len({block_hash for block_hash, _ in pairs}) == len({prefix for _, prefix in pairs}) == len(pairs)
+        pairs = {(cache_key(blocks[b].block_hash, blocks[b].group_id), prefix) for b, prefix in self.pool.prefix.items()}
+        assert len({key for key, _ in pairs}) == len({prefix for _, prefix in pairs}) == len(pairs)
 
     def check_events(self):
         """Whoever follows the events knows the prefix map."""
