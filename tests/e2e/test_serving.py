@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -80,6 +81,44 @@ def test_usage_tells_the_hand_over(served, corpus):
     assert transfer["transport"] == served.kind.rpartition("-")[2]
     assert transfer["transferred_tokens"] == 100
     assert transfer["transferred_bytes"] == 2 * BLOCK_BYTES
+
+
+@on_one_pair
+def test_the_parts_of_both_waits_fit_what_the_client_s_own_clock_says(served, corpus):
+    """Workers and router measure by clocks of their own: what they claim lies within what the client has waited.
+
+    A relay of 0 would mean that the parts were cut to fit; a duration that is counted twice, or from the wrong moment on,
+    exceeds the client's, and one that is left out leaves the long prefill unexplained.
+    """
+    sent_at, times, usage = time_tokens(served, corpus[400:700], max_tokens=3)
+    first, second = (usage["kv_transfer"]["timing"][name] for name in ("first_token", "second_token"))
+    waits = [sum(value for name, value in split.items() if name != "total_ms") for split in (first, second)]
+    assert waits[0] < (times[0] - sent_at) * 1e3
+    assert sum(waits) < (times[1] - sent_at) * 1e3
+    assert min(first["relay_ms"], second["relay_ms"]) > 0
+    assert min(first["prefill_ms"], second["transfer_ms"], second["verify_ms"], second["first_step_ms"]) > 0
+    assert first["prefill_ms"] > first["queue_ms"] + first["relay_ms"]
+
+
+def time_tokens(served, prompt, max_tokens):
+    """Stream a completion; return when it was sent, when each token came, and its usage."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    times, usage, sent_at = [], {}, time.monotonic()
+    with served.client.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                usage = event.get("usage") or usage
+                times += [time.monotonic()] * sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+    return sent_at, times, usage
 
 
 @on_one_pair

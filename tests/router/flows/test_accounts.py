@@ -1,4 +1,4 @@
-"""What is measured of a request on its way: both splits add up, whatever the workers report."""
+"""What is measured of a request on its way. That the splits fit a client's own clock is a test with real processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_nothing_costs_nothing():
 
 
 @given(total_s=st.floats(0, 1e4), queue_ms=durations, prefill_ms=durations)
-def test_the_first_split_adds_up_and_no_part_is_negative(total_s, queue_ms, prefill_ms):
+def test_the_first_split_is_cut_to_the_total_that_was_measured(total_s, queue_ms, prefill_ms):
     timing = first_token_timing(total_s, queue_ms, prefill_ms)
     parts = (timing.queue_ms, timing.prefill_ms, timing.relay_ms)
     assert min(parts) >= 0
@@ -90,7 +90,7 @@ def test_the_first_split_adds_up_and_no_part_is_negative(total_s, queue_ms, pref
 
 
 @given(total_s=st.floats(0, 1e4), parts=st.tuples(durations, durations, durations, durations))
-def test_the_second_split_adds_up_and_no_part_is_negative(total_s, parts):
+def test_the_second_split_is_cut_to_the_total_that_was_measured(total_s, parts):
     queue_ms, transfer_ms, verify_ms, first_step_ms = parts
     cost = TransferUsage(queue_ms=queue_ms, transfer_ms=transfer_ms, verify_ms=verify_ms, first_step_ms=first_step_ms)
     timing = second_token_timing(total_s, cost)
