@@ -66,6 +66,11 @@ class Worker:
         """Choices per slot."""
         return self.num_choices / self.facts.max_num_seqs
 
+    def may_hold(self, num_choices: int) -> bool:
+        """Say whether so many choices would fit if it had no others."""
+        limit = self.facts.max_num_choices
+        return not limit or num_choices <= limit
+
     def has_room(self, num_choices: int) -> bool:
         """Say whether it would admit so many choices more, as far as is known here."""
         limit = self.facts.max_num_choices

@@ -14,7 +14,7 @@ What becomes of a request whose worker is lost or fails it in a way that another
 | more                 | on another decode worker, which computes prompt and output so far: a *replay*                  |
 
 With a token out, it waits for a decode worker if there is none at the moment: until its deadline if all are full, for
-``worker_wait_s`` if there is none at all.
+``worker_wait_s`` if there is none at all that could ever hold it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
     """Return the least loaded decode worker that can take a hand-over from ``prefill``.
 
     Raises:
-        NoWorker: there is none; says why if there are others.
+        NoWorker: there is none that ever holds so many choices; says why if there are others.
         Overloaded: all of them are full.
     """
     decoders = [worker for worker in _fitting(workers, demand) if worker.role == "decode"]
@@ -140,7 +140,7 @@ def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand
     """Return the least loaded worker that can go on with a request on its own, computing prompt and output so far.
 
     Raises:
-        NoWorker: none with this very model is there.
+        NoWorker: none with this very model is there, or none that ever holds so many choices.
         Overloaded: all of them are full.
     """
     able = [
@@ -204,6 +204,8 @@ def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[l
 
 
 def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
+    if not any(worker.may_hold(demand.num_choices) for worker in workers):
+        raise NoWorker(f"no worker that could go on with the request ever holds its {demand.num_choices} choices at once")
     for candidates in _in_order_of_preference(workers, demand):
         if candidates:
             return min(candidates, key=_least_loaded)

@@ -326,6 +326,26 @@ def test_a_request_for_which_nobody_comes_ends_with_the_reason_and_no_lease(pair
     pair.assert_idle()
 
 
+def test_a_request_that_none_of_the_workers_left_ever_holds_does_not_wait_for_room(make_bench):
+    """Nobody who is there can go on with it, however long it waits: it is as if there were nobody."""
+    bench = make_bench("p0", "d0")
+    bench.join("d1", max_num_choices=2)
+    bench.submit(n=3)
+    bench.prefill_done(n=3)
+    assert bench.generated("d0").request_id == "r1"
+    bench.leave("d0")
+    bench.now = 9.0
+    bench.heartbeat("p0")
+    bench.heartbeat("d1")
+    bench.tick(9.0)
+    assert bench.error("r1") is None, "somebody larger may come"
+    bench.tick(10.0)
+    assert (bench.error("r1").code, bench.error("r1").retryable) == ("no_worker", True)
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    assert bench.to("d1", Generate) == []
+    bench.assert_idle()
+
+
 def test_a_request_without_a_decode_worker_from_the_start_of_its_hand_over_waits_as_well(pair):
     pair.submit()
     pair.leave("d0")
