@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import STDIN, KVFerryConfig, RouterSection, WorkerSection, dump_config
+from core.config import STDIN, CacheSection, KVFerryConfig, RouterSection, WorkerSection, dump_config
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role
@@ -62,11 +62,13 @@ class ProcessOptions:
     """What a cluster's processes get beside their configuration.
 
     ``environment`` is added to what they inherit, such as ``UCX_TLS``, which a library reads. ``keep_control_ports`` lets a
-    prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does.
+    prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does. ``caches``
+    are the KV pools of roles whose pools are not as configured for all.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     keep_control_ports: bool = False
+    caches: Mapping[Role, CacheSection] = field(default_factory=dict)
 
 
 class LocalCluster:
@@ -283,7 +285,8 @@ class LocalCluster:
             workers_on_host=len(self._roles),
             host_slot=list(self._roles).index(name),
         )
-        return msgspec.structs.replace(self._config, worker=worker)
+        cache = self._options.caches.get(self._roles[name], self._config.cache)
+        return msgspec.structs.replace(self._config, worker=worker, cache=cache)
 
     def _log_file(self, name: str) -> Path | None:
         folder = self._log_dir or self._temporary_logs
