@@ -21,6 +21,7 @@ from core.config import ConnectorSection, KVFerryConfig, KVStoreSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConfigError
 from core.ids import IdSource
+from core.wire.curve import ClusterKeys, derive_keys
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Role
 
@@ -39,6 +40,7 @@ class ConnectorContext:
     config: ConnectorSection
     control_address: str  # where to bind the control socket (producers)
     data_port: int = 0  # of a data socket beside it; 0 = any
+    keys: ClusterKeys | None = None  # for the sockets between workers; None = they are open
     advertise_host: str
     clock: Clock
     ids: IdSource
@@ -161,6 +163,7 @@ def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes
                 config=host.config.connector,
                 control_address=host.config.worker.control_address,
                 data_port=host.config.worker.data_port,
+                keys=derive_keys(host.config.security.cluster_key),
                 advertise_host=host.config.worker.advertise_host,
                 clock=host.clock,
                 ids=host.ids,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from core.config import KVFerryConfig
 from core.model.hub import resolve_model
+from core.wire.curve import derive_keys
 from router.served import served_model
 from router.server import Router
 
@@ -25,7 +26,8 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
         ConfigError: the model cannot be found or used, or an address cannot be bound.
     """
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
-    router = Router(config.router, served_model(config.model, files))
+    keys = derive_keys(config.security.cluster_key)
+    router = Router(config.router, served_model(config.model, files), keys=keys)
     return asyncio.run(_serve(router, announce))
 
 

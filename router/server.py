@@ -23,8 +23,9 @@ from core.config import RouterSection
 from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
+from core.wire.curve import ClusterKeys
 from core.wire.sockets import warn_if_exposed
-from router.app import create_app
+from router.app import BodyLimits, create_app
 from router.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.endpoints import Endpoints
 from router.metrics import RouterMetrics
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Router:
     """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
 
-    Clients ask for ``model.name``, and workers register with it.
+    Clients ask for ``model.name``, and workers register with it. With ``keys`` only their holders can be workers.
     """
 
     def __init__(
@@ -48,16 +49,17 @@ class Router:
         clock: Clock | None = None,
         ids: IdSource | None = None,
         registry: CollectorRegistry | None = None,
+        keys: ClusterKeys | None = None,
     ) -> None:
         clock, ids = clock or SystemClock(), ids or RandomIds()
         metrics = RouterMetrics(registry or CollectorRegistry())
         self._config = config
         self._model = model
-        self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics)
+        self._keys = keys
+        self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
         self.endpoints = Endpoints(model=model, service=self.service, metrics=metrics, ids=ids)
-        self.app = create_app(
-            self.endpoints, version=kvferry_version(), api_key=config.api_key, max_body_bytes=config.max_body_bytes
-        )
+        limits = BodyLimits(max_body_bytes=config.max_body_bytes, max_upload_bytes=config.max_upload_bytes)
+        self.app = create_app(self.endpoints, version=kvferry_version(), api_key=config.api_key, limits=limits)
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -97,7 +99,8 @@ class Router:
         except ConfigError:
             self._socket.close()
             raise
-        warn_if_exposed("router.worker_address", self.worker_address)
+        if self._keys is None:
+            warn_if_exposed("router.worker_address", self.worker_address)
         limits = ClientLimits(
             max_connections=self._config.max_connections,
             receive_timeout_s=self._config.receive_timeout_s,

@@ -18,6 +18,7 @@ from core.config import RouterSection
 from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.wire import codec
+from core.wire.curve import ClusterKeys
 from core.wire.messages import ErrorInfo, Generate
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.cluster import Joined, Left, Worker, WorkerKey
@@ -80,7 +81,15 @@ class _Listener:
 class RouterService:
     """Runs a ``RouterMachine`` on a ZeroMQ socket. All methods belong to one event loop."""
 
-    def __init__(self, config: RouterSection, model: str, router_id: str, clock: Clock, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        config: RouterSection,
+        model: str,
+        router_id: str,
+        clock: Clock,
+        metrics: RouterMetrics,
+        keys: ClusterKeys | None = None,
+    ) -> None:
         limits = RouterLimits(
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -91,6 +100,7 @@ class RouterService:
         )
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
+        self._keys = keys
         self._clock = clock
         self._metrics = metrics
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
@@ -114,7 +124,7 @@ class RouterService:
             ConfigError: the address cannot be bound.
         """
         self._context = AsyncContext()
-        options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES)
+        options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES, keys=self._keys)
         self._socket = router_socket(self._context, options)
         try:
             self.worker_address = bind(self._socket, self.worker_address)

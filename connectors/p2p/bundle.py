@@ -159,7 +159,7 @@ class P2PConnector(Connector):
         self._transfers = TransferThread(executor, self.worker.fail)
         self._transfers.start()
         self._zmq = AsyncContext()
-        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self.worker.fail)
+        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self.worker.fail, self._context.keys)
         if self._is_producer:
             self._serve(self._zmq)
         self._publish()
@@ -291,7 +291,7 @@ class P2PConnector(Connector):
 
     def _serve(self, zmq: AsyncContext) -> None:
         """Begin to answer readers."""
-        self._server = ControlServer(zmq, self._answer, self.worker.fail)
+        self._server = ControlServer(zmq, self._answer, self.worker.fail, self._context.keys)
         host, port = split_tcp(self._server.start(self._context.control_address))
         self.scheduler.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
 
@@ -313,6 +313,7 @@ class P2PConnector(Connector):
             engine_id=self._context.engine_id,
             bind_address=join_tcp(host, self._context.data_port),
             advertise_host=self._context.advertise_host,
+            keys=self._context.keys,
         )
 
     # ---- what people see -------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from zmq.utils.monitor import parse_monitor_message
 from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError
 from core.log import event
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
+from core.wire.curve import ClusterKeys
 from core.wire.kv import ControlError, ControlMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, dealer_socket, router_socket, warn_if_exposed
 
 MAX_QUEUED_MESSAGES = 4096  # per peer; a peer that takes none is found by its deadline, not by our memory
 
-_OPTIONS = SocketOptions(max_message_bytes=MAX_CONTROL_FRAME_BYTES, high_water_mark=MAX_QUEUED_MESSAGES)
 _LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -37,6 +37,10 @@ _LOST_EVENTS = (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def _options(keys: ClusterKeys | None) -> SocketOptions:
+    return SocketOptions(max_message_bytes=MAX_CONTROL_FRAME_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
 
 
 class ControlServer:
@@ -50,8 +54,10 @@ class ControlServer:
         context: AsyncContext,
         answer: Callable[[ControlMessage], ControlMessage | None],
         on_death: Callable[[BaseException], None],
+        keys: ClusterKeys | None = None,
     ) -> None:
-        self._socket: AsyncSocket = router_socket(context, _OPTIONS)
+        self._keys = keys
+        self._socket: AsyncSocket = router_socket(context, _options(keys))
         self._answer = answer
         self._on_death = on_death
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +70,8 @@ class ControlServer:
             ConfigError: the address cannot be bound.
         """
         actual = bind(self._socket, address)
-        warn_if_exposed("worker.control_address", actual)
+        if self._keys is None:
+            warn_if_exposed("worker.control_address", actual)
         self._task = asyncio.create_task(self._serve(), name="kv-control-server")
         self._task.add_done_callback(self._on_task_end)
         return actual
@@ -135,8 +142,10 @@ class ControlClients:
         on_message: Callable[[str, ControlMessage], None],
         on_disconnected: Callable[[str], None],
         on_death: Callable[[BaseException], None],
+        keys: ClusterKeys | None = None,
     ) -> None:
         self._context = context
+        self._options = _options(keys)
         self._on_message = on_message
         self._on_disconnected = on_disconnected
         self._on_death = on_death
@@ -173,7 +182,7 @@ class ControlClients:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     def _open(self, address: str) -> _Link:
-        socket = dealer_socket(self._context, _OPTIONS)
+        socket = dealer_socket(self._context, self._options)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting: a failed connection is told by the monitor
         link = _Link(socket)

@@ -16,6 +16,7 @@ from core.errors import ConfigError, ConnectorUnavailable
 from core.ids import IdSource
 from core.log import event
 from core.transport import RowRegion, Transport
+from core.wire.curve import ClusterKeys
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class TransportSettings:
     engine_id: str
     bind_address: str  # of data sockets; port 0 = any
     advertise_host: str = ""
+    keys: ClusterKeys | None = None  # for sockets of our own
 
 
 TransportFactory = Callable[[str, TransportSettings], Transport]
@@ -52,7 +54,7 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
         case "shm":
             return ShmTransport(settings.ids)
         case "tcp":
-            return TcpTransport(settings.ids, settings.bind_address, settings.advertise_host)
+            return TcpTransport(settings.ids, settings.bind_address, settings.advertise_host, settings.keys)
         case "nixl":
             return NixlTransport(settings.ids, settings.engine_id)
     raise ConfigError(f"connector.transports: {name!r} is not one of shm, nixl, tcp", param="connector.transports")

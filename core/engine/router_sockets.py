@@ -18,6 +18,7 @@ import zmq
 from core.errors import PeerUnreachable
 from core.log import event
 from core.wire.codec import MAX_ROUTER_FRAME_BYTES
+from core.wire.curve import ClusterKeys
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, resolve
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,13 @@ class RouterSockets:
         events: LinkEvents,
         resolve: Callable[[str], Awaitable[list[str]]] = resolve,
         interval_s: float = RESOLVE_INTERVAL_S,
+        keys: ClusterKeys | None = None,
     ) -> None:
         self._addresses = tuple(addresses)
         self._events = events
         self._resolve = resolve
         self._interval_s = interval_s
+        self._options = SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES, keys=keys)
         self._context = AsyncContext()
         self._sockets: dict[str, AsyncSocket] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
@@ -124,7 +127,7 @@ class RouterSockets:
         return found
 
     def _connect(self, link: str) -> None:
-        socket = dealer_socket(self._context, SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES))
+        socket = dealer_socket(self._context, self._options)
         socket.connect(link)
         self._sockets[link] = socket
         self._readers[link] = self._keep(self._read(link, socket))

@@ -44,6 +44,7 @@ from core.log import event
 from core.metrics import WorkerMetrics, read_labelled_counter
 from core.request import EngineCoreOutput
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.curve import derive_keys
 from core.wire.messages import PrefillDone, Register, RequestFailed, Role
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class Worker:
             }
         )
         self._ops_address = ""
-        self._sockets = RouterSockets(context.config.worker.router_addresses, self)
+        keys = derive_keys(context.config.security.cluster_key)
+        self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=keys)
         self._connector: ConnectorBundle | None = None
         self._num_blocks = 0
         self._engine: EngineThread | None = None

@@ -24,6 +24,7 @@ from connectors.p2p.transport.base import RowShape, check_read, check_rows, deco
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
+from core.wire.curve import ClusterKeys, secure_client, secure_server
 from core.wire.limits import Text
 from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
@@ -108,14 +109,16 @@ class _Peer:
 class TcpTransport(Transport):
     """Reads rows by asking their owner for them, with a window of chunks in flight.
 
-    ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in what peers are told. Each
-    transport has a context of its own, so that its I/O thread ends with it.
+    ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in what peers are told. With
+    ``keys`` connections are encrypted, and only holders of them can read. Each transport has a context of its own, so that its
+    I/O thread ends with it.
     """
 
     name = "tcp"
 
-    def __init__(self, ids: IdSource, bind_address: str, advertise_host: str = "") -> None:
+    def __init__(self, ids: IdSource, bind_address: str, advertise_host: str = "", keys: ClusterKeys | None = None) -> None:
         self._ids = ids
+        self._keys = keys
         self._bind_address = bind_address
         self._advertise_host = advertise_host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -163,6 +166,7 @@ class TcpTransport(Transport):
         socket.sndhwm = 0  # the window bounds it
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
+        secure_client(socket, self._keys)
         socket.rcvbuf = SOCKET_BUFFER_BYTES
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(_max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
         monitor = socket.get_monitor_socket(_LOST_EVENTS)
@@ -251,6 +255,7 @@ class TcpTransport(Transport):
     def _bind(self) -> zmq.Socket[bytes]:
         server = self._context.socket(zmq.ROUTER)
         server.linger = 0
+        secure_server(server, self._keys)
         server.ipv6 = binds_ipv6(self._bind_address)
         server.maxmsgsize = MAX_REQUEST_BYTES
         server.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
@@ -267,7 +272,8 @@ class TcpTransport(Transport):
         except ConfigError:
             server.close()
             raise
-        warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
+        if self._keys is None:
+            warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
         self._token = self._ids.bits(63)
         return server
 
