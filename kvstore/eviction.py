@@ -21,7 +21,7 @@ from core.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
 
-_SMALL_SHARE = 0.1  # of the capacity of S3-FIFO for what has been seen once
+_SMALL_SHARE = 0.1  # of the capacity for what has been seen once: S3-FIFO's small queue, the least of ARC's recent list
 _MAX_COUNT = 3  # uses that S3-FIFO remembers of a key
 
 
@@ -167,13 +167,15 @@ class S3FIFO(EvictionPolicy[K]):
 class ARC(EvictionPolicy[K]):
     """Two LRU lists, of keys used once (recent) and more often (frequent), whose sizes follow what would have been hits.
 
-    ``_target`` is the size that the recent list should have; keys evicted lately are remembered per list.
+    ``_target`` is the size that the recent list should have; keys evicted lately are remembered per list. The recent list keeps
+    a tenth of the capacity in any case: the blocks of one prompt come together, and must not push each other out.
     """
 
     name = "arc"
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        self._floor = capacity * _SMALL_SHARE
         self._target = 0.0
         self._recent: OrderedDict[K, None] = OrderedDict()
         self._frequent: OrderedDict[K, None] = OrderedDict()
@@ -211,7 +213,7 @@ class ARC(EvictionPolicy[K]):
     def evict(self, can_evict: Callable[[K], bool]) -> K | None:
         """Choose from the list that is above its target, else from the other."""
         lists = [(self._recent, self._recent_ghosts), (self._frequent, self._frequent_ghosts)]
-        if len(self._recent) <= self._target:
+        if len(self._recent) <= max(self._target, self._floor):
             lists.reverse()
         for keys, ghosts in lists:
             victim = next((key for key in keys if can_evict(key)), None)

@@ -276,19 +276,23 @@ class StoreMachine:
         keys = split_keys(message.keys)
         if not session.is_local or len(keys) != len(message.sizes) or message.number in session.reservations:
             raise ProtocolError("a reservation needs the arena, a size for each key, and a number of its own")
-        residents = [self._reserve(key, num_bytes) for key, num_bytes in zip(keys, message.sizes, strict=True)]
+        residents = self._reserve(keys, message.sizes)
         stored = [self._open_memory().find(key) is not None for key in keys]
         session.reservations[message.number] = residents
         session.stored[message.number] = stored
         slots = tuple(NO_SLOT if resident is None else (resident.slot, resident.generation, 1) for resident in residents)
         self._send(session.client, Reserved(number=message.number, slots=slots, stored=bytes(stored)))
 
-    def _reserve(self, key: bytes, num_bytes: int) -> Resident | None:
-        """Return a slot for a block; None if it is there, on its way, or there is no room."""
-        memory = self._open_memory()
-        StoreKey.unpack(key)
-        if num_bytes == 0:
+    def _reserve(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[Resident | None]:
+        """Return a slot for each block; None if it is there, on its way, or there is no room. All or, on nonsense, none."""
+        for key in keys:
+            StoreKey.unpack(key)
+        if not all(sizes):
             raise ProtocolError("a block without bytes")
+        return [self._reserve_one(key, num_bytes) for key, num_bytes in zip(keys, sizes, strict=True)]
+
+    def _reserve_one(self, key: bytes, num_bytes: int) -> Resident | None:
+        memory = self._open_memory()
         if memory.find(key) is not None or memory.is_incoming(key):
             return None
         try:
@@ -330,12 +334,11 @@ class StoreMachine:
         if not len(keys) == len(seals) == len(blocks):
             raise ProtocolError(f"{len(keys)} keys, {len(seals)} seals and {len(blocks)} blocks")
         memory = self._open_memory()
-        stored = [False] * len(keys)
-        for index in reversed(range(len(keys))):
-            resident = self._reserve(keys[index], len(blocks[index]))
-            if resident is None:
-                stored[index] = memory.find(keys[index]) is not None
-            else:
+        residents = self._reserve(keys, [len(block) for block in blocks])
+        stored = [memory.find(key) is not None for key in keys]
+        for index in reversed(range(len(keys))):  # as for a commit
+            resident = residents[index]
+            if resident is not None:
                 memory.content(resident)[:] = blocks[index]
                 stored[index] = self._commit(resident, seals[index])
         self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))

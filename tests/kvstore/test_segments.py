@@ -1,0 +1,290 @@
+"""Segment files: what was committed survives a kill or a cut at any byte, what was torn is refused, and room is made."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import ConfigError, CorruptBlock
+from core.ids import SeededIds
+from kvstore.seal_check import BlockVerifier
+from kvstore.segment_file import PAGE_BYTES, record_bytes
+from kvstore.segments import SegmentLog
+from kvstore.testing.blocks import make_block
+
+CAPACITY = 64 << 20
+SEGMENT_BYTES = 20_000  # a few records
+SIZES = (8, 3000, 3840, 3848, 9000)  # one of them fills a page exactly
+
+
+def blocks_of(count):
+    return [make_block(number, size) for number, size in zip(range(count), itertools.cycle(SIZES), strict=False)]
+
+
+def open_log(folder, capacity=CAPACITY, segment_bytes=SEGMENT_BYTES, seed=1):
+    return SegmentLog(folder, capacity, segment_bytes, SeededIds(seed))
+
+
+def append(log, block):
+    return log.append(block.key.pack(), block.seal, block.content)
+
+
+def served(log, block):
+    """Whether the log has the block, complete; anything else than a miss or the truth fails."""
+    target = memoryview(bytearray(block.content.nbytes))
+    record = log.read(block.key.pack(), target)
+    if record is None:
+        assert block.key.pack() not in log
+        return False
+    BlockVerifier().check(block.key, record.seal, target[: record.num_bytes])
+    assert target == block.content
+    return True
+
+
+def files_of(folder):
+    return sorted(folder.glob("segment-*.kv"))
+
+
+def test_what_was_appended_is_read(tmp_path):
+    log, blocks = open_log(tmp_path), blocks_of(10)
+    assert all(append(log, block) for block in blocks)
+    assert len(files_of(tmp_path)) > 1
+    assert all(served(log, block) for block in blocks)
+    assert (len(log), log.used_bytes) == (10, sum(path.stat().st_size for path in files_of(tmp_path)))
+    log.close()
+
+
+def test_appending_again_writes_nothing(tmp_path):
+    log, block = open_log(tmp_path), make_block(1)
+    append(log, block)
+    before = log.used_bytes
+    assert append(log, block)
+    assert log.used_bytes == before
+    log.close()
+
+
+def test_a_restart_finds_everything(tmp_path):
+    log, blocks = open_log(tmp_path), blocks_of(12)
+    for block in blocks[:6]:
+        append(log, block)
+    log.close()
+    log = open_log(tmp_path, seed=2)
+    for block in blocks[6:]:
+        append(log, block)
+    log.close()
+    log = open_log(tmp_path, seed=3)
+    assert all(served(log, block) for block in blocks)
+    assert log.num_torn_bytes == 0
+    log.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Files with 12 blocks, and where each record ends: (file, end of its block, block)."""
+    folder = tmp_path_factory.mktemp("written")
+    log, ends = open_log(folder), []
+    for block in blocks_of(12):
+        append(log, block)
+        path = files_of(folder)[-1]
+        size = path.stat().st_size
+        ends.append((path.name, size - record_bytes(block.content.nbytes) + 256 + block.content.nbytes, block))
+    log.close()
+    return folder, ends
+
+
+@settings(max_examples=150, deadline=None)
+@given(choice=st.data())
+def test_a_cut_at_any_byte_costs_only_what_was_cut(written, tmp_path_factory, choice):
+    source, ends = written
+    folder = tmp_path_factory.mktemp("cut")
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = choice.draw(st.sampled_from(files_of(folder)))
+    cut = choice.draw(st.integers(0, path.stat().st_size))
+    os.truncate(path, cut)
+    log = open_log(folder, seed=5)
+    for name, end, block in ends:
+        assert served(log, block) == (name != path.name or end <= cut)
+    late = make_block(99)
+    assert append(log, late)
+    log.close()
+    log = open_log(folder, seed=6)
+    assert served(log, late)
+    for name, end, block in ends:
+        assert served(log, block) == (name != path.name or end <= cut)
+    log.close()
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=100, deadline=None)
+@given(choice=st.data())
+def test_a_changed_byte_is_never_served_and_costs_at_most_its_own_block(written, tmp_path_factory, choice):
+    source, ends = written
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = choice.draw(st.sampled_from(files_of(folder)))
+    offset = choice.draw(st.integers(PAGE_BYTES, path.stat().st_size - 1))
+    with path.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([old ^ choice.draw(st.integers(1, 255))]))
+    log = open_log(folder, seed=5)
+    lost = 0
+    for _, _, block in ends:
+        try:
+            lost += not served(log, block)
+        except CorruptBlock:
+            lost += 1
+    assert lost <= 1
+    log.close()
+    shutil.rmtree(folder)
+
+
+def test_a_file_without_a_whole_first_page_is_deleted(tmp_path):
+    (tmp_path / "segment-000000000007.kv").write_bytes(b"torn")
+    log = open_log(tmp_path)
+    assert (len(log), log.num_torn_bytes) == (0, 0)
+    assert not files_of(tmp_path)
+    append(log, make_block(1))
+    assert files_of(tmp_path)[0].name == "segment-000000000008.kv"
+    log.close()
+
+
+def test_a_record_that_moved_to_another_file_is_refused(tmp_path):
+    log = open_log(tmp_path, segment_bytes=PAGE_BYTES)
+    for block in blocks_of(3):
+        append(log, block)
+    log.close()
+    first, second, _ = files_of(tmp_path)
+    with first.open("rb") as source, second.open("r+b") as target:
+        source.seek(PAGE_BYTES)
+        target.seek(PAGE_BYTES)
+        target.write(source.read())
+    log = open_log(tmp_path)
+    assert [served(log, block) for block in blocks_of(3)] == [True, False, True]
+    log.close()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from core.ids import RandomIds
+from kvstore.segments import SegmentLog
+from kvstore.testing.blocks import make_block
+log = SegmentLog(Path(sys.argv[1]), 1 << 30, 300_000, RandomIds())
+print("open", flush=True)
+for number in range(int(sys.argv[2]), 10**9):
+    block = make_block(number, 65536)
+    assert log.append(block.key.pack(), block.seal, block.content)
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_everything_it_had_committed(tmp_path):
+    committed, start = [], 0
+    for num_wanted in (3, 17, 40):
+        with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, str(start)], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout.readline() == "open\n"
+            for _ in range(num_wanted):
+                committed.append(int(child.stdout.readline()))
+            child.send_signal(signal.SIGKILL)
+            committed += [int(line) for line in child.stdout if line.endswith("\n")]
+        start = committed[-1] + 1
+        log = SegmentLog(tmp_path, 1 << 30, 300_000, SeededIds(1))
+        assert all(served(log, make_block(number, 65536)) for number in committed)
+        assert len(committed) <= len(log) <= len(committed) + 3  # a kill between the write and its message
+        log.close()
+
+
+def test_capacity_is_kept_and_the_oldest_go(tmp_path):
+    capacity = 40 * record_bytes(4000)
+    log = open_log(tmp_path, capacity, capacity // 8)
+    blocks = [make_block(number, 4000) for number in range(200)]
+    for block in blocks:
+        assert append(log, block)
+        assert log.used_bytes <= capacity
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
+    kept = [served(log, block) for block in blocks]
+    assert kept == sorted(kept)
+    assert 20 <= sum(kept) <= 40
+    assert log.num_dropped == 200 - sum(kept)
+    log.close()
+
+
+def test_what_is_read_again_and_again_is_handed_on(tmp_path):
+    capacity = 40 * record_bytes(4000)
+    log = open_log(tmp_path, capacity, capacity // 8)
+    favourite = make_block(0, 4000)
+    append(log, favourite)
+    for number in range(1, 300):
+        append(log, make_block(number, 4000))
+        assert served(log, favourite)
+        assert log.used_bytes <= capacity
+    log.close()
+    log = open_log(tmp_path, capacity, capacity // 8)
+    assert served(log, favourite)
+    log.close()
+
+
+def test_a_block_larger_than_the_capacity_drives_nothing_out(tmp_path):
+    log = open_log(tmp_path, 200_000, 50_000)
+    append(log, make_block(1, 4000))
+    assert not append(log, make_block(2, 190_000))
+    assert served(log, make_block(1, 4000))
+    log.close()
+
+
+def test_removed_blocks_are_gone(tmp_path):
+    log, blocks = open_log(tmp_path), blocks_of(3)
+    for block in blocks:
+        append(log, block)
+    log.remove(blocks[1].key.pack())
+    log.remove(blocks[1].key.pack())
+    assert [served(log, block) for block in blocks] == [True, False, True]
+    log.close()
+
+
+def test_a_target_that_is_too_small_is_a_miss(tmp_path):
+    log, block = open_log(tmp_path), make_block(1, 4000)
+    append(log, block)
+    assert log.read(block.key.pack(), memoryview(bytearray(3999))) is None
+    log.close()
+
+
+def test_two_logs_cannot_share_a_folder(tmp_path):
+    log = open_log(tmp_path)
+    with pytest.raises(ConfigError, match="another process"):
+        open_log(tmp_path)
+    log.close()
+    open_log(tmp_path).close()
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="disk_path"):
+        open_log(path)
+
+
+def test_a_full_disk_loses_only_the_block_that_did_not_fit(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path), blocks_of(3)
+    append(log, blocks[0])
+    real = os.pwritev
+
+    def short_write(fd, pieces, offset):
+        return real(fd, [bytes(pieces[0])], offset)
+
+    monkeypatch.setattr(os, "pwritev", short_write)
+    assert not append(log, blocks[1])
+    monkeypatch.undo()
+    assert append(log, blocks[2])
+    log.close()
+    log = open_log(tmp_path)
+    assert [served(log, block) for block in blocks] == [True, False, True]
+    log.close()
