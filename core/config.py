@@ -203,6 +203,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout_s: Seconds = 5.0
     request_timeout_s: Seconds = 600.0
     max_body_bytes: Positive = 8 << 20
+    max_upload_bytes: Positive = 256 << 20  # of all bodies that are held at a time; what exceeds it is refused with 503
     max_connections: Positive = 8192  # of clients; more are closed at once
     receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
@@ -274,6 +275,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "router.heartbeat_timeout_s",
             router.heartbeat_timeout_s,
         )
+        _check_order("router.max_body_bytes", router.max_body_bytes, "<=", "router.max_upload_bytes", router.max_upload_bytes)
         _check_connectors(connector)
         _check_transports(connector)
         _check_address("connector.lmcache.server_address", connector.lmcache.server_address, lowest_port=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -33,6 +34,7 @@ from router.http_errors import ErrorBody, RequestFailure, error_response
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
 from router.responses import ChatCompletion, Completion
+from router.uploads import UploadLimit
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -68,11 +70,20 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
         return parse_body(value, kind)
 
 
-def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", max_body_bytes: int = 8 << 20) -> ASGIApp:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """Bytes of one request's body, and of the bodies of all requests together."""
+
+    max_body_bytes: int = 8 << 20
+    max_upload_bytes: int = 256 << 20
+
+
+def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits: BodyLimits | None = None) -> ASGIApp:
     """Return the ASGI application. An empty ``api_key`` leaves it open."""
+    limits = limits or BodyLimits()
     app = Litestar(
         route_handlers=[*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, version)],
-        request_max_body_size=max_body_bytes,
+        request_max_body_size=limits.max_body_bytes,
         guards=[_guard(api_key)] if api_key else [],
         exception_handlers={
             KVFerryError: _on_error(endpoints),
@@ -89,7 +100,9 @@ def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", max_bod
         logging_config=None,
     )
     paths = frozenset(route.path for route in app.routes)
-    return Edge(app, endpoints.metrics, paths)
+    uploads = UploadLimit(app, limits.max_upload_bytes)
+    endpoints.metrics.watch("upload_bytes", "Bytes of request bodies that are held.", lambda: uploads.num_bytes)
+    return Edge(uploads, endpoints.metrics, paths)
 
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
