@@ -90,7 +90,7 @@ class PagedRun:
             return self.decoder.compute_logits(hidden)
 
     def _blocks_per_sequence(self) -> int:
-        return -(-1024 // BLOCK_SIZE)
+        return -(-2048 // BLOCK_SIZE)
 
     def _batch(self, group: int, spans: list[tuple[int, int]]) -> AttentionBatch:
         per_sequence = self._blocks_per_sequence()
