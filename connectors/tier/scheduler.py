@@ -217,6 +217,8 @@ class TierConnectorScheduler(KVConnectorScheduler):
             job = self._loading.pop(request_id, None)
             if job is not None:
                 self._loading_keys -= Counter(job.keys)
+            if request_id in self._requests and request_id in output.failed_recving | output.load_errors:
+                self._requests[request_id].num_offered = 0  # what the tier lacked, or had wrong, goes there again
         if output.worker_meta is not None:
             assert isinstance(output.worker_meta, TierConnectorWorkerMetadata)
             self._bound_planner.end(output.worker_meta.saved_block_ids)

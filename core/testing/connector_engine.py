@@ -188,7 +188,9 @@ class ConnectorEngine:
 
     # ---- consumer ----------------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None) -> Request:
+    def add(
+        self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None = None, cache_salt: str = ""
+    ) -> Request:
         """Add a request that continues a hand-over after its first token."""
         return self._new_request(
             NewRequest(
@@ -197,6 +199,7 @@ class ConnectorEngine:
                 sampling=SamplingParams(max_tokens=8),
                 output_token_ids=(7,),
                 kv_handoff=handoff,
+                cache_salt=cache_salt,
             )
         )
 
@@ -204,7 +207,7 @@ class ConnectorEngine:
         """Give the request its blocks and start its load; return how many tokens are loaded from elsewhere."""
         hits, num_hits = self.manager.get_computed_blocks(request)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
-        assert num_external is not None, "a p2p hand-over is known at once"
+        assert num_external is not None, "a hand-over is known at once; a tier has been asked before"
         assert is_async == (num_external > 0)
         num_new = 0 if is_async else request.num_tokens - num_hits
         allocated = self.manager.allocate_slots(
@@ -222,7 +225,23 @@ class ConnectorEngine:
             request.num_computed_tokens = num_hits + num_external
             num_blocks = ceil_div(request.num_computed_tokens, self.layout.block_size)
             self.loads[request.request_id] = LoadOutcome(range(num_hits // self.layout.block_size, num_blocks))
+        else:
+            request.num_computed_tokens = num_hits
         return num_external
+
+    def compute_rest(self, request: Request) -> None:
+        """Compute what an admitted request lacks, as the steps of a prompt do."""
+        num_computed = request.num_computed_tokens
+        if request.num_tokens > num_computed:
+            blocks = self.manager.allocate_slots(request, request.num_tokens - num_computed)
+            assert blocks is not None, "the pool of the test is too small"
+        block_ids = self.manager.get_block_ids(request.request_id)[0]
+        for position in range(num_computed // self.layout.block_size, len(block_ids)):
+            self.pool.rows[block_ids[position]] = self.content(request, position)
+        request.num_computed_tokens = request.num_tokens
+        request.status = RequestStatus.RUNNING
+        self.manager.cache_blocks(request, request.num_tokens)
+        self.manager.seal_blocks(request, request.num_tokens)
 
     def abort(self, request: Request) -> None:
         """Abort a request in whatever state it is."""
@@ -345,6 +364,7 @@ class ConnectorEngine:
         elif self.recomputes:
             self.manager.free(request)
             request.num_computed_tokens = 0
+            request.has_failed_load = True
             request.status = RequestStatus.WAITING
         else:
             self.abort(request)
