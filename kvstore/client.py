@@ -21,6 +21,7 @@ from core.config import KVStoreSection
 from core.errors import ConfigError, KVFerryError, ProtocolError
 from core.ids import IdSource, new_hex_id
 from core.log import event
+from core.wire.curve import ClusterKeys
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
 from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
@@ -31,14 +32,15 @@ from kvstore.wakeup import Wakeup
 MAX_QUEUED_MESSAGES = 1024
 MAX_MESSAGES_PER_TURN = 64
 
-_OPTIONS = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES)
 _log = logging.getLogger(__name__)
 
 
 class StoreClient(StoreFront):
     """A store at an address. It need not be there yet, or still: then every call is a miss."""
 
-    def __init__(self, address: str, options: ClientOptions, clock: Clock, ids: IdSource) -> None:
+    def __init__(
+        self, address: str, options: ClientOptions, clock: Clock, ids: IdSource, keys: ClusterKeys | None = None
+    ) -> None:
         super().__init__(ClientMachine(options, ids), clock)
         self._address = address
         self._wakeup = Wakeup()
@@ -46,7 +48,8 @@ class StoreClient(StoreFront):
         self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
         self._num_bad_frames = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer_socket(self._context, _OPTIONS)
+        limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
+        self._socket = dealer_socket(self._context, limits)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
@@ -191,8 +194,10 @@ class StoreClient(StoreFront):
         self._context.term()
 
 
-def connect_store(config: KVStoreSection, client_name: str, block_bytes: int, clock: Clock, ids: IdSource) -> StoreClient:
-    """Return a client of the server at ``config.address``, which need not run yet."""
+def connect_store(
+    config: KVStoreSection, client_name: str, block_bytes: int, clock: Clock, ids: IdSource, keys: ClusterKeys | None = None
+) -> StoreClient:
+    """Return a client of the server at ``config.address``, which need not run yet; with ``keys`` only their holders talk."""
     options = ClientOptions(
         client_id=new_hex_id(ids, f"{client_name[:400]}-"),
         block_bytes=block_bytes,
@@ -200,7 +205,7 @@ def connect_store(config: KVStoreSection, client_name: str, block_bytes: int, cl
         heartbeat_interval_s=config.heartbeat_interval_s,
         process=own_process(),
     )
-    return StoreClient(config.address, options, clock, ids)
+    return StoreClient(config.address, options, clock, ids, keys)
 
 
 def own_process() -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ import zmq
 from core.clock import Clock
 from core.errors import ProtocolError
 from core.log import event
+from core.wire.curve import ClusterKeys
 from core.wire.sockets import SocketOptions, bind, router_socket, warn_if_exposed
 from kvstore.client import process_start_ticks
 from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
@@ -30,7 +31,6 @@ FLUSH_TIMEOUT_S = 30.0
 MAX_QUEUED_MESSAGES = 1024  # for each client
 MAX_MESSAGES_PER_TURN = 64
 
-_OPTIONS = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES)
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +43,9 @@ class StoreServer:
         tiers: Sequence[Tier],
         clock: Clock,
         on_death: Callable[[BaseException], None],
+        keys: ClusterKeys | None = None,
     ) -> None:
+        self._keys = keys
         self.machine = StoreMachine(options, tiers)
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
         self._clock = clock
@@ -55,7 +57,8 @@ class StoreServer:
         self._pidfds: dict[int, str] = {}  # of clients: pidfd → client id
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = router_socket(self._context, _OPTIONS)
+        limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
+        self._socket = router_socket(self._context, limits)
         self._thread = threading.Thread(target=self._run, name="kvstore-server", daemon=True)
 
     def start(self, address: str) -> str:
@@ -65,7 +68,8 @@ class StoreServer:
             ConfigError: the address cannot be bound.
         """
         actual = bind(self._socket, address)
-        warn_if_exposed("kvstore.bind_address", actual)
+        if self._keys is None:
+            warn_if_exposed("kvstore.bind_address", actual)
         for worker in self.workers:
             worker.start()
         self._thread.start()

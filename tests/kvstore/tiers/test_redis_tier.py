@@ -1,0 +1,138 @@
+"""The Redis tier against a real server: blocks in other processes' reach, corruption, silence, death and return."""
+
+import signal
+
+import pytest
+import redis
+
+from core.errors import ConfigError, CorruptBlock, Unavailable
+from core.kv.seals import SEAL_BYTES
+from core.testing.clock import FakeClock
+from kvstore.testing.blocks import BLOCK_BYTES, make_block
+from kvstore.testing.store_suite import lookup, put, read
+from kvstore.tiers.redis_tier import PAUSE_S, PREFIX, RedisTier
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def tier(redis_process, clock):
+    tier = RedisTier(redis_process.url, timeout_s=0.5, clock=clock)
+    yield tier
+    tier.close()
+
+
+def save(tier, block):
+    return tier.save(block.key.pack(), block.seal, block.content)
+
+
+def load(tier, block, size=BLOCK_BYTES):
+    target = memoryview(bytearray(size))
+    found = tier.load(block.key.pack(), target)
+    return None if found is None else (bytes(target[: found.num_bytes]), found.seal)
+
+
+def test_a_block_comes_back_with_its_seal(tier):
+    block = make_block(1)
+    assert save(tier, block)
+    assert load(tier, block) == (bytes(block.content), block.seal)
+    assert tier.locate([block.key.pack(), make_block(2).key.pack()]) == [True, False]
+    assert tier.knows(block.key.pack()) is None
+
+
+def test_what_is_not_there_or_does_not_fit_is_a_miss(tier):
+    block = make_block(1)
+    assert load(tier, block) is None
+    save(tier, block)
+    assert load(tier, block, BLOCK_BYTES - 8) is None
+
+
+def test_first_writer_wins(tier):
+    block, other = make_block(1), make_block(2)
+    save(tier, block)
+    tier.save(block.key.pack(), other.seal, other.content)
+    assert load(tier, block) == (bytes(block.content), block.seal)
+
+
+def test_blocks_expire_if_told_to(redis_process):
+    tier = RedisTier(redis_process.url, timeout_s=0.5, ttl_s=100.0)
+    block = make_block(1)
+    save(tier, block)
+    with redis.Redis.from_url(redis_process.url) as client:
+        assert 0 < client.pttl(PREFIX + block.key.pack()) <= 100_000
+    tier.close()
+
+
+def test_a_value_that_is_no_block_is_corrupt(tier, redis_process):
+    block = make_block(1)
+    with redis.Redis.from_url(redis_process.url) as client:
+        client.set(PREFIX + block.key.pack(), b"short")
+    with pytest.raises(CorruptBlock):
+        load(tier, block)
+    tier.remove(block.key.pack())
+    assert tier.locate([block.key.pack()]) == [False]
+
+
+def test_a_dead_server_is_left_alone_for_a_while_and_used_again(tier, redis_process, clock):
+    block = make_block(1)
+    redis_process.kill()
+    with pytest.raises(Unavailable, match="Redis fails"):
+        save(tier, block)
+    with pytest.raises(Unavailable, match="a moment ago"):
+        tier.locate([block.key.pack()])
+    redis_process.start()
+    clock.advance(PAUSE_S)
+    assert save(tier, block)
+    assert load(tier, block) == (bytes(block.content), block.seal)
+
+
+def test_a_frozen_server_costs_one_time_limit(tier, redis_process):
+    redis_process.signal(signal.SIGSTOP)
+    with pytest.raises(Unavailable):
+        save(tier, make_block(1))
+    with pytest.raises(Unavailable, match="a moment ago"):
+        save(tier, make_block(1))
+
+
+def test_two_stores_share_what_is_in_redis(redis_process, embedded_store):
+    blocks = [make_block(number) for number in range(4)]
+    keys = [block.key for block in blocks]
+    with embedded_store(redis_url=redis_process.url) as first:
+        put(first, blocks)
+        assert first.flush()
+    with embedded_store(redis_url=redis_process.url) as second:
+        assert list(lookup(second, [*keys, make_block(9).key]).hits) == [True] * 4 + [False]
+        assert read(second, keys) == [bytes(block.content) for block in blocks]
+
+
+@pytest.mark.parametrize("part", ["seal", "content"])
+def test_corruption_in_redis_is_found_counted_and_removed(redis_process, embedded_store, part):
+    block = make_block(1)
+    with embedded_store(redis_url=redis_process.url) as store:
+        put(store, [block])
+        store.flush()
+    with redis.Redis.from_url(redis_process.url) as client:
+        client.setrange(PREFIX + block.key.pack(), 20 if part == "seal" else SEAL_BYTES + 5000, b"\xff\x00\xff")
+    with embedded_store(redis_url=redis_process.url) as store:
+        assert read(store, [block.key]) == [None]
+        assert store.workers[0].statistics().corrupt_blocks == 1
+        assert list(lookup(store, [block.key]).hits) == [False]
+        put(store, [block])
+        assert read(store, [block.key]) == [bytes(block.content)]
+
+
+def test_a_store_outlives_its_redis(redis_process, embedded_store):
+    blocks = [make_block(number) for number in range(2)]
+    with embedded_store(redis_url=redis_process.url) as store:
+        redis_process.kill()
+        assert put(store, blocks[:1]).stored == [True]
+        assert read(store, [block.key for block in blocks]) == [bytes(blocks[0].content), None]
+        assert list(lookup(store, [blocks[1].key]).hits) == [False]
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="redis_url"):
+        RedisTier("http://somewhere", timeout_s=1.0)
