@@ -1,7 +1,7 @@
 #!/bin/sh
 # The image's RUN steps, so that CI runs the very same commands without Docker.
 #   install.sh dependencies cpu|cuda PREFIX    a virtual environment with all that kvferry needs, torch first
-#   install.sh package cpu|cuda PREFIX         kvferry itself, compiled, since nobody can write into the image later
+#   install.sh package cpu|cuda PREFIX         kvferry itself
 # Run from the root of the source. TORCH_INDEX is where torch for CPU comes from; empty = pip's usual index.
 set -eu
 
@@ -27,7 +27,6 @@ dependencies-cpu | dependencies-cuda)
 	;;
 package-cpu | package-cuda)
 	pip install --constraint constraints.txt --no-deps .
-	"$prefix/bin/python" -m compileall -q "$prefix/lib"
 	"$prefix/bin/kvferry" version
 	;;
 *)

@@ -14,6 +14,8 @@ import typer
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
 from kvferry.bench.command import bench
+from kvferry.doctor import doctor
+from kvferry.operate import drain, keygen, probe
 from kvferry.sim.command import sim
 
 app = typer.Typer(
@@ -43,6 +45,7 @@ def serve(
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
     log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
 ) -> None:
     """Serve a model on this machine: a router and its workers, restarted when they die."""
     from kvferry.serve import serve_forever
@@ -60,6 +63,7 @@ def serve(
         "router.port": port,
         "connector.transports": transport or None,
         "log.level": log_level,
+        "security.insecure": insecure,
     }
     raise typer.Exit(serve_forever(options.read_config(config, assignments, flags)))
 
@@ -75,6 +79,7 @@ def router(
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
     log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
     ready_fd: options.ReadyFd = None,
     parent_pid: options.ParentPid = None,
 ) -> None:
@@ -89,6 +94,7 @@ def router(
         "router.port": port,
         "router.worker_address": worker_address,
         "log.level": log_level,
+        "security.insecure": insecure,
     }
     raise typer.Exit(run_role("router", options.read_config(config, assignments, flags), ready_fd, parent_pid))
 
@@ -106,6 +112,7 @@ def prefill(
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
     log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
     ready_fd: options.ReadyFd = None,
     parent_pid: options.ParentPid = None,
 ) -> None:
@@ -119,6 +126,7 @@ def prefill(
         "worker.advertise_host": advertise_host,
         "worker.ops_port": ops_port,
         "log.level": log_level,
+        "security.insecure": insecure,
     }
     raise typer.Exit(run_role("prefill", options.read_config(config, assignments, flags), ready_fd, parent_pid))
 
@@ -135,6 +143,7 @@ def decode(
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
     log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
     ready_fd: options.ReadyFd = None,
     parent_pid: options.ParentPid = None,
 ) -> None:
@@ -146,6 +155,7 @@ def decode(
         "model.served_name": served_model_name,
         "worker.ops_port": ops_port,
         "log.level": log_level,
+        "security.insecure": insecure,
     }
     raise typer.Exit(
         run_role(
@@ -164,6 +174,7 @@ def kvstore(
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
     log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
     ready_fd: options.ReadyFd = None,
     parent_pid: options.ParentPid = None,
 ) -> None:
@@ -177,6 +188,7 @@ def kvstore(
         "kvstore.redis_url": redis_url,
         "kvstore.ops_port": ops_port,
         "log.level": log_level,
+        "security.insecure": insecure,
     }
     raise typer.Exit(run_role("kvstore", options.read_config(config, assignments, flags), ready_fd, parent_pid))
 
@@ -199,6 +211,10 @@ def demo(
 
 app.command()(bench)
 app.command()(sim)
+app.command()(keygen)
+app.command()(drain)
+app.command()(probe)
+app.add_typer(doctor, name="doctor")
 
 
 @app.command()

@@ -46,6 +46,12 @@ StoreAddress = Annotated[str | None, typer.Option("--address", help="Where clien
 StoreMemory = Annotated[int | None, typer.Option("--memory-bytes", help="Size of the arena.")]
 StoreDisk = Annotated[str | None, typer.Option("--disk-path", help="Folder of the disk tier; default none.")]
 StoreRedis = Annotated[str | None, typer.Option("--redis-url", help="Redis or Valkey below it, redis://host:port/db.")]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure", help="Without a cluster key, listen where other machines can reach it.", rich_help_panel=_COMMON
+    ),
+]
 ReadyFd = Annotated[
     int | None, typer.Option("--ready-fd", hidden=True, help="Pipe for the bound addresses.", rich_help_panel=_PROCESS)
 ]

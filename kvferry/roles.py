@@ -12,7 +12,10 @@ from typing import Literal
 import msgspec
 
 from core.config import KVFerryConfig
+from core.errors import ConfigError
 from core.log import configure_logging
+from core.wire.curve import derive_keys
+from core.wire.sockets import is_loopback, split_tcp
 from kvferry.child import announcer, die_with_parent
 
 ProcessRole = Literal["router", "prefill", "decode", "aggregated", "kvstore"]
@@ -24,6 +27,7 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
     Raises:
         KVFerryError: it cannot start.
     """
+    check_exposure(role, config)
     if parent_pid is not None:
         die_with_parent(parent_pid)
     announce = announcer(ready_fd)
@@ -36,7 +40,7 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
         from kvferry.store_role import run_store
 
         configure_logging(config.log.level, "kvstore")
-        return run_store(config.kvstore, announce)
+        return run_store(config.kvstore, announce, derive_keys(config.security.cluster_key))
     config = _named(role, config)
     configure_logging(config.log.level, config.worker.engine_id)
     if role == "prefill":
@@ -46,6 +50,35 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
     from decode.worker import run as run_decode
 
     return run_decode(config, role, announce)
+
+
+def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
+    """Refuse to open a socket of the cluster to other machines while anybody could use it.
+
+    Raises:
+        ConfigError: it is bound beyond loopback without a cluster key, or has no use for one, and ``security.insecure`` is off.
+    """
+    if config.security.insecure:
+        return
+    worker = config.worker
+    keyed = {
+        "router": ("router.worker_address", config.router.worker_address),
+        "prefill": ("worker.control_address", worker.control_address),
+        "kvstore": ("kvstore.bind_address", config.kvstore.bind_address),
+    }
+    if role in keyed and not config.security.cluster_key:
+        _refuse_exposed(*keyed[role], "set a cluster key (`kvferry keygen`, $KVFERRY_CLUSTER_KEY)")
+    if role not in ("router", "kvstore") and config.cache.kv_events:
+        fix = "it has no authentication: keep it on this machine"
+        _refuse_exposed("worker.kv_events_address", worker.kv_events_address, fix)
+
+
+def _refuse_exposed(setting: str, address: str, fix: str) -> None:
+    if not is_loopback(split_tcp(address)[0]):
+        raise ConfigError(
+            f"{setting} = {address} can be reached from other machines: {fix}, or say --insecure on a network that is closed",
+            param=setting,
+        )
 
 
 def _named(role: str, config: KVFerryConfig) -> KVFerryConfig:

@@ -19,6 +19,7 @@ from core.config import KVStoreSection
 from core.engine.ops_http import OpsResponse, OpsServer
 from core.ids import RandomIds
 from core.log import event
+from core.wire.curve import ClusterKeys
 from kvstore.build import machine_options, make_tiers
 from kvstore.metrics import register_store_metrics
 from kvstore.server import StoreServer
@@ -26,17 +27,19 @@ from kvstore.server import StoreServer
 _log = logging.getLogger(__name__)
 
 
-def run_store(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
+def run_store(
+    config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None = None, keys: ClusterKeys | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. ``announce`` is told ``store_address`` and ``ops_address``.
 
     Raises:
         ConfigError: an address cannot be bound, or the folder of the disk tier cannot be used.
         ConnectorUnavailable: the library for Redis is missing.
     """
-    return asyncio.run(_run(config, announce))
+    return asyncio.run(_run(config, announce, keys))
 
 
-async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None) -> int:
+async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None, keys: ClusterKeys | None) -> int:
     loop, must_stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, must_stop.set)
@@ -50,6 +53,7 @@ async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], N
         make_tiers(config, ids),
         SystemClock(),
         on_death,
+        keys,
     )
     ops = OpsServer(_routes(server))
     try:

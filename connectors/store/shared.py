@@ -37,6 +37,6 @@ def open_store(context: ConnectorContext) -> BlockStore:
             return make_embedded_store(context.kvstore, block_bytes, context.clock, context.ids)
         except Full as error:
             raise ConfigError(f"kvstore.memory_bytes: {error}", param="kvstore.memory_bytes") from None
-    client = connect_store(context.kvstore, context.engine_id, block_bytes, context.clock, context.ids)
+    client = connect_store(context.kvstore, context.engine_id, block_bytes, context.clock, context.ids, context.keys)
     client.wait_until_connected(CONNECT_TIMEOUT_S)
     return client

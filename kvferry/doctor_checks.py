@@ -1,0 +1,247 @@
+"""What can be wrong with a machine before kvferry runs on it, check by check: each finding says what to do.
+
+Owns the checks. They look and change nothing: a port is bound and let go, a peer is connected to and let go. Knows nothing of
+how findings are shown (``kvferry.doctor``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import zmq
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from core.config import KVFerryConfig
+from core.errors import KVFerryError
+from core.ids import RandomIds
+from core.model.hub import ALIASES
+from core.wire.curve import derive_keys
+from core.wire.sockets import is_loopback, split_tcp
+from kvferry.models import is_cached
+
+Verdict = Literal["ok", "warning", "failure"]
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_CLOCK_DIFFERENCE_S = 5.0
+MIN_FREE_DISK_BYTES = 2 << 30
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. ``fix`` says what to do if it is not in order."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    fix: str = ""
+
+
+def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
+    """Look at the interpreter and the libraries that matter."""
+    found = []
+    for name in ("kvferry", "torch", "pyzmq", "msgspec", "nixl-cu12"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    yield Finding("versions", "ok", f"Python {platform.python_version()}, {', '.join(found)}, libzmq {zmq.zmq_version()}")
+    if config.security.cluster_key and not zmq.has("curve"):
+        yield Finding("versions", "failure", "this ZeroMQ has no CURVE", "install pyzmq from its wheel")
+
+
+def check_model(config: KVFerryConfig) -> Iterator[Finding]:
+    """Look for the model's files, without fetching any, and for room to keep them."""
+    name, cache = config.model.name, config.model.cache_dir
+    if name in ALIASES:
+        is_there, fix = is_cached(name, cache), f"kvferry models {name}"
+    elif os.path.exists(name):
+        is_there, fix = True, ""
+    else:
+        is_there, fix = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir(), f"kvferry models {name}"
+    yield Finding("model", "ok" if is_there else "warning", f"{name} is {'here' if is_there else 'not fetched yet'}", fix)
+    folder = next(path for path in (Path(cache), *Path(cache).parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if not is_there and free < MIN_FREE_DISK_BYTES:
+        yield Finding("model", "failure", f"{free >> 20} MiB free in {folder}", "make room, or set model.cache_dir")
+    if not os.access(folder, os.W_OK) and not is_there:
+        yield Finding("model", "failure", f"{folder} cannot be written", "set $KVFERRY_CACHE to a folder that can")
+
+
+def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
+    """Compare the KV pool with what this machine or container may use, and look at shared memory."""
+    limit = memory_limit_bytes()
+    pool = config.cache.memory_bytes * config.worker.workers_on_host
+    text = f"KV pools of {pool >> 20} MiB, {limit >> 20} MiB of memory"
+    if pool >= limit:
+        yield Finding("memory", "failure", text, "lower cache.memory_bytes, or raise the memory limit")
+    else:
+        yield Finding("memory", "warning" if pool > limit // 2 else "ok", text, "leave room for the model beside the pool")
+    try:
+        state = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Finding(
+            "memory", "failure", f"/dev/shm: {error.strerror}", "mount a tmpfs there: UCX and other libraries need it"
+        )
+        return
+    free = state.f_bavail * state.f_frsize
+    is_small = free < 32 << 20
+    fix = "raise shm.size of the chart, or --shm-size of the container"
+    yield Finding(
+        "memory", "warning" if is_small else "ok", f"/dev/shm has {free >> 20} MiB free; the KV pool is not in it", fix
+    )
+
+
+def memory_limit_bytes() -> int:
+    """Return the memory of this container, or of the machine where it has no limit of its own."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP_LIMITS:
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            return min(machine, int(text))
+    return machine
+
+
+def check_transports(config: KVFerryConfig) -> Iterator[Finding]:
+    """Look at what each configured transport needs of the kernel and of libraries."""
+    for name in config.connector.transports:
+        if name == "shm":
+            yield from _check_shm()
+        elif name == "nixl":
+            yield from _check_nixl()
+        else:
+            yield Finding(f"transport {name}", "ok", "needs nothing but the network")
+
+
+def _check_shm() -> Iterator[Finding]:
+    from connectors.p2p.transport.shm import ShmTransport
+
+    reason = ShmTransport(RandomIds()).unavailable_reason()
+    text = reason or "works between processes of this host and user (in Kubernetes: of one pod)"
+    yield Finding("transport shm", "failure" if reason else "ok", text, "use nixl or tcp")
+
+
+def _check_nixl() -> Iterator[Finding]:
+    if importlib.util.find_spec("nixl_cu12") is None:
+        yield Finding("transport nixl", "failure", "the library is not installed", "pip install 'kvferry[nixl]'")
+        return
+    yield Finding("transport nixl", "ok", "the library is installed")
+    reason = why_memory_of_others_cannot_be_read()
+    fix = "allow ptrace between processes of one user (kernel.yama.ptrace_scope=0), or UCX goes by a slower way on one host"
+    yield Finding("transport nixl", "warning" if reason else "ok", reason or "cross-memory attach is permitted", fix)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_limited = soft != resource.RLIM_INFINITY
+    text = f"at most {soft >> 10} KiB may be locked" if is_limited else "memory may be locked without limit"
+    fix = "RDMA locks the KV pool: raise memlock of the container runtime; IPC_LOCK does nothing for a process that is not root"
+    has_nic = Path("/sys/class/infiniband").is_dir()
+    yield Finding("transport nixl", "failure" if is_limited and has_nic else "ok", text, fix)
+
+
+def why_memory_of_others_cannot_be_read() -> str | None:
+    """Try to read memory of a process that is not our child, as UCX's cross-memory attach does; None if it works."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "process_vm_readv"):
+        return "this C library has no process_vm_readv"
+    word = ctypes.create_string_buffer(b"kvferry!", 8)
+    pid = os.fork()
+    if pid == 0:  # the child looks at its parent, which is no descendant of it
+        copy = ctypes.create_string_buffer(8)
+        local = (ctypes.c_void_p * 2)(ctypes.addressof(copy), 8)
+        remote = (ctypes.c_void_p * 2)(ctypes.addressof(word), 8)
+        num_bytes = libc.process_vm_readv(os.getppid(), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        os._exit(0 if num_bytes == 8 and copy.raw == word.raw else ctypes.get_errno() or errno.EIO)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None if status == 0 else f"memory of other processes cannot be read: {os.strerror(status)}"
+
+
+def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
+    """Try to bind what is configured with a number of its own."""
+    control_host, control_port = split_tcp(config.worker.control_address)
+    wanted = [
+        ("router.port", config.router.host, config.router.port),
+        ("router.worker_address", *split_tcp(config.router.worker_address)),
+        ("worker.control_address", control_host, control_port),
+        ("worker.data_port", control_host, config.worker.data_port),
+        ("worker.ops_port", config.worker.ops_host, config.worker.ops_port),
+    ]
+    for setting, host, port in wanted:
+        if not port:
+            continue
+        reason = _why_not_bindable(host, port)
+        fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
+        yield Finding("ports", "warning" if reason else "ok", f"{setting} {host}:{port} {reason or 'is free'}", fix)
+
+
+def _why_not_bindable(host: str, port: int) -> str | None:
+    name = "" if host == "*" else host
+    try:
+        with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
+            return None
+    except OSError as error:
+        return f"cannot be bound: {error.strerror or error}"
+
+
+def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
+    """Try to connect to the routers, and to the store if there is one."""
+    wanted = [("worker.router_addresses", address) for address in config.worker.router_addresses]
+    if config.kvstore.address:
+        wanted.append(("kvstore.address", config.kvstore.address))
+    for setting, address in wanted:
+        host, port = split_tcp(address)
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            text = f"{setting} {address}: {error.strerror or error}"
+            yield Finding("peers", "warning", text, "start it; if it runs: look at its address, DNS and network policies")
+        else:
+            yield Finding("peers", "ok", f"{setting} {address} can be connected to")
+
+
+def check_security(config: KVFerryConfig) -> Iterator[Finding]:
+    """Look for sockets that others can reach, and for the key that protects them."""
+    try:
+        keys = derive_keys(config.security.cluster_key)
+    except KVFerryError as error:
+        yield Finding("security", "failure", error.message, "kvferry keygen")
+        return
+    addresses = {"router.worker_address": config.router.worker_address, "worker.control_address": config.worker.control_address}
+    exposed = [setting for setting, address in addresses.items() if not is_loopback(split_tcp(address)[0])]
+    if keys is not None:
+        yield Finding("security", "ok", "a cluster key is set; UCX's ports (transport nixl) are not protected by it")
+    elif exposed:
+        verdict: Verdict = "warning" if config.security.insecure else "failure"
+        text = f"{', '.join(exposed)} can be reached by others, and there is no cluster key"
+        yield Finding("security", verdict, text, "export KVFERRY_CLUSTER_KEY=$(kvferry keygen) for every process")
+    else:
+        yield Finding("security", "ok", "the cluster's sockets are for this machine only")
+
+
+def check_clock(url: str) -> Iterator[Finding]:
+    """Compare this machine's clock with a router's: leases are durations and do not care, logs and traces do."""
+    try:
+        response = httpx.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)
+        theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        yield Finding("clock", "warning", f"{url} told no time: {error!r}", "look whether the router runs")
+        return
+    difference = abs(time.time() - theirs)
+    is_off = difference > MAX_CLOCK_DIFFERENCE_S
+    yield Finding("clock", "warning" if is_off else "ok", f"{difference:.0f} s from the router's", "run NTP on both machines")

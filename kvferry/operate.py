@@ -1,0 +1,123 @@
+"""The commands of operators beside the processes: make a cluster key, drain a worker and wait for its end, probe a cluster.
+
+Owns what they print and when they give up. They are clients: of a worker's operations port, and of the router's HTTP API.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from core.config import default_api_key
+from core.errors import KVFerryError
+from core.ids import RandomIds
+from core.wire.curve import new_cluster_key
+
+POLL_INTERVAL_S = 0.2
+_REQUEST_TIMEOUT_S = 60.0
+_PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
+
+
+class ProbeFailed(KVFerryError):
+    """The cluster answered, but not as it should."""
+
+
+def keygen() -> None:
+    """Print a new cluster key: give it to every process as $KVFERRY_CLUSTER_KEY."""
+    print(new_cluster_key(RandomIds()))
+
+
+def drain(
+    ops_port: Annotated[int, typer.Option("--ops-port", help="The worker's operations port on this host.")],
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 60.0,
+) -> None:
+    """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
+    has_left = drain_worker(f"http://localhost:{ops_port}", timeout)
+    print("the worker has left" if has_left else f"the worker is still there after {timeout:g} s")
+    raise typer.Exit(0 if has_left else 1)
+
+
+def probe(
+    url: Annotated[str, typer.Argument(help="The router, http://host:port.")],
+    expect_handover: Annotated[
+        bool,
+        typer.Option("--expect-handover", help="Fail unless a prefill worker computed the prompt and its KV was verified."),
+    ] = False,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for a good answer.", min=0.0)] = 60.0,
+) -> None:
+    """Send one request through a router and say how it was served; $KVFERRY_API_KEY is its API key."""
+    key = default_api_key().partition(",")[0]
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers) as client:
+        print(probe_cluster(client, timeout, expect_handover))
+
+
+def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Start the drain, once, and return whether the worker has gone within the time. One that is gone already has."""
+    deadline = time.monotonic() + timeout_s
+    is_asked = False
+    with httpx.Client(base_url=ops_address, timeout=5.0) as client:
+        while True:
+            try:
+                if is_asked:
+                    client.get("/health")
+                else:
+                    client.post("/drain").raise_for_status()
+                    is_asked = True
+            except httpx.ConnectError:
+                return True
+            except httpx.TransportError:
+                pass  # it is busy, or closes; the next look tells
+            if time.monotonic() >= deadline:
+                return False
+            sleep(POLL_INTERVAL_S)
+
+
+def probe_cluster(
+    client: httpx.Client, timeout_s: float, expect_handover: bool, sleep: Callable[[float], None] = time.sleep
+) -> str:
+    """Return one line on how a request was served; a cluster that is not ready yet is waited for.
+
+    Raises:
+        ProbeFailed: there is no good answer within the time, or the request was not served as expected.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _describe(_complete(client), expect_handover)
+        except (httpx.HTTPError, ProbeFailed) as error:
+            if time.monotonic() >= deadline:
+                raise ProbeFailed(f"{client.base_url}: {error}") from None
+        sleep(POLL_INTERVAL_S)
+
+
+def _complete(client: httpx.Client) -> Mapping[str, Any]:
+    models = client.get("/v1/models").raise_for_status().json()
+    # A salt of its own, so that no prefix cache makes the hand-over unnecessary.
+    body = {
+        "model": models["data"][0]["id"],
+        "prompt": _PROMPT,
+        "max_tokens": 4,
+        "temperature": 0,
+        "cache_salt": new_cluster_key(RandomIds())[:16],
+    }
+    answer: Mapping[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+    return answer
+
+
+def _describe(answer: Mapping[str, Any], expect_handover: bool) -> str:
+    usage = answer["usage"]
+    transfer = usage.get("kv_transfer")
+    if transfer is None or transfer["fallback_reason"] or not transfer["verified_blocks"]:
+        if expect_handover:
+            reason = transfer["fallback_reason"] if transfer else "no prefill worker took part"
+            raise ProbeFailed(f"the request was served without a verified hand-over: {reason or 'nothing was transferred'}")
+        return f"served: {usage['completion_tokens']} tokens, without a hand-over"
+    return (
+        f"served: {usage['completion_tokens']} tokens, {transfer['verified_blocks']} KV blocks handed over and verified "
+        f"by {transfer['transport']}"
+    )

@@ -1,0 +1,106 @@
+"""The doctor finds what is wrong, says what to do, and leaves with the right exit code."""
+
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from core.config import load_config
+from kvferry import cli, doctor_checks
+from kvferry.doctor import findings_of
+
+
+def verdicts(check, *settings):
+    return {finding.subject: finding for finding in check(load_config(assignments=settings))}
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        yield found.getsockname()[1]
+
+
+def test_model_that_is_not_fetched_comes_with_the_command_to_fetch_it(tmp_path):
+    found = verdicts(doctor_checks.check_model, f"model.cache_dir={tmp_path}")["model"]
+    assert (found.verdict, found.fix) == ("warning", "kvferry models smollm2-135m")
+
+
+def test_model_in_a_folder_is_found(tmp_path):
+    assert verdicts(doctor_checks.check_model, f"model.name={tmp_path}", f"model.cache_dir={tmp_path}")["model"].verdict == "ok"
+
+
+def test_pool_larger_than_the_memory_limit_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
+    first = next(doctor_checks.check_memory(load_config(assignments=[f"cache.memory_bytes={2 << 30}"])))
+    assert (first.verdict, first.text) == ("failure", "KV pools of 2048 MiB, 1024 MiB of memory")
+
+
+def test_pools_of_all_workers_of_a_host_count(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 3 << 30)
+    settings = [f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=4"]
+    assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
+
+
+def test_container_s_limit_counts_if_it_is_lower_than_the_machine_s(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(doctor_checks, "_CGROUP_LIMITS", (str(limit),))
+    limit.write_text("1048576\n")
+    assert doctor_checks.memory_limit_bytes() == 1 << 20
+    limit.write_text("max\n")
+    assert doctor_checks.memory_limit_bytes() > 1 << 20
+
+
+def test_port_in_use_is_named_with_its_setting(listener):
+    found = list(doctor_checks.check_ports(load_config(assignments=[f"router.port={listener}"])))
+    assert found[0].verdict == "warning"
+    assert f"router.port 127.0.0.1:{listener} cannot be bound" in found[0].text
+
+
+def test_peer_that_listens_is_told_from_one_that_does_not(listener):
+    address = f"worker.router_addresses=tcp://127.0.0.1:{listener}"
+    assert verdicts(doctor_checks.check_peers, address)["peers"].verdict == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = free.getsockname()[1]
+    assert (
+        verdicts(doctor_checks.check_peers, f"worker.router_addresses=tcp://127.0.0.1:{closed}")["peers"].verdict == "warning"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ([], "ok"),
+        (["worker.control_address=tcp://*:5571"], "failure"),
+        (["worker.control_address=tcp://*:5571", "security.insecure=true"], "warning"),
+        (["worker.control_address=tcp://*:5571", "security.cluster_key=0123456789abcdef0123456789abcdef"], "ok"),
+        (["security.cluster_key=short"], "failure"),
+    ],
+)
+def test_open_sockets_need_a_key(settings, verdict, monkeypatch):
+    monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
+    assert verdicts(doctor_checks.check_security, *settings)["security"].verdict == verdict
+
+
+def test_every_configured_transport_is_looked_at():
+    found = verdicts(doctor_checks.check_transports, "connector.transports=shm,nixl,tcp")
+    assert set(found) == {"transport shm", "transport nixl", "transport tcp"}
+
+
+def test_memory_of_another_process_can_be_read_or_the_reason_is_told():
+    reason = doctor_checks.why_memory_of_others_cannot_be_read()
+    assert reason is None or "cannot be read" in reason
+
+
+def test_what_is_not_in_order_says_what_to_do():
+    assert [finding for finding in findings_of(load_config()) if finding.verdict != "ok" and not finding.fix] == []
+
+
+def test_command_shows_findings_and_fails_only_for_failures(monkeypatch):
+    monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
+    good = CliRunner().invoke(cli.app, ["doctor", "--set", "connector.transports=tcp"])
+    assert good.exit_code == 0, good.output
+    assert "transport tcp: needs nothing but the network" in good.stdout
+    bad = CliRunner().invoke(cli.app, ["doctor", "--set", "security.cluster_key=short"])
+    assert bad.exit_code == 1
+    assert "FAIL  security" in bad.stdout
+    assert "→ kvferry keygen" in bad.stdout

@@ -1,0 +1,93 @@
+"""The operators' commands: keys, draining a worker, probing a cluster."""
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvferry import cli, operate
+from kvferry.operate import ProbeFailed, drain_worker, probe_cluster
+
+TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
+
+
+def no_sleep(_):
+    pass
+
+
+def worker_that_leaves(monkeypatch, answers):
+    """Have drain_worker talk to a worker that answers so, one after the other; returns the requests it got."""
+    asked = []
+
+    def answer(request):
+        asked.append((request.method, request.url.path))
+        outcome = answers.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return httpx.Response(outcome)
+
+    make = httpx.Client
+    monkeypatch.setattr(operate.httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
+    return asked
+
+
+def test_keygen_prints_a_key_that_kvferry_takes():
+    first, second = (CliRunner().invoke(cli.app, ["keygen"]).stdout.strip() for _ in range(2))
+    assert len(first) == 64
+    assert first != second
+
+
+def test_drain_asks_once_and_waits_for_the_end(monkeypatch):
+    asked = worker_that_leaves(monkeypatch, [202, 200, 503, httpx.ReadTimeout("busy"), httpx.ConnectError("refused")])
+    assert drain_worker("http://localhost:1", 60.0, no_sleep)
+    assert asked == [("POST", "/drain"), *[("GET", "/health")] * 4]
+
+
+def test_drain_of_a_worker_that_is_gone_is_done(monkeypatch):
+    worker_that_leaves(monkeypatch, [httpx.ConnectError("refused")])
+    assert drain_worker("http://localhost:1", 60.0, no_sleep)
+
+
+def test_drain_gives_up_in_time(monkeypatch):
+    asked = worker_that_leaves(monkeypatch, [202, 200])
+    assert not drain_worker("http://localhost:1", 0.0, no_sleep)
+    assert asked == [("POST", "/drain")]
+
+
+def cluster(*answers):
+    """A client of a router that answers completions so, one after the other."""
+    left = list(answers)
+
+    def answer(request):
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        status, transfer = left.pop(0)
+        usage = {"completion_tokens": 4} | ({"kv_transfer": transfer} if transfer else {})
+        return httpx.Response(status, json={"usage": usage})
+
+    return httpx.Client(base_url="http://router", transport=httpx.MockTransport(answer))
+
+
+def test_probe_tells_of_a_verified_handover():
+    line = probe_cluster(cluster((200, TRANSFER)), 0.0, True, no_sleep)
+    assert line == "served: 4 tokens, 1 KV blocks handed over and verified by tcp"
+
+
+def test_probe_waits_for_a_cluster_that_is_not_ready():
+    assert "verified" in probe_cluster(cluster((503, None), (200, TRANSFER)), 60.0, True, no_sleep)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        (None, "no prefill worker took part"),
+        (TRANSFER | {"fallback_reason": "peer_lost"}, "peer_lost"),
+        (TRANSFER | {"verified_blocks": 0}, "nothing was transferred"),
+    ],
+)
+def test_probe_fails_where_a_handover_was_expected_and_none_took_place(transfer, reason):
+    with pytest.raises(ProbeFailed, match=reason):
+        probe_cluster(cluster((200, transfer)), 0.0, True, no_sleep)
+
+
+def test_probe_without_expectations_takes_any_answer():
+    assert probe_cluster(cluster((200, None)), 0.0, False, no_sleep) == "served: 4 tokens, without a hand-over"

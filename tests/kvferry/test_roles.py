@@ -1,0 +1,50 @@
+"""No process opens a socket of the cluster to other machines while anybody could use it."""
+
+import pytest
+
+from core.config import load_config
+from core.errors import ConfigError
+from kvferry.roles import check_exposure
+
+KEY = "security.cluster_key=0123456789abcdef0123456789abcdef"
+EXPOSED = {
+    "router": "router.worker_address=tcp://0.0.0.0:5570",
+    "prefill": "worker.control_address=tcp://*:5571",
+    "kvstore": "kvstore.bind_address=tcp://10.0.0.1:5580",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_key_of_this_machine(monkeypatch):
+    monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
+
+
+@pytest.mark.parametrize(("role", "setting"), EXPOSED.items())
+def test_refuses_to_be_reached_by_others_without_a_key(role, setting):
+    with pytest.raises(ConfigError, match=r"can be reached from other machines.*keygen.*--insecure") as caught:
+        check_exposure(role, load_config(assignments=[setting]))
+    assert caught.value.param == setting.partition("=")[0]
+
+
+@pytest.mark.parametrize(("role", "setting"), EXPOSED.items())
+@pytest.mark.parametrize("permission", [KEY, "security.insecure=true"])
+def test_a_key_or_the_word_for_it_permits_it(role, setting, permission):
+    check_exposure(role, load_config(assignments=[setting, permission]))
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode", "aggregated", "kvstore"])
+def test_defaults_are_for_this_machine(role):
+    check_exposure(role, load_config())
+
+
+@pytest.mark.parametrize("role", ["router", "decode", "aggregated"])
+def test_what_a_role_does_not_bind_is_no_concern_of_it(role):
+    check_exposure(role, load_config(assignments=[EXPOSED["prefill"]]))
+
+
+def test_no_key_protects_the_stream_of_kv_events():
+    settings = [KEY, "cache.kv_events=true", "worker.kv_events_address=tcp://*:5590"]
+    with pytest.raises(ConfigError, match=r"worker\.kv_events_address.*no authentication"):
+        check_exposure("decode", load_config(assignments=settings))
+    check_exposure("decode", load_config(assignments=[*settings, "security.insecure=true"]))
+    check_exposure("decode", load_config(assignments=[settings[0], settings[2]]))  # off
