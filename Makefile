@@ -15,15 +15,18 @@ FROM   := 0
 GOLDEN := cpu-minimal gpu-rdma ha
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full sim check lint bench chart install install-test clean
+# Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.
+LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/lmcache-0.5.6
+
+.PHONY: demo test test-full sim check lint bench chart install install-test install-lmcache check-redis clean
 
 demo: install
 	$(BIN)/kvferry demo
 
-test: install-test
+test: install-test install-lmcache check-redis
 	$(BIN)/python -m pytest
 
-test-full: install-test
+test-full: install-test install-lmcache check-redis
 	$(BIN)/python -m pytest --full
 
 sim: install
@@ -44,16 +47,20 @@ bench: install-test
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test $(BIN)/helm
 
+check-redis:
+	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || \
+		echo "The tests with a real Redis are skipped. To run them: apt-get install redis-server (or valkey-server)"
+
 # torch first and spelled exactly: any other spelling may pull gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[nixl]'
+	$(PIP) --editable '.[nixl,redis]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) --editable '.[nixl,test]'
+	$(PIP) --editable '.[nixl,redis,test]'
 	touch $@
 
 # On other systems than Linux x86_64 put Helm 3.14 or newer into $(BIN) yourself.
@@ -67,6 +74,17 @@ chart: install-test
 	$(BIN)/python -P helm/values_schema.py
 	for preset in $(GOLDEN); do $(BIN)/helm template kvferry helm/kvferry --namespace llm --kube-version 1.33 \
 		--values helm/kvferry/ci/$$preset-values.yaml > tests/helm/golden/$$preset.yaml; done
+
+# An environment of its own, because its pins do not belong beside ours; but the 750 MB of torch are shared.
+install-lmcache: $(LMCACHE)/.installed
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$(echo $(LMCACHE)/lib/python3*/site-packages)/shared.pth
+
+$(LMCACHE)/.installed: .ci/lmcache.txt | $(VENV)/.installed-test
+	rm -rf $(LMCACHE)
+	$(BIN)/python -m venv $(LMCACHE)
+	$(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement .ci/lmcache.txt
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ import pytest
 
 from core.config import KVFerryConfig, default_cache_dir, load_config
 from core.model.hub import ALIASES, fetch_wheel_gguf
+from core.testing.lmcache_server import LMCacheServer, lmcache_executable
 from kvferry.local import LocalCluster
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and most tests need neither
@@ -188,6 +189,16 @@ class Gemma3Oracle:
             plain.load_state_dict(read.state_dict())
             plain.save_pretrained(Path(scratch, "model"))
             Path(scratch, "model").rename(folder)
+
+
+@pytest.fixture(scope="session")
+def lmcache_server(tmp_path_factory) -> Iterator[LMCacheServer]:
+    """The real LMCache server, ready for hybrid models; whoever kills it starts it again."""
+    if not lmcache_executable().is_file():
+        pytest.fail(f"no {lmcache_executable()}: run `make install-lmcache`")
+    log_path = tmp_path_factory.mktemp("lmcache") / "server.log"
+    with LMCacheServer(log_path, options=["--separate-object-groups"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ hits and nothing else; a bug in taking something in ends the worker, because nob
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ from core.log import event
 from core.metrics import read_gauge, read_labelled_counter
 from core.wire.sockets import AsyncContext
 
-_GOOD_BYE_MS = 100
+_GOOD_BYE_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class LMCacheConnector(Connector):
         """Say good-bye, end tasks and threads, close sockets, give the memory back."""
         if self._loop is None:
             return
-        self._tell(LMCacheNode.on_stop)
+        await self._part()
         self._loop = self._node = None  # from here on nobody reaches the node
         if self._timer is not None:
             self._timer.cancel()
@@ -123,11 +124,18 @@ class LMCacheConnector(Connector):
         if server is not None:
             server.staging.unlink()
         if self._link is not None:
-            await self._link.close(_GOOD_BYE_MS)
+            await self._link.close()
         if self._copies is not None:
             await asyncio.to_thread(self._copies.shutdown)
         if self._zmq is not None:
             await asyncio.to_thread(self._zmq.term)
+
+    async def _part(self) -> None:
+        """Tell the server, and give it a moment to answer: a server that answers nobody complains in its log."""
+        has_parted = asyncio.Event()
+        self._tell(lambda node: node.on_stop(has_parted.set))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(has_parted.wait(), _GOOD_BYE_S if self.is_connected else 0)
 
     # ---- what happens, in the event loop ---------------------------------------------------------------------------
 
@@ -209,7 +217,8 @@ class LMCacheConnector(Connector):
         staging: Staging | None = None
         found: ServerFacts | KVFerryError
         try:
-            found = await fetch_facts(self._settings.http_address, self._settings.request_timeout_s)
+            address, timeout_s = self._settings.http_address, self._settings.request_timeout_s
+            found = await asyncio.to_thread(fetch_facts, address, timeout_s)
             name = new_hex_id(self._context.ids, SHM_PREFIX)
             layout = self._context.layout
             staging = await asyncio.to_thread(

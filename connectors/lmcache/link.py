@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any
+from urllib.request import urlopen
 
-import httpx
+import msgspec
 import zmq
 
 from connectors.lmcache.actions import ServerFacts
@@ -19,6 +22,7 @@ from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.log import event
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
+_MAX_ANSWER_BYTES = 1 << 20
 _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=4096)
 _LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -60,7 +64,7 @@ class ServerLink:
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._close_sockets(0)
+            self._close_sockets()
             raise ConnectorUnavailable(f"connector.lmcache.server_address = {address!r} is unusable: {error}") from None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         for task in self._tasks:
@@ -76,20 +80,20 @@ class ServerLink:
         if error is not None:
             _log.warning(event("lmcache_request_dropped", error=error))
 
-    async def close(self, linger_ms: int = 0) -> None:
-        """End the connection; what is queued has ``linger_ms`` to leave. Idempotent."""
+    async def close(self) -> None:
+        """End the connection. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        self._close_sockets(linger_ms)
+        self._close_sockets()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _close_sockets(self, linger_ms: int) -> None:
+    def _close_sockets(self) -> None:
         self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
         self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
+        self._socket.close(linger=0)
 
     async def _receive(self) -> None:
         while True:
@@ -111,22 +115,23 @@ class ServerLink:
             self._on_death(task.exception() or RuntimeError("it returned"))
 
 
-async def fetch_facts(http_address: str, timeout_s: float) -> ServerFacts:
-    """Ask the admin port what is running there.
+def fetch_facts(http_address: str, timeout_s: float) -> ServerFacts:
+    """Ask the admin port what is running there. Blocks, for twice ``timeout_s`` at most.
 
     Raises:
         PeerUnreachable: nobody answers.
         ConnectorUnavailable: somebody answers who is no LMCache server that we know.
     """
     try:
-        async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=http_address, timeout=timeout_s) as client:
-            version = await client.get("/lmc_version")
-            config = await client.get("/config")
-        version.raise_for_status()
-        config.raise_for_status()
-        mp = config.json()["mp"]
-        return ServerFacts(str(version.json()), int(mp["chunk_size"]), bool(mp["separate_object_groups"]))
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-        raise PeerUnreachable(f"no LMCache server answers at {http_address}: {error or 'timed out'}") from None
-    except (ValueError, KeyError, TypeError) as error:
+        version = _get(f"{http_address}/lmc_version", timeout_s)
+        mp = _get(f"{http_address}/config", timeout_s)["mp"]
+        return ServerFacts(str(version), int(mp["chunk_size"]), bool(mp["separate_object_groups"]))
+    except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+        raise PeerUnreachable(f"no LMCache server answers at {http_address}: {error}") from None
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         raise ConnectorUnavailable(f"{http_address} answers, but not as an LMCache server that we know: {error!r}") from None
+
+
+def _get(url: str, timeout_s: float) -> Any:  # noqa: ANN401 - any JSON
+    with urlopen(url, timeout=timeout_s) as response:
+        return msgspec.json.decode(response.read(_MAX_ANSWER_BYTES))

@@ -13,7 +13,7 @@ Owned by ``connectors.lmcache.bundle``; the sessions of requests are kept by ``c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from connectors.lmcache.actions import (
@@ -163,11 +163,16 @@ class LMCacheNode:
         self._loads.on_taken(request_id, faults)
         return self._calls.take_actions()
 
-    def on_stop(self) -> list[Action]:
-        """Say good-bye."""
+    def on_stop(self, on_parted: Callable[[], None]) -> list[Action]:
+        """End all sessions and say good-bye; ``on_parted`` is called if the server answers."""
         if self._phase is Phase.UP:
+            self._sessions.end_all()
             instance_id = self._calls.instance_id
-            self._calls.send(lambda uid: encode_call(uid, Operation.UNREGISTER_KV_CACHE, instance_id), what="good-bye")
+            self._calls.send(
+                lambda uid: encode_call(uid, Operation.UNREGISTER_KV_CACHE, instance_id),
+                lambda _: on_parted(),
+                what="good-bye",
+            )
         return self._calls.take_actions()
 
     # ---- the connection --------------------------------------------------------------------------------------------

@@ -154,6 +154,15 @@ class Sessions:
             session.deadline = math.inf
             self._settle(session)
 
+    def end_all(self) -> None:
+        """The worker leaves: let go of all locks, and end all sessions, whatever is open."""
+        for session_id, session in list(self._sessions.items()):
+            session.num_open = 0
+            self.end(session_id)
+            if session_id in self._sessions:  # it has let go of locks
+                session.num_open = 0
+                self._settle(session)
+
     def on_timer(self, now: float) -> None:
         """Answer in the server's place where it takes too long, and ask it again where it was not done."""
         for session in list(self._sessions.values()):

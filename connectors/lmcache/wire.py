@@ -46,7 +46,7 @@ class Operation(IntEnum):
     QUERY_PREFETCH_STATUS = 9
     FREE_LOOKUP_LOCKS = 12
     END_SESSION = 13
-    GET_CHUNK_SIZE = 21
+    CLEAR = 20
     PING = 22
 
 

@@ -1,0 +1,141 @@
+"""The real LMCache server as a child process, for tests and benchmarks: start, kill, freeze, restart.
+
+Owns the process, its ports and its command line. The server runs from an environment of its own (``make install-lmcache``),
+of which nothing is imported here. Telemetry is off.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from core.config import default_cache_dir
+from core.errors import StartFailed
+
+VERSION = "0.5.6"
+START_TIMEOUT_S = 120.0  # mostly its imports
+STOP_TIMEOUT_S = 10.0
+
+_SETTINGS = {"LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "LMCACHE_DISABLE_BANNER": "1", "OMP_NUM_THREADS": "1"}
+_POLL_S = 0.05
+
+
+def lmcache_executable() -> Path:
+    """Return where ``make install-lmcache`` puts the server's command."""
+    return Path(default_cache_dir()) / f"lmcache-{VERSION}" / "bin" / "lmcache"
+
+
+class LMCacheServer:
+    """A server on free ports of this machine, the same ones after a restart. ``log_path`` gets what it writes.
+
+    A context manager: what starts it ends it.
+    """
+
+    def __init__(self, log_path: Path, chunk_size: int = 64, l1_size_gb: float = 0.25, options: Sequence[str] = ()) -> None:
+        self._log_path = log_path
+        self._port, self._http_port = _free_ports()
+        self._command = [
+            str(lmcache_executable()),
+            "server",
+            *("--host", "127.0.0.1", "--port", str(self._port)),
+            *("--http-host", "127.0.0.1", "--http-port", str(self._http_port)),
+            *("--chunk-size", str(chunk_size), "--l1-size-gb", str(l1_size_gb), "--eviction-policy", "LRU"),
+            *("--max-gpu-workers", "2"),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def server_address(self) -> str:
+        """For ``connector.lmcache.server_address``."""
+        return f"tcp://127.0.0.1:{self._port}"
+
+    @property
+    def http_address(self) -> str:
+        """For ``connector.lmcache.http_address``."""
+        return f"http://127.0.0.1:{self._http_port}"
+
+    def start(self) -> Self:
+        """Start the server and return once it serves.
+
+        Raises:
+            StartFailed: it ended, or did not serve in time.
+        """
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | _SETTINGS
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise StartFailed(f"the LMCache server did not start; the end of its log:\n{self.log()[-2000:]}")
+            time.sleep(_POLL_S)
+        return self
+
+    def stop(self) -> None:
+        """End it as an operator would, or by force if that takes too long. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def kill(self) -> None:
+        """End it at once. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def freeze(self) -> None:
+        """Stop it in whatever it does."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def log(self) -> str:
+        """Return what it has written."""
+        return self._log_path.read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Stop it."""
+        self.stop()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None, "the server runs"
+        self._process.send_signal(number)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.http_address}/healthcheck", timeout=2) as response:
+                return bool(response.status == 200)
+        except OSError:  # URLError is one
+            return False
+
+
+def _free_ports() -> tuple[int, int]:
+    """Return two free ports; another program could still take them before they are bound."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]

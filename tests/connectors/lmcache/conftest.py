@@ -1,0 +1,289 @@
+"""Engines without a model beside an LMCache connector each, and a player of the server's part for what it would not do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import urllib.request
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from connectors.lmcache.bundle import LMCacheConnector
+from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
+from connectors.lmcache.wire import (
+    GroupInfo,
+    Namespace,
+    Operation,
+    TokenSpan,
+    decode_reply,
+    encode_call,
+    is_done,
+    register_call,
+    store_call,
+)
+from connectors.registry import ConnectorContext
+from core.clock import SystemClock
+from core.config import HASH_BLOCK_SIZE, ConnectorSection, LMCacheSection, SchedulerSection
+from core.digest import BlockDigester
+from core.engine.core import EngineCore
+from core.ids import RandomIds
+from core.kv.hashing import BlockHasher
+from core.kv.integrity import find_violations
+from core.kv.manager import KVCacheManager
+from core.kv.seals import layout_fingerprint
+from core.request import EngineCoreOutput, NewRequest
+from core.sched.scheduler import Scheduler
+from core.testing.connector_engine import call_if_open
+from core.testing.hash_model import (
+    DEFAULT_VOCAB_SIZE,
+    HashModel,
+    expected_kv,
+    expected_tokens,
+    hash_model_kv_config,
+    hash_model_layout,
+)
+from core.wire.sampling import SamplingParams
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 128
+MAX_MODEL_LEN = 2048
+NUM_OUTPUT_TOKENS = 4
+
+
+class HashEngine:
+    """A real engine around a ``HashModel``, with a connector. Make it in an event loop; it steps there.
+
+    ``outputs`` are the tokens of every request, ``usage`` what its load has cost, if it had one.
+    """
+
+    def __init__(self, settings: LMCacheSection, fingerprint: bytes, incarnation: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.connector = LMCacheConnector(
+            ConnectorContext(
+                role="decode",
+                engine_id=f"engine-{incarnation}",
+                incarnation=incarnation,
+                model_fingerprint=fingerprint,
+                layout=hash_model_layout(BLOCK_SIZE),
+                config=ConnectorSection(name="lmcache", lmcache=settings, transfer_deadline_s=5.0),
+                control_address="tcp://127.0.0.1:0",
+                advertise_host="",
+                clock=SystemClock(),
+                ids=RandomIds(),
+                metrics=CollectorRegistry(),
+            )
+        )
+        self.model = HashModel(num_blocks, BLOCK_SIZE, self.connector.worker, incarnation=incarnation)
+        self.manager = KVCacheManager(
+            hash_model_kv_config(num_blocks, BLOCK_SIZE),
+            MAX_MODEL_LEN,
+            scheduler_block_size=BLOCK_SIZE,
+            hash_block_size=HASH_BLOCK_SIZE,
+            seals=self.model.seals,
+        )
+        scheduler = Scheduler(
+            SchedulerSection(max_num_batched_tokens=128),
+            self.manager,
+            MAX_MODEL_LEN,
+            self.connector.scheduler,
+            SystemClock(),
+        )
+        self.hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
+        self.core = EngineCore(scheduler, self.model, self.hasher, DEFAULT_VOCAB_SIZE)
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, EngineCoreOutput] = {}
+        self.usage: dict[str, object] = {}
+        self._wake = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.connector.worker.set_wakeup(lambda: call_if_open(loop, self._on_wake))
+
+    def _on_wake(self) -> None:
+        self.core.wake()
+        self._wake.set()
+
+    def add(self, request_id: str, prompt: Sequence[int], num_tokens: int = NUM_OUTPUT_TOKENS, cache_salt: str = "") -> None:
+        self.outputs[request_id] = []
+        sampling = SamplingParams(max_tokens=num_tokens)
+        self.core.add_request(
+            NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, cache_salt=cache_salt)
+        )
+
+    def step(self) -> None:
+        for output in self.core.step():
+            self.outputs[output.request_id] += output.new_token_ids
+            if output.transfer_usage is not None:
+                self.usage[output.request_id] = output.transfer_usage
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+        """Step as a worker does: while there is work, else after a wakeup."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0)
+                if self.core.has_work():
+                    self.step()
+                else:
+                    self._wake.clear()
+                    try:
+                        await asyncio.wait_for(self._wake.wait(), 0.05)
+                    except TimeoutError:
+                        continue
+
+    async def answered(self) -> None:
+        """Wait, without a step, until the server has answered a lookup."""
+        async with asyncio.timeout(10.0):
+            while not self.connector.scheduler._answers:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def run(self, request_id: str, prompt: Sequence[int], **fields: object) -> object:
+        """Serve a request to its end, hold its tokens against the oracle, and return what its load has cost."""
+        self.add(request_id, prompt, **fields)
+        await self.until(lambda: request_id in self.ended)
+        self.check(request_id, prompt)
+        return self.usage.get(request_id)
+
+    def check(self, request_id: str, prompt: Sequence[int]) -> None:
+        tokens = self.outputs[request_id]
+        assert tokens == expected_tokens(prompt, len(tokens)), f"{request_id} was computed on wrong KV"
+
+    def counts(self) -> dict[str, int]:
+        """Return what the connector has counted."""
+        assert self.connector._node is not None
+        return self.connector._node.counts()
+
+    async def settled(self) -> None:
+        """Wait until nothing is on its way, and check that nothing is held."""
+
+        def is_settled() -> bool:
+            node, server = self.connector._node, self.connector.scheduler.server
+            is_idle = not self.core.has_requests() and not self.connector.scheduler.has_pending_push_work()
+            nothing_open = node is not None and not node._sessions._sessions and not node._loads._loads
+            return is_idle and nothing_open and (server is None or server.staging.num_used_pages == 0)
+
+        await self.until(is_settled)
+        pool = self.manager.block_pool
+        assert pool.num_free_blocks == pool.num_usable_blocks
+        assert not find_violations(self.manager)
+        assert not self.connector.scheduler._trackers
+        assert not self.connector.scheduler._servers
+        assert not self.connector.scheduler._answers
+
+
+@pytest.fixture
+def fingerprint(request) -> bytes:
+    """A model of the test's own: what others have saved is none of its business."""
+    return hashlib.blake2b(request.node.nodeid.encode(), digest_size=16).digest()
+
+
+@pytest.fixture
+def settings(lmcache_server) -> LMCacheSection:
+    """Settings for the shared server, with short patience."""
+    return LMCacheSection(
+        server_address=lmcache_server.server_address,
+        http_address=lmcache_server.http_address,
+        staging_bytes=1 << 20,
+        lookup_timeout_s=5.0,
+        request_timeout_s=2.0,
+        heartbeat_interval_s=0.2,
+        retry_interval_s=0.1,
+    )
+
+
+@pytest.fixture
+def start_engine(settings, fingerprint) -> Callable[..., object]:
+    """Return a function that starts an engine; used as a context manager."""
+    incarnations = iter(range(1, 100))
+
+    @asynccontextmanager
+    async def start(num_blocks: int = NUM_BLOCKS, **changed: object) -> AsyncIterator[HashEngine]:
+        engine = HashEngine(msgspec.structs.replace(settings, **changed), fingerprint, next(incarnations), num_blocks)
+        await engine.connector.start()
+        try:
+            yield engine
+        finally:
+            engine.core.shutdown()
+            await engine.connector.stop()
+
+    return start
+
+
+class RawClient:
+    """A client of the server that obeys nothing but the wire: for what our own would never send."""
+
+    def __init__(self, server, fingerprint: bytes) -> None:
+        layout = hash_model_layout(BLOCK_SIZE)
+        self.staging = Staging(f"{SHM_PREFIX}test_{RandomIds().bits(64):x}", 1 << 20, layout.block_bytes, BLOCK_SIZE)
+        self.namespace = Namespace.of(fingerprint, layout, PAGE_VERSION)
+        self.sealer = PageSealer(77, layout_fingerprint(layout), BLOCK_SIZE, BlockDigester(layout.block_bytes))
+        self.hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
+        self.instance_id = RandomIds().bits(40)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, 5000)
+        self._socket.connect(server.server_address)
+        self._uid = 0
+        groups = [GroupInfo(engine_group_id=0, layer_indices=(0,), tokens_per_block=BLOCK_SIZE)]
+        self.ask(lambda uid: register_call(uid, self.instance_id, self.namespace, self.staging.pages, groups))
+
+    def ask(self, frames_of: Callable[[int], list[bytes]]) -> object:
+        """Send a request and return its result; zmq.Again if there is no reply."""
+        self._uid += 1
+        self._socket.send_multipart(frames_of(self._uid))
+        uid, result = decode_reply(self._socket.recv_multipart())
+        assert uid == self._uid
+        return result
+
+    def call(self, operation: Operation, *arguments: object) -> object:
+        return self.ask(lambda uid: encode_call(uid, operation, *arguments))
+
+    def fill(self, pages: Sequence[int], prompt: Sequence[int]) -> None:
+        """Write the blocks of a prompt into pages, as a good worker does: sealed, and the right bytes."""
+        hashes: list[bytes] = []
+        self.hasher.extend(hashes, array("i", prompt), ())
+        content = expected_kv(prompt)
+        size = self.staging.block_bytes
+        for index, page in enumerate(pages):
+            self.staging.rows[page, :size] = np.frombuffer(content[index * size : (index + 1) * size], dtype=np.uint8)
+            block_hash = hashes[(index + 1) * BLOCK_SIZE // HASH_BLOCK_SIZE - 1]
+            self.sealer.seal(self.staging.rows[page], PageIdentity(0, block_hash))
+
+    def key(self, session_id: str, token_ids: Sequence[int], worker_id: int | None = 0):
+        return self.namespace.key(TokenSpan(session_id, token_ids), 0, len(token_ids), worker_id)
+
+    def store(self, session_id: str, token_ids: Sequence[int], pages: Sequence[int]) -> bool:
+        key = self.key(session_id, token_ids)
+        return is_done(self.ask(lambda uid: store_call(uid, key, self.instance_id, [list(pages)])))
+
+    def close(self) -> None:
+        self.call(Operation.END_SESSION, "s")
+        self.call(Operation.UNREGISTER_KV_CACHE, self.instance_id)
+        self._context.destroy(linger=0)
+        self.staging.unlink()
+
+
+@pytest.fixture
+def raw_client(lmcache_server, fingerprint):
+    """A client that tells the server what it likes, about the model of the test's engines."""
+    client = RawClient(lmcache_server, fingerprint)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def server_status(lmcache_server) -> Callable[[], dict]:
+    """Return what the server says of itself."""
+
+    def ask() -> dict:
+        with urllib.request.urlopen(f"{lmcache_server.http_address}/status", timeout=5) as response:
+            return json.load(response)
+
+    return ask

@@ -1,0 +1,355 @@
+"""The connector with the real server: what one engine saves another loads, byte for byte, or computes itself.
+
+The engines' model is a hash of its own KV cache, so that any wrong byte shows in the tokens, which ``HashEngine.run`` checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from connectors.lmcache.wire import Operation
+from core.request import NewRequest, Request
+from core.testing.hash_model import expected_kv, expected_tokens
+from core.wire.sampling import SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+
+CHUNK = 64  # tokens, the server's
+BLOCK = 32
+PROMPT = list(range(1000, 1300))  # four chunks and a part of one
+OTHER = list(range(5000, 5300))
+
+
+async def test_what_one_engine_saves_another_loads_byte_for_byte(start_engine):
+    async with start_engine() as writer, start_engine() as reader:
+        assert await writer.run("a", PROMPT) is None
+        await writer.settled()
+        reader.add("b", PROMPT)
+        await reader.until(lambda: reader.core.scheduler.running)
+        block_ids = reader.manager.get_block_ids("b")[0]
+        loaded = expected_kv(PROMPT[: 4 * CHUNK])
+        assert reader.model.rows[block_ids].tobytes()[: len(loaded)] == loaded
+        await reader.until(lambda: "b" in reader.ended)
+        reader.check("b", PROMPT)
+        assert reader.usage["b"].transferred_tokens == 4 * CHUNK
+        assert reader.usage["b"].verified_blocks == 4 * CHUNK // BLOCK
+        await reader.settled()
+
+
+async def test_a_common_prefix_is_loaded_in_whole_chunks(start_engine):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        usage = await reader.run("b", [*PROMPT[: 2 * CHUNK + 2], *OTHER])
+        assert usage.transferred_tokens == 2 * CHUNK
+        await reader.settled()
+
+
+async def test_local_hits_in_the_middle_of_a_chunk_are_left_alone(start_engine):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        await reader.run("first", PROMPT[: CHUNK + BLOCK])  # three blocks stay, half of the second chunk
+        hits, _ = reader.manager.get_computed_blocks(Request(NewRequest(**_fields(PROMPT)), reader.hasher))
+        before = {block_id: reader.model.read_block(block_id) for block_id in hits.get_block_ids()[0]}
+        assert len(before) == 3
+        usage = await reader.run("second", PROMPT)
+        assert usage.transferred_tokens == 4 * CHUNK - CHUNK - BLOCK
+        assert usage.transferred_bytes == 5 * BLOCK * 8
+        assert {block_id: reader.model.read_block(block_id) for block_id in before} == before
+        await reader.settled()
+
+
+async def test_a_second_turn_loads_the_output_of_the_first(start_engine):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT, num_tokens=100)
+        await writer.settled()
+        conversation = [*PROMPT, *expected_tokens(PROMPT, 100), 1, 2, 3]
+        usage = await reader.run("b", conversation)
+        assert usage.transferred_tokens == 399 // CHUNK * CHUNK  # the last token was sampled, not computed
+        await reader.settled()
+
+
+async def test_prompts_alone_are_saved_if_output_is_not_wanted(start_engine):
+    async with start_engine(save_decode_cache=False) as writer, start_engine() as reader:
+        await writer.run("a", PROMPT, num_tokens=100)
+        await writer.settled()
+        usage = await reader.run("b", [*PROMPT, *expected_tokens(PROMPT, 100)])
+        assert usage.transferred_tokens == 4 * CHUNK
+
+
+async def test_a_tenant_finds_only_what_is_its_own(start_engine):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT, cache_salt="tenant/1@x")
+        await writer.settled()
+        assert await reader.run("other", PROMPT, cache_salt="tenant/2@x") is None
+        assert await reader.run("nobody", PROMPT) is None
+        await reader.settled()
+    async with start_engine() as reader:
+        usage = await reader.run("same", PROMPT, cache_salt="tenant/1@x")
+        assert usage.transferred_tokens == 4 * CHUNK
+
+
+async def test_another_model_finds_nothing(start_engine, settings):
+    async with start_engine() as writer:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        stranger = type(writer)(settings, b"another model", 9)
+        await stranger.connector.start()
+        assert await stranger.run("b", PROMPT) is None
+        await stranger.connector.stop()
+
+
+async def test_many_requests_at_once_keep_their_bytes_apart(start_engine):
+    prompts = {f"r{n}": [*PROMPT[: CHUNK * (n % 4)], *range(4000 * n, 4000 * n + 150)] for n in range(12)}
+    async with start_engine() as writer, start_engine() as reader:
+        for engine in (writer, reader):
+            for request_id, prompt in prompts.items():
+                engine.add(request_id, prompt)
+            await engine.until(lambda engine=engine: engine.ended.keys() == prompts.keys())
+            for request_id, prompt in prompts.items():
+                engine.check(request_id, prompt)
+            await engine.settled()
+        assert reader.counts()["loads"] >= 11
+
+
+async def test_a_preempted_request_comes_back_with_what_was_saved(start_engine):
+    async with start_engine(num_blocks=24) as engine:
+        prompts = {name: [seed + token for token in range(200)] for name, seed in (("a", 0), ("b", 1000), ("c", 2000))}
+        for request_id, prompt in prompts.items():
+            engine.add(request_id, prompt, num_tokens=120)
+        await engine.until(lambda: engine.ended.keys() == prompts.keys())
+        assert engine.core.gauges.num_preemptions
+        for request_id, prompt in prompts.items():
+            engine.check(request_id, prompt)
+        assert engine.counts()["loads"]
+        await engine.settled()
+
+
+# ---- what the server remembers of us ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before the answer", "before admission", "while loading", "while running"])
+async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_status, moment):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        reader.add("b", PROMPT, num_tokens=50)
+        reader.step()
+        if moment == "before admission":
+            await reader.answered()
+        elif moment == "while loading":
+            await reader.until(lambda: reader.core.gauges.num_loading)
+        elif moment == "while running":
+            await reader.until(lambda: reader.core.scheduler.running)
+        reader.core.abort_requests(["b"])
+        await reader.settled()
+        await until_idle(reader, server_status)
+
+
+async def test_no_session_name_is_ever_used_twice(start_engine):
+    async with start_engine(num_blocks=24) as engine:
+        seen: list[str] = []
+        look_up = engine.connector._node._sessions.look_up
+        engine.connector._node._sessions.look_up = lambda lookup: (seen.append(lookup.span.session_id), look_up(lookup))[1]
+        for round_number in range(3):
+            for name in ("a", "b", "c"):
+                engine.add(name, [ord(name) * 100 + token for token in range(200)], num_tokens=120)
+            await engine.until(lambda: len(engine.ended) == 3)
+            engine.ended.clear()
+            assert len(seen) >= 3 * (round_number + 1)
+        assert engine.core.gauges.num_preemptions
+        assert len(set(seen)) == len(seen)
+
+
+# ---- silently wrong KV: the four ways of the server ------------------------------------------------------------------
+
+
+async def test_s1_blocks_filed_under_another_prompts_key_are_refused(start_engine, raw_client):
+    """A session name used twice: the server believes that the new tokens are the old ones."""
+    raw_client.call(Operation.LOOKUP, raw_client.key("s", PROMPT[:256], None), 1)
+    raw_client.call(Operation.QUERY_PREFETCH_STATUS, "s")
+    pages = raw_client.staging.take_to_save(8)
+    raw_client.fill(pages, PROMPT[:256])
+    assert raw_client.store("s", PROMPT[:256], pages)  # the server has hashed this prompt in this session now
+    raw_client.call(Operation.CLEAR, True)
+    raw_client.fill(pages, OTHER[:256])
+    assert raw_client.store("s", OTHER[:256], pages)
+    async with start_engine() as engine:
+        usage = await engine.run("a", PROMPT)  # the server has something for it: the other prompt's KV
+        assert usage.fallback_reason == "stale"
+        assert usage.transferred_tokens == 0
+        assert engine.counts()["failed_loads_stale"] == 1
+        await engine.settled()
+
+
+async def test_s2_a_list_that_is_too_short_is_refused_by_the_server(start_engine, raw_client):
+    pages = raw_client.staging.take_to_save(8)
+    raw_client.fill(pages, PROMPT[:256])
+    assert not raw_client.store("s", PROMPT[:256], pages[:3])
+    async with start_engine() as engine:
+        assert await engine.run("a", PROMPT) is None
+
+
+async def test_s3_blocks_may_be_reused_while_the_server_still_has_to_read_them(start_engine, lmcache_server):
+    async with start_engine(num_blocks=16, request_timeout_s=20.0) as writer, start_engine(request_timeout_s=20.0) as reader:
+        writer.add("a", PROMPT)
+        await writer.until(lambda: writer.core.scheduler.running)  # looked up
+        lmcache_server.freeze()
+        try:
+            await writer.until(lambda: "a" in writer.ended)
+            pool = writer.manager.block_pool
+            await writer.until(lambda: not writer.core.has_requests())
+            writer.model.rows[1:] = 0xAB  # whoever gets the blocks next
+            assert pool.num_free_blocks == pool.num_usable_blocks
+        finally:
+            lmcache_server.thaw()
+        await writer.settled()
+        assert writer.counts()["saved_tokens"] == 4 * CHUNK
+        usage = await reader.run("b", PROMPT)
+        assert usage.transferred_tokens == 4 * CHUNK
+
+
+async def test_s4_pages_that_stand_for_no_block_are_refused(start_engine, raw_client):
+    pages = raw_client.staging.take_to_save(8)
+    raw_client.fill(pages, PROMPT[:256])
+    raw_client.staging.rows[0] = 0xEE
+    assert raw_client.store("s", PROMPT[:256], [*pages[:5], 0, pages[6], 0])  # of a chunk of them it would keep nothing
+    async with start_engine() as engine:
+        usage = await engine.run("a", PROMPT)
+        assert usage.transferred_tokens == 5 * BLOCK
+        assert usage.fallback_reason == "stale"
+        await engine.settled()
+
+
+@pytest.mark.parametrize("where", [0, 100, 255])
+async def test_a_flipped_bit_is_found_and_what_precedes_it_is_used(start_engine, raw_client, where):
+    pages = raw_client.staging.take_to_save(8)
+    raw_client.fill(pages, PROMPT[:256])
+    raw_client.staging.rows[pages[5], where] ^= 16
+    assert raw_client.store("s", PROMPT[:256], pages)
+    async with start_engine() as engine:
+        usage = await engine.run("a", PROMPT)
+        assert usage.fallback_reason == "digest"
+        assert usage.transferred_tokens == 5 * BLOCK
+        assert engine.counts()["failed_loads_digest"] == 1
+        await engine.settled()
+
+
+async def test_blocks_of_another_place_in_the_prompt_are_refused(start_engine, raw_client):
+    pages = raw_client.staging.take_to_save(8)
+    raw_client.fill(pages, PROMPT[:256])
+    assert raw_client.store("s", PROMPT[:256], [*pages[:2], *reversed(pages[2:])])
+    async with start_engine() as engine:
+        usage = await engine.run("a", PROMPT)
+        assert usage.transferred_tokens == 2 * BLOCK
+        assert usage.fallback_reason == "stale"
+
+
+# ---- a server that forgets, is full, hangs, or dies --------------------------------------------------------------------
+
+
+async def test_what_is_gone_between_lookup_and_load_is_computed(start_engine, raw_client):
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        reader.add("b", PROMPT)
+        reader.step()
+        await reader.answered()
+        raw_client.call(Operation.CLEAR, True)
+        await reader.until(lambda: "b" in reader.ended)
+        reader.check("b", PROMPT)
+        assert reader.usage["b"].fallback_reason == "store_miss"
+        await reader.settled()
+
+
+async def test_a_full_server_costs_hits_and_nothing_else(start_engine, raw_client):
+    """It says that it has kept what it has not."""
+    big = raw_client.staging.take_to_save(512)
+    raw_client.staging.rows[big] = np.random.default_rng(1).integers(0, 256, raw_client.staging.rows[big].shape, np.uint8)
+    async with start_engine() as engine, start_engine() as other:
+        for number in range(3):
+            raw_client.store(f"fill{number}", list(range(number * 50_000, number * 50_000 + 512 * BLOCK)), big)
+            prompt = [token + 1000 * number for token in PROMPT]
+            await engine.run(f"a{number}", prompt)
+            await other.run(f"b{number}", prompt)
+        await engine.settled()
+        await other.settled()
+
+
+async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmcache_server):
+    async with start_engine(request_timeout_s=1.0, lookup_timeout_s=0.5) as engine:
+        await engine.run("before", PROMPT)
+        await engine.settled()
+        old = engine.connector.scheduler.server
+        lmcache_server.freeze()
+        try:
+            assert await engine.run("lookup", OTHER) is None
+            await engine.until(lambda: not engine.connector.is_connected)
+            assert await engine.run("without", [*OTHER, 1]) is None
+        finally:
+            lmcache_server.thaw()
+        await engine.until(lambda: engine.connector.is_connected)
+        new = engine.connector.scheduler.server
+        assert new is not old
+        assert new.staging is not old.staging, "what the server may still write is nobody's memory"
+    async with start_engine() as reader:
+        assert (await reader.run("after", PROMPT)).transferred_tokens == 4 * CHUNK
+
+
+async def test_a_load_that_a_frozen_server_does_not_end_is_computed(start_engine, lmcache_server):
+    async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        reader.add("b", PROMPT)
+        reader.step()
+        await reader.answered()
+        lmcache_server.freeze()
+        try:
+            await reader.until(lambda: "b" in reader.ended)
+        finally:
+            lmcache_server.thaw()
+        reader.check("b", PROMPT)
+        assert reader.usage["b"].fallback_reason == "peer_lost"
+        await reader.until(lambda: reader.connector.is_connected)
+        await reader.settled()
+
+
+async def test_a_killed_server_is_noticed_and_its_successor_used(start_engine, lmcache_server):
+    """The last of the file: it costs a start of the server."""
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        reader.add("b", PROMPT)
+        reader.step()
+        await reader.answered()
+        lmcache_server.kill()
+        await reader.until(lambda: "b" in reader.ended, timeout_s=10.0)
+        reader.check("b", PROMPT)
+        assert reader.usage["b"].fallback_reason == "peer_lost"
+        await writer.until(lambda: not writer.connector.is_connected)
+        assert await writer.run("without", OTHER) is None
+        await asyncio.to_thread(lmcache_server.start)
+        for engine in (writer, reader):
+            await engine.until(lambda engine=engine: engine.connector.is_connected)
+        await writer.run("c", [*OTHER, 7])  # its memory is gone: saved anew, from local hits
+        await writer.settled()
+        assert (await reader.run("d", OTHER)).transferred_tokens == 4 * CHUNK
+        await reader.settled()
+
+
+async def until_idle(engine, server_status) -> None:
+    """Wait until the server holds no lock and no session."""
+
+    def is_idle() -> bool:
+        status = server_status()
+        return status["active_sessions"] == status["storage_manager"]["l1_manager"]["read_locked_count"] == 0
+
+    await engine.until(is_idle)
+
+
+def _fields(prompt: list[int]) -> dict[str, object]:
+    return {"request_id": "asked", "prompt_token_ids": prompt, "sampling": SamplingParams()}
