@@ -5,7 +5,7 @@ verified and used as a whole, and shares no block with another (``connectors.p2p
 
     waiting ──posted──▶ open ──ended──▶ arrived ──its seal is right──▶ verified
        ▲                  │                │
-       │                  └── failed ──────┼── its seal is wrong ────▶ spoiled
+       │◀─ posted in vain ┴── failed ──────┼── its seal is wrong ────▶ spoiled
        └──────── wrong digest, once ───────┘
 """
 
@@ -76,6 +76,11 @@ class Load:
         return bool(self._waiting)
 
     @property
+    def is_untouched(self) -> bool:
+        """True if nothing has come of what was asked for."""
+        return not (self._arrived or self._verified or self._num_rows_read)
+
+    @property
     def num_open_rows(self) -> int:
         """Rows that a read may write now."""
         return sum(len(rows.local_rows) for rows in self.open_reads.values())
@@ -85,6 +90,16 @@ class Load:
     def next_slice(self) -> RowSlice:
         """Take the units of the next read."""
         return self._waiting.popleft()
+
+    def start_over(self) -> None:
+        """Look for the peer anew; the reads that are open have been posted in vain."""
+        assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
+        self.phase = LoadPhase.CONNECTING
+        self.reading_since = math.inf
+
+    def want_again(self, rows: RowSlice) -> None:
+        """Queue the units of a read that was posted in vain."""
+        self._waiting.append(rows)
 
     def arrive(self, rows: RowSlice) -> None:
         """Note that the bytes of these rows are here."""

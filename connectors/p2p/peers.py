@@ -137,14 +137,16 @@ class Peers:
             self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes))
         return peer
 
-    def avoid(self, peer_id: PeerId, transport: str) -> None:
-        """Offer a transport to this life of a worker no more, since it could not be opened by it, unless none is left."""
+    def avoid(self, peer_id: PeerId, transport: str) -> bool:
+        """Offer a transport to this life of a worker no more, since it could not be opened by it; False if none is left."""
         for other in [other for other in self._failed if other.address == peer_id.address and other != peer_id]:
             del self._failed[other]
         failed = self._failed.setdefault(peer_id, set())
         failed.add(transport)
-        if failed.issuperset(self._terms.transports):
+        is_left = not failed.issuperset(self._terms.transports)
+        if not is_left:
             del self._failed[peer_id]  # whatever it was, nothing is lost by trying again
+        return is_left
 
     def _offered_to(self, peer_id: PeerId) -> tuple[str, ...]:
         failed = self._failed.get(peer_id, set())

@@ -9,6 +9,8 @@ every entry point takes the time and returns actions. Called by ``connectors.p2p
                │                        └──│────wrong digest, once───────┘ │
                └──failure, abort, deadline─┴───────────────────────────────┴──────▶ reported, what is open quarantined
 
+A load of a peer that cannot be opened by the chosen transport goes back to CONNECTING while there is another.
+
 A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
 does not become terminal is ended by fencing its peer. A block is accepted only by a seal read that was posted when every byte
 had arrived; no lease and no timer takes part in that.
@@ -197,8 +199,7 @@ class PullProtocol:
     def on_transfer(self, event: TransferEvent, now: float) -> list[Action]:
         """Take a report of the transfer thread."""
         if isinstance(event, PeerFailed):
-            self._peers.avoid(event.peer, event.transport)
-            self._lose(event.peer, event.error, now)
+            self._on_peer_failed(event, now)
         else:
             self._on_read_ended(event, now)
         return self._take_actions()
@@ -247,7 +248,20 @@ class PullProtocol:
             self._fail_handshake(address, ErrorInfo.of(error), now)
             return
         for load in self._connecting_to(address):
-            self._begin_reading(load, peer, now)
+            if not load.open_reads:  # else its reads, posted in vain, are about to end
+                self._begin_reading(load, peer, now)
+
+    def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
+        """Let the loads that wait go over to the next transport; without one they fail."""
+        waiting = [load for load in self._loads_at(failed.peer.address) if load.owner == failed.peer and load.is_untouched]
+        is_left = self._peers.avoid(failed.peer, failed.transport)
+        if is_left and self._peers.get(failed.peer) is not None:
+            for load in waiting:
+                load.start_over()
+        self._lose(failed.peer, failed.error, now)
+        for load in waiting:
+            if load.request.request_id in self._loads:
+                self._connect(load, now)
 
     def _fail_handshake(self, address: str, error: ErrorInfo, now: float) -> None:
         """Fail all loads that wait for this handshake."""
@@ -272,7 +286,7 @@ class PullProtocol:
             return
         self._quarantine.fence(peer_id)
         for load in self._loads_at(peer_id.address):
-            if load.owner == peer_id:
+            if load.owner == peer_id and load.phase is not LoadPhase.CONNECTING:
                 self._end(load, error, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
@@ -360,6 +374,11 @@ class PullProtocol:
         if load is None:
             return
         rows = load.open_reads.pop(read.read_id)
+        if load.phase is LoadPhase.CONNECTING:  # it was posted to a peer that could not be opened
+            load.want_again(rows)
+            if not load.open_reads:
+                self._connect(load, now)
+            return
         peer = self._peers.get(load.owner)
         assert peer is not None, "a lost peer ends its loads"
         if read.error is None:

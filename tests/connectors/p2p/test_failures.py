@@ -542,23 +542,27 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
     world.assert_quiet()
 
 
-def test_transport_that_opens_nobody_costs_one_load_and_the_next_takes_another(world):
+def test_transport_that_opens_nobody_costs_no_load(world):
     world.reader = world.add("decode-1", 98, transports=("denied", "inproc"))
-    first = world.hand_over("first")
-    world.load(first)
-    assert world.reason("first") == "peer_lost"
-    assert "permission denied" in world.reader.loads()["first"].error.message
-    world.assert_quiet()
-    second = world.hand_over("second")
-    world.load(second)
-    assert world.reason("second") == ""
-    assert world.has_content(second)
-    assert world.reader.loads()["second"].usage.transport == "inproc"
+    for name in ("first", "second"):
+        request = world.hand_over(name)
+        world.load(request)
+        assert world.reason(name) == ""
+        assert world.has_content(request)
+        assert world.reader.loads()[name].usage.transport == "inproc"
     assert world.reader.node.transports_in_use() == {"inproc"}
     assert [message.transports for message in world.sent if isinstance(message, Handshake)] == [
         ("denied", "inproc"),
         ("inproc",),
     ]
+
+
+def test_reader_whose_only_transport_opens_nobody_says_why(world):
+    world.reader = world.add("decode-1", 98, transports=("denied",))
+    world.load(world.hand_over())
+    assert world.reason() == "peer_lost"
+    assert "permission denied" in world.reader.loads()["r"].error.message
+    world.assert_quiet()
 
 
 # ---- corrupted bytes

@@ -21,6 +21,7 @@ from core.wire.kv import (
 )
 from core.wire.messages import TransferUsage
 
+ADDRESS = "tcp://10.0.0.1:5600"
 OTHER = "tcp://10.0.0.2:5600"
 
 
@@ -199,34 +200,90 @@ def test_second_reply_opens_nothing(pull):
     assert pull.protocol.counts.unexpected_messages == 1
 
 
-def test_peer_that_cannot_be_opened_fails_its_loads(pull, address):
+def cannot_open(pull, transport, error=None, *, incarnation=1, address=ADDRESS):
+    """Let the handshake choose a transport by which the peer cannot be opened."""
+    pull.accept(transport=transport, incarnation=incarnation, address=address)
+    failed = PeerFailed(PeerId(address, incarnation), error or PeerUnreachable("denied"), transport)
+    return pull.take(pull.protocol.on_transfer(failed, pull.now))
+
+
+def offered(pull):
+    return pull.messages(Handshake)[-1].transports
+
+
+def test_peer_that_can_be_opened_by_no_transport_fails_its_loads(pull):
     pull.start()
-    pull.accept()
-    pull.take(pull.protocol.on_transfer(PeerFailed(PeerId(address, 1), LayoutMismatch("rows differ"), "tcp"), pull.now))
+    cannot_open(pull, "shm")
+    assert not pull.ended
+    cannot_open(pull, "tcp", LayoutMismatch("rows differ"))
     assert pull.failed == {"r": "layout"}
-    assert "r" in pull.ended
 
 
-def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull, address):
-    def offered():
-        return pull.messages(Handshake)[-1].transports
+def test_load_that_waits_goes_over_to_the_next_transport(pull):
+    pull.start()
+    pull.start("second", transfer_id="t2")
+    cannot_open(pull, "shm")
+    assert offered(pull) == ("tcp",)
+    assert len(pull.messages(Handshake)) == 2, "one more, for all who wait"
+    pull.accept()
+    pull.grant(60_000, "t", "t2")
+    pull.end_reads()
+    assert not pull.failed
+    assert pull.usable_rows("r") | pull.usable_rows("second") == set(range(6))
+    assert pull.ended["r"].usage.transport == "tcp"
 
-    def fail(name, transport, **where):
-        pull.start(name, **where)
-        peer = PeerId(where.get("address", address), where.get("incarnation", 1))
-        pull.accept(transport=transport, incarnation=peer.incarnation, address=peer.address)
-        pull.take(pull.protocol.on_transfer(PeerFailed(peer, PeerUnreachable("denied"), transport), pull.now))
 
-    fail("first", "shm")
-    assert offered() == ("shm", "tcp")
-    fail("second", "tcp")
-    assert offered() == ("tcp",)
-    fail("none is left", "shm")
-    assert offered() == ("shm", "tcp")
-    pull.start("elsewhere", address="tcp://10.0.0.2:5600")
-    assert offered() == ("shm", "tcp")
-    fail("next life", "tcp", incarnation=2)
-    assert offered() == ("shm", "tcp")
+def test_reads_that_were_posted_in_vain_are_posted_again_once_they_have_ended(pull, address):
+    pull.hold()
+    pull.grant()
+    pull.start()
+    opened, *posted = pull.accept(transport="shm")
+    cannot_be_opened = PeerFailed(opened.peer, PeerUnreachable("denied"), "shm")
+    pull.take(pull.protocol.on_transfer(cannot_be_opened, pull.now))
+    assert [type(action) for action in pull.accept()] == [OpenPeer], "a read that has not ended may still write"
+    ended = [pull.end_read(read.read_id, PeerUnreachable(f"{address} is not open")) for read in posted]
+    assert ended[:-1] == [[]] * (len(posted) - 1)
+    assert [action.local_rows for action in ended[-1]] == [read.local_rows for read in posted]
+    pull.end_reads()
+    assert pull.usable_rows("r") == {0, 1, 2}
+
+
+def test_load_that_ends_while_its_vain_reads_are_open_leaves_their_blocks_in_quarantine(pull, address):
+    pull.hold()
+    pull.grant()
+    pull.start()
+    opened, *posted = pull.accept(transport="shm")
+    pull.take(pull.protocol.on_transfer(PeerFailed(opened.peer, PeerUnreachable("denied"), "shm"), pull.now))
+    pull.abort()
+    assert pull.ended["r"].quarantined_block_ids == (0, 1, 2)
+    for read in posted:
+        pull.end_read(read.read_id, PeerUnreachable(f"{address} is not open"))
+    assert not pull.quarantined
+
+
+def test_load_that_has_got_something_does_not_start_over(pull, address):
+    pull.start_reading(num_rows=3)
+    seal_read = pull.end_data_reads()
+    pull.take(pull.protocol.on_transfer(PeerFailed(PeerId(address, 1), PeerUnreachable("denied"), "tcp"), pull.now))
+    assert pull.failed == {"r": "peer_lost"}
+    pull.end_read(seal_read, PeerUnreachable("gone"))
+
+
+def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull):
+    pull.start("first")
+    assert offered(pull) == ("shm", "tcp")
+    cannot_open(pull, "shm")
+    assert offered(pull) == ("tcp",)
+    cannot_open(pull, "tcp")
+    pull.start("none is left")
+    assert offered(pull) == ("shm", "tcp")
+    cannot_open(pull, "shm")
+    pull.start("elsewhere", address=OTHER)
+    assert offered(pull) == ("shm", "tcp")
+    pull.disconnect()
+    pull.start("next life", transfer_id="t2", incarnation=2)
+    cannot_open(pull, "tcp", incarnation=2)
+    assert offered(pull) == ("shm",)
 
 
 @pytest.mark.parametrize(
