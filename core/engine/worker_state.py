@@ -447,11 +447,10 @@ class WorkerState:
     def start_drain(self, now: float, timeout_s: float | None = None) -> list[Action]:
         """Take no new request, finish what runs, wait for readers, then go; 0 = go at once. Idempotent.
 
-        Readers are waited for at least as long as their leases last: whoever was promised blocks gets them.
+        The time is for requests. Readers are waited for as long as their leases last, also those that are granted while the
+        worker drains: whoever was promised blocks gets them.
         """
         timeout = self._limits.drain_timeout_s if timeout_s is None else timeout_s
-        if timeout:
-            timeout = max(timeout, self._load().longest_lease_s)
         if not self.is_draining:
             logger.info(event("draining", timeout_s=timeout, requests=self.num_requests))
         self._drain.start(now, timeout)
@@ -462,10 +461,13 @@ class WorkerState:
     def _leave_if_done(self, now: float) -> list[Action]:
         if self.is_stopped or not self.is_draining:
             return []
-        if not self._drain.is_over(now, self.num_requests, self._load().num_leased_blocks):
-            return []
-        gone = NoWorker(f"worker {self._registration.engine_id} shuts down")
-        actions = [action for request_id in list(self._served) for action in self._fail(request_id, gone)]
+        actions: list[Action] = []
+        if self._drain.is_out_of_time(now):
+            gone = NoWorker(f"worker {self._registration.engine_id} shuts down")
+            actions = [action for request_id in list(self._served) for action in self._fail(request_id, gone)]
+        load = self._load()
+        if not self._drain.is_over(now, self.num_requests, load.num_leased_blocks, load.longest_lease_s):
+            return actions
         goodbye = Goodbye(engine_id=self._registration.engine_id, incarnation=self._registration.incarnation)
         actions += [Send(key, goodbye) for key, link in self._links.items() if link.is_registered]
         return actions + self._stop(0)

@@ -420,6 +420,33 @@ def test_drain_lasts_as_long_as_the_longest_lease_of_its_start():
     assert worker.state.on_timer(26.0)[-1] == Stop(0)
 
 
+def test_leases_granted_while_the_worker_drains_are_waited_for():
+    worker = Harness()
+    worker.join("a")
+    worker.generate("running", "a")
+    worker.state.start_drain(1.0)
+    worker.num_leased_blocks, worker.longest_lease_s = 3, 25.0
+    worker.state.on_outputs([EngineCoreOutput("running/0", [2], finish_reason="stop")], 9.0)
+    for now in range(10, 34):
+        worker.state.on_router_message("a", Registered(router_id="R0"), float(now))
+        assert Stop(0) not in worker.state.on_timer(float(now))
+        assert worker.state.next_timer(float(now)) > now, "the event loop would spin"
+    assert worker.state.on_timer(34.0)[-1] == Stop(0)
+
+
+def test_requests_end_at_the_drain_s_deadline_and_their_readers_later():
+    worker = Harness(num_leased_blocks=3, longest_lease_s=25.0)
+    worker.join("a")
+    worker.generate("endless", "a")
+    worker.state.start_drain(1.0)
+    worker.state.on_router_message("a", Registered(router_id="R0"), 10.0)
+    actions = worker.state.on_timer(11.0)
+    assert SubmitAbort(["endless/0"]) in actions
+    assert Stop(0) not in actions
+    worker.num_leased_blocks = 0
+    assert worker.state.on_timer(11.1)[-1] == Stop(0)
+
+
 def test_second_signal_waits_for_no_lease():
     worker = Harness(num_leased_blocks=3, longest_lease_s=25.0)
     worker.join("a")
