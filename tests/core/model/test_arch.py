@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import ConfigError
-from core.model.arch import ModelArch, model_fingerprint, parse_arch
+from core.model.arch import AttentionTemperature, ModelArch, model_fingerprint, parse_arch
 from core.model.rope import Rope
 
 LLAMA = {
@@ -107,6 +107,76 @@ def test_windows_are_per_layer():
     assert parse(**gated, max_window_layers=3).sliding_windows == (None, None, None, 8)
     types = ["sliding_attention", "full_attention"] * 2
     assert parse(**gated, layer_types=types).sliding_windows == (8, None, 8, None)
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 8,
+    "num_hidden_layers": 7,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "num_hidden_layers": 5,
+    "intermediate_size_mlp": 96,
+    "moe_layers": [],
+    "attention_chunk_size": 32,
+}
+
+
+def test_gemma3_slides_in_all_but_every_sixth_layer_and_has_a_rope_for_each_kind():
+    arch = parse(**GEMMA3)
+    assert arch.sliding_windows == (8,) * 5 + (None, 8)
+    assert arch.ropes == (Rope(1e4),) * 5 + (Rope(1e6), Rope(1e4))
+    assert (arch.attention_scale, arch.embedding_scale, arch.activation) == (0.125, 8.0, "gelu_pytorch_tanh")
+    assert arch.has_post_norms
+    assert arch.tie_word_embeddings
+    assert parse(**GEMMA3, sliding_window_pattern=2).sliding_windows == (8, None) * 3 + (8,)
+
+
+def test_gemma3_stretches_the_rope_of_full_layers_only():
+    old = parse(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    both = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert old.ropes[4:6] == (Rope(1e4), Rope(1e6, "linear", 8.0))
+    assert parse(**{**GEMMA3, "rope_theta": None, "rope_local_base_freq": None}, rope_parameters=both) == old
+
+
+def test_llama4_attends_in_chunks_where_it_rotates():
+    arch = parse(**LLAMA4)
+    assert arch.attention_chunk_sizes == (32, 32, 32, None, 32)
+    assert arch.ropes == (Rope(5000.0),) * 3 + (None, Rope(5000.0))
+    assert (arch.intermediate_size, arch.qk_norm) == (96, "unit")
+    assert arch.temperature == AttentionTemperature(8192.0, 0.1)
+    named = parse(**LLAMA4, no_rope_layers=[0, 1, 1, 1, 1])
+    assert [rope is None for rope in named.ropes] == [True, False, False, False, False]
+    assert named.attention_chunk_sizes == (None, 32, 32, 32, 32)
+    assert parse(**LLAMA4, no_rope_layers=[1] * 5).temperature is None
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "field"),
+    [
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation"),
+        (GEMMA3, {"sliding_window": None}, "sliding_window"),
+        (LLAMA4, {"moe_layers": None}, "moe_layers"),
+        (LLAMA4, {"moe_layers": [1, 3]}, "moe_layers"),
+        (LLAMA4, {"attention_chunk_size": None}, "attention_chunk_size"),
+        (LLAMA4, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ],
+)
+def test_refuses_what_hybrid_models_may_have_and_is_not_computed_here(config, overrides, field):
+    with pytest.raises(ConfigError) as caught:
+        parse(**{**config, **overrides})
+    assert caught.value.param == field
 
 
 def test_fingerprint_is_the_same_in_every_process_and_release():
