@@ -13,6 +13,7 @@ import typer
 from core.config import KVFerryConfig
 from kvferry import doctor_checks, options
 from kvferry.doctor_checks import Finding
+from kvferry.doctor_memory import memory
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "failure": "FAIL"}
 _CHECKS = (
@@ -44,6 +45,9 @@ def examine(
         if finding.verdict != "ok" and finding.fix:
             print(f"      → {finding.fix}")
     raise typer.Exit(int(any(finding.verdict == "failure" for finding in findings)))
+
+
+doctor.command()(memory)
 
 
 def findings_of(config: KVFerryConfig, url: str = "") -> Iterator[Finding]:

@@ -93,8 +93,8 @@ def build_engine(
     """
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     arch = parse_arch(files.config)
-    device = _device(config.model)
-    dtype = _dtype(config.model, device)
+    device = device_of(config.model)
+    dtype = dtype_of(config.model, device)
     sizing = size_kv_cache(config, arch, dtype.itemsize)
     cache_config, max_model_len = sizing.config, sizing.max_model_len
     backend = _select_attention(arch, cache_config, dtype, device)
@@ -158,7 +158,12 @@ def apply_cpu_threads(section: WorkerSection) -> int:
     return num_threads
 
 
-def _device(section: ModelSection) -> torch.device:
+def device_of(section: ModelSection) -> torch.device:
+    """Return the device that a worker computes on.
+
+    Raises:
+        ConfigError: it is CUDA, and there is none.
+    """
     has_cuda = torch.cuda.is_available()
     if section.device == "cuda" and not has_cuda:
         raise ConfigError("model.device = 'cuda', but torch finds no CUDA device", param="model.device")
@@ -166,7 +171,8 @@ def _device(section: ModelSection) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+def dtype_of(section: ModelSection, device: torch.device) -> torch.dtype:
+    """Return the element type of weights, keys and values."""
     if section.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
