@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from core.wire.messages import ErrorInfo, Generate
 
@@ -329,153 +326,6 @@ async def test_a_bug_is_a_500_that_tells_nothing(served, monkeypatch):
     assert "secret" not in response.text
 
 
-# ---- request ids -------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_request_id_is_echoed_on_success_and_on_errors(served):
-    async with served.client() as client:
-        for body in ({"prompt": "x"}, {"prompt": ""}):
-            response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
-            assert response.headers["x-request-id"] == "mine-1"
-
-
-@pytest.mark.parametrize("bad", ["", "a b", "x" * 200])
-async def test_an_unusable_request_id_is_replaced(served, bad):
-    async with served.client() as client:
-        response = await client.get("/health", headers={"x-request-id": bad})
-        assert response.headers["x-request-id"].startswith("req-")
-
-
-async def test_the_id_on_the_wire_is_never_the_client_s(served):
-    async with served.client() as client:
-        for _ in range(2):
-            await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "same"})
-    ids = {message.request_id for message in served.workers[0].messages(Generate)}
-    assert len(ids) == 2
-    assert "same" not in ids
-
-
-async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
-    caplog.set_level("INFO", logger="router.service")
-    async with served.client() as client:
-        await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "mine"})
-    (line,) = [str(record.msg) for record in caplog.records if str(record.msg).startswith("event=finished")]
-    for part in ("client_id=mine", "outcome=length", "prompt_tokens=3", "output_tokens=2", "ttft_ms=", "prefill=prefill-"):
-        assert part in line
-
-
-# ---- the other routes --------------------------------------------------------------------------------------------------------
-
-
-async def test_models_are_listed(served):
-    async with served.client() as client:
-        listed = (await client.get("/v1/models")).json()
-        assert listed["object"] == "list"
-        (card,) = listed["data"]
-        assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
-        assert (await client.get("/v1/models/tiny")).json() == card
-        error_of(await client.get("/v1/models/acme/other"), 404)
-
-
-async def test_many_tokens_are_detokenized_off_the_event_loop(served, monkeypatch):
-    threads = []
-    original = type(served.tokenizer).decode
-
-    def spy(self, token_ids, **options):
-        threads.append(threading.current_thread())
-        return original(self, token_ids, **options)
-
-    monkeypatch.setattr(type(served.tokenizer), "decode", spy)
-    (letter,) = served.tokenizer.encode("a")
-    assert (await post(served, "/detokenize", tokens=[letter] * 10_000)).json() == {"prompt": "a" * 10_000}
-    assert threads != [threading.main_thread()]
-    assert len(threads) == 1
-
-
-async def test_tokenize_and_detokenize_are_inverse(served):
-    async with served.client() as client:
-        done = (await client.post("/tokenize", json={"prompt": "héé", "return_token_strs": True})).json()
-        assert done["count"] == len(done["tokens"]) == len(done["token_strs"]) == 5
-        assert done["max_model_len"] == 512
-        assert (await client.post("/detokenize", json={"tokens": done["tokens"]})).json() == {"prompt": "héé"}
-
-
-async def test_tokenize_renders_conversations(served):
-    async with served.client() as client:
-        chat = (await client.post("/tokenize", json={"messages": USER})).json()
-        text = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
-        assert text == "<user>hi<assistant>"
-        error_of(await client.post("/tokenize", json={"messages": USER, "prompt": "x"}), 400)
-        error_of(await client.post("/tokenize", json={}), 400)
-
-
-async def test_health_and_readiness_are_different_things(start_router):
-    under_test = await start_router(has_http=False)
-    async with under_test.client() as client:
-        assert (await client.get("/health")).status_code == 200
-        waiting = await client.get("/ready")
-        assert (waiting.status_code, waiting.json()["reason"]) == (503, "no worker has registered")
-        await under_test.pair()
-        assert (await client.get("/ready")).status_code == 200
-
-
-@pytest.mark.parametrize(("path", "alias"), [("/health", "/ping"), ("/ready", "/readyz")])
-async def test_probes_may_use_the_usual_other_names_without_a_key(start_router, path, alias):
-    under_test = await start_router(has_http=False, api_key="secret")
-    async with under_test.client() as client:
-        first, second = await client.get(path), await client.get(alias)
-    assert (first.status_code, first.json()) == (second.status_code, second.json())
-    assert "status" in second.json()
-
-
-async def test_version_load_and_schema(served):
-    async with served.client() as client:
-        assert (await client.get("/version")).json()["version"]
-        assert (await client.get("/load")).json() == {"server_load": 0}
-        schema = (await client.get("/openapi.json")).json()
-        assert schema["openapi"].startswith("3.1")
-        body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert body == {"$ref": "#/components/schemas/ChatCompletionRequest"}
-        assert "top_logprobs" in schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
-
-
-async def test_metrics_count_what_happened(served):
-    await post(served, "/v1/completions", prompt="abc", max_tokens=2)
-    await post(served, "/v1/completions", prompt="abc", temperature=9)
-    async with served.client() as client:
-        text = (await client.get("/metrics")).text
-    samples = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    assert samples["kvferry_request_success_total", ("finished_reason", "length")] == 1
-    assert samples["kvferry_request_failure_total", ("code", "invalid_request")] == 1
-    assert samples["kvferry_prompt_tokens_total",] == 3
-    assert samples["kvferry_generation_tokens_total",] == 2
-    assert samples["kvferry_time_to_first_token_seconds_count",] == 1
-    assert samples["kvferry_inter_token_latency_seconds_count",] == 1
-    assert samples["kvferry_e2e_request_latency_seconds_count",] == 1
-    assert samples["kvferry_request_prefill_time_seconds_sum",] == pytest.approx(0.00002)
-    assert samples["kvferry_num_requests_running",] == 0
-    assert samples["kvferry_workers", ("role", "prefill")] == 1
-    assert samples["kvferry_workers", ("role", "aggregated")] == 0
-    assert samples["kvferry_ready",] == 1
-    assert samples["kvferry_http_requests_total", ("path", "/v1/completions"), ("status", "400")] == 1
-
-
-async def test_unknown_paths_do_not_grow_the_metrics(served):
-    async with served.client() as client:
-        for number in range(5):
-            await client.get(f"/scan/{number}")
-    assert served.metric("kvferry_http_requests_total", path="other", status="404") == 5
-
-
-async def test_every_answer_is_json_that_parses_strictly(served):
-    body = (await post(served, "/v1/completions", prompt="p", logprobs=1)).content
-    json.loads(body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
 async def test_a_client_that_leaves_while_it_uploads_is_no_error_of_ours(served, caplog):
     parts = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}])
     sent = []
@@ -519,3 +369,38 @@ async def test_a_lost_prefill_worker_without_a_successor_is_a_503_that_says_when
     response = await call
     assert (response.status_code, response.headers.get("retry-after")) == (503, "1")
     assert response.json()["error"]["code"] == "peer_lost"
+
+
+# ---- request ids -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_id_is_echoed_on_success_and_on_errors(served):
+    async with served.client() as client:
+        for body in ({"prompt": "x"}, {"prompt": ""}):
+            response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+            assert response.headers["x-request-id"] == "mine-1"
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "x" * 200])
+async def test_an_unusable_request_id_is_replaced(served, bad):
+    async with served.client() as client:
+        response = await client.get("/health", headers={"x-request-id": bad})
+        assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_id_on_the_wire_is_never_the_client_s(served):
+    async with served.client() as client:
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "same"})
+    ids = {message.request_id for message in served.workers[0].messages(Generate)}
+    assert len(ids) == 2
+    assert "same" not in ids
+
+
+async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
+    caplog.set_level("INFO", logger="router.service")
+    async with served.client() as client:
+        await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "mine"})
+    (line,) = [str(record.msg) for record in caplog.records if str(record.msg).startswith("event=finished")]
+    for part in ("client_id=mine", "outcome=length", "prompt_tokens=3", "output_tokens=2", "ttft_ms=", "prefill=prefill-"):
+        assert part in line

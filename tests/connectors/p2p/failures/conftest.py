@@ -1,0 +1,270 @@
+"""Two real nodes and what is between them: the table "Aborts, death, restart" of the design is played on it, row by row.
+
+Executors, memory and seals are real, time is the test's. Messages arrive at once unless the owner is frozen or dead, reads end
+when polled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from connectors.p2p.actions import (
+    Action,
+    CloseControl,
+    HandoffRef,
+    LeaseGrant,
+    LoadEnded,
+    P2PConnectorMetadata,
+    PullRequest,
+    QuarantineEnded,
+    Reply,
+    Report,
+    SendControl,
+    TransferCommand,
+    TransferEvent,
+    row_units,
+)
+from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
+from connectors.p2p.leases import LeaseTerms
+from connectors.p2p.node import NodeSettings, P2PNode
+from connectors.p2p.pull import PullSettings
+from connectors.p2p.transfer import TransferExecutor
+from core.errors import PeerUnreachable, fallback_reason
+from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
+from core.testing.clock import FakeClock
+from core.testing.fault_transport import FaultPlan, FaultTransport
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.testing.transport_owner import HostRows
+from core.transport import PeerId, RowRegion
+from core.wire.kv import ControlMessage
+
+ADDRESS = "tcp://10.0.0.1:5600"
+NUM_BLOCKS = 32
+LEASE_S = 10.0
+DEADLINE_S = 30.0
+DIGEST = 1 << 40  # of a block: this and its first byte
+
+
+class DeniedTransport(InprocTransport):
+    """Cannot reach anybody, as shared memory of another user."""
+
+    name = "denied"
+
+    def add_peer(self, peer: PeerId, metadata: bytes) -> None:
+        raise PeerUnreachable("permission denied")
+
+
+class Worker:
+    """A node with memory, seals and transports, but no engine; ``reports`` is what its engine would be told."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        clock: FakeClock,
+        fabric: InprocFabric,
+        kv_verify: str,
+        transports: tuple[str, ...] = ("inproc",),
+    ) -> None:
+        self.identity = identity
+        self.memory = HostRows(NUM_BLOCKS, identity.layout.block_bytes)
+        version = layout_fingerprint(identity.layout)
+        self.seals = SealTable(map_seal_memory(NUM_BLOCKS), identity.incarnation, version, self.digest)
+        self.plan = FaultPlan()
+        self.inproc = InprocTransport(fabric, late_bytes=True)
+        self.transport = FaultTransport(self.inproc, self.plan)
+        self.transport.register([self.memory.region, RowRegion.of_seals(self.seals)])
+        self.reports: list[Report] = []
+        self.events: list[TransferEvent] = []
+        by_name = {"denied": DeniedTransport(fabric), "inproc": self.transport}
+        self.executor = TransferExecutor(by_name, self.seals, self.digest, self.events.append)
+        offers = {"denied": b"", "inproc": self.transport.describe()}
+        settings = NodeSettings(
+            pull=PullSettings(
+                transfer_deadline_s=DEADLINE_S,
+                handshake_timeout_s=5.0,
+                lease_renew_interval_s=3.0,
+                kv_verify=kv_verify,
+                max_read_bytes=2 * identity.layout.block_bytes,
+            ),
+            leases=LeaseTerms(LEASE_S, LEASE_S, 60.0),
+        )
+        responder = HandshakeResponder(identity, NUM_BLOCKS, offers, self.seals.has_digests)
+        self.node = P2PNode(identity, clock, transports, settings, responder)
+
+    def digest(self, block_id: int) -> int:
+        return DIGEST + int(self.memory.rows[block_id, 0])
+
+    def write(self, block_id: int, content: int, generation: int = 1) -> ExpectedSeal:
+        """Allocate, compute and seal a block; returns what its seal is."""
+        self.seals.break_seals([block_id])
+        self.memory.rows[block_id] = content
+        seal = ExpectedSeal(generation, 0, content.to_bytes(16, "little"), 32)
+        self.seals.seal(block_id, seal)
+        return seal
+
+    def loads(self) -> dict[str, LoadEnded]:
+        return {report.request_id: report for report in self.reports if isinstance(report, LoadEnded)}
+
+
+class World:
+    """A reader, and whoever lives at ``ADDRESS``; ``owner`` may be dead."""
+
+    address, num_blocks, lease_s, deadline_s = ADDRESS, NUM_BLOCKS, LEASE_S, DEADLINE_S
+
+    def __init__(self, make_identity: Callable[..., WorkerIdentity]) -> None:
+        self.clock = FakeClock()
+        self.fabric = InprocFabric()
+        self.make_identity = make_identity
+        self.workers: list[Worker] = []
+        self.is_frozen = False
+        self.owner: Worker | None = self.add("prefill-0", 1)
+        self.reader = self.add("decode-0", 99)
+        self.sent: list[ControlMessage] = []
+        self._held_back: list[ControlMessage] = []
+
+    def add(
+        self,
+        engine_id: str,
+        incarnation: int,
+        kv_verify: str = "identity",
+        transports: tuple[str, ...] = ("inproc",),
+        **changed: object,
+    ) -> Worker:
+        identity = self.make_identity(engine_id, incarnation, **changed)
+        worker = Worker(identity, self.clock, self.fabric, kv_verify, transports)
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.executor.close()
+            worker.memory.close()
+
+    # ---- what happens
+
+    def hand_over(self, request_id: str = "r", first: int = 4, num_blocks: int = 6, rows: int = 20) -> PullRequest:
+        """Compute blocks on the owner, grant their lease, and return what the reader's engine would ask for."""
+        assert self.owner is not None
+        remote = tuple(range(first, first + num_blocks))
+        expected = tuple(self.owner.write(row, content=100 + row) for row in remote)
+        transfer_id = f"transfer of {request_id}"
+        self.carry_out(self.owner, self.owner.node.on_grant(LeaseGrant(transfer_id, request_id, num_blocks)))
+        ref = HandoffRef(transfer_id, PeerId(ADDRESS, self.owner.identity.incarnation))
+        local = tuple(range(rows, rows + num_blocks))
+        return PullRequest(request_id, ref, row_units(remote, local, expected), 32 * num_blocks)
+
+    def tell_reader(self, **news: object) -> None:
+        self.carry_out(self.reader, self.reader.node.on_metadata(P2PConnectorMetadata(**news)))
+
+    def load(self, request: PullRequest, *, settle: bool = True) -> None:
+        self.tell_reader(pulls=[request])
+        if settle:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let transfers run until nothing more comes of them."""
+        while any(worker.executor.poll() or worker.events for worker in self.workers):
+            for worker in self.workers:
+                while worker.events:
+                    self.carry_out(worker, worker.node.on_transfer(worker.events.pop(0)))
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, timer by timer."""
+        end = self.clock.now() + seconds
+        while True:
+            awake = [worker for worker in self.workers if worker is not self.owner or not self.is_frozen]
+            due = [(time, index) for index, worker in enumerate(awake) if (time := worker.node.next_timer()) is not None]
+            time, index = min(due, default=(end + 1, 0))
+            if time > end:
+                break
+            self.clock.advance(max(0.0, time - self.clock.now()))
+            self.carry_out(awake[index], awake[index].node.on_timer())
+            self.settle()
+        self.clock.advance(end - self.clock.now())
+        self.settle()
+
+    def freeze(self) -> None:
+        assert self.owner is not None
+        self.is_frozen = True
+        self.fabric.set_frozen(self.owner.inproc.number, True)
+
+    def thaw(self) -> None:
+        assert self.owner is not None
+        self.is_frozen = False
+        self.fabric.set_frozen(self.owner.inproc.number, False)
+        self.carry_out(self.owner, self.owner.node.on_timer())
+        held_back, self._held_back = self._held_back, []
+        for message in held_back:
+            self.deliver(self.reader, message)
+        self.settle()
+
+    def kill(self) -> None:
+        """Kill the owner; the reader's connection breaks."""
+        assert self.owner is not None
+        self.fabric.kill(self.owner.inproc.number)
+        self.workers.remove(self.owner)
+        self.owner = None
+        self.carry_out(self.reader, self.reader.node.on_disconnected(ADDRESS))
+        self.settle()
+
+    def restart(self, **changed: object) -> Worker:
+        """Start another life at the same address."""
+        self.owner = self.add("prefill-0", 2, **changed)
+        return self.owner
+
+    # ---- what the nodes want
+
+    def carry_out(self, worker: Worker, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Report):
+                worker.reports.append(action)
+            elif isinstance(action, TransferCommand):
+                worker.executor.execute(action)
+            elif isinstance(action, SendControl):
+                self.sent.append(action.message)
+                self.deliver(worker, action.message)
+            else:
+                assert isinstance(action, CloseControl | Reply)
+
+    def deliver(self, sender: Worker, message: ControlMessage) -> None:
+        if self.is_frozen:
+            self._held_back.append(message)
+            return
+        if self.owner is None:
+            self.carry_out(sender, sender.node.on_disconnected(ADDRESS))
+            return
+        answers = self.owner.node.on_question(message)
+        self.carry_out(self.owner, answers)
+        for answer in answers:
+            if isinstance(answer, Reply):
+                self.carry_out(sender, sender.node.on_control(ADDRESS, answer.message))
+
+    # ---- what is true in the end
+
+    def reason(self, request_id: str = "r") -> str:
+        error = self.reader.loads()[request_id].error
+        return "" if error is None else fallback_reason(error.code)
+
+    def assert_quiet(self) -> None:
+        """Check that the reader has nothing open, and that its quarantine has been told to end as often as to begin."""
+        node = self.reader.node
+        assert (node.num_loading_blocks, node.num_quarantined_blocks) == (0, 0)
+        began = [row for load in self.reader.loads().values() for row in load.quarantined_block_ids]
+        ended = [row for report in self.reader.reports if isinstance(report, QuarantineEnded) for row in report.block_ids]
+        assert sorted(began) == sorted(ended)
+        assert len([report for report in self.reader.reports if isinstance(report, LoadEnded)]) == len(self.reader.loads())
+
+    def has_content(self, request: PullRequest) -> bool:
+        return all(
+            (self.reader.memory.rows[local] == 100 + remote).all()
+            for remote, local in zip(request.remote_rows, request.local_rows, strict=True)
+        )
+
+
+@pytest.fixture
+def world(make_identity) -> Iterator[World]:
+    world = World(make_identity)
+    yield world
+    world.close()
