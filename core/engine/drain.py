@@ -46,4 +46,4 @@ class Drain:
         if self._deadline is None:
             return None
         times = [time for time in (self._deadline, self._readers_end) if time is not None and time > now]
-        return min(now + interval_s, *times)
+        return min([now + interval_s, *times])
