@@ -132,7 +132,7 @@ class ClientMachine:
         self._next_beat = 0.0
         self._last_number = 0
         self._calls: dict[int, _Call] = {}
-        self._pinned: set[int] = set()  # gets that the store holds for us
+        self._pinned: dict[int, None] = {}  # gets that the store holds for us
         self._actions: list[ClientAction] = []
         self.counts: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -198,7 +198,7 @@ class ClientMachine:
         if ticket.number in self._calls:
             self._close(self._calls[ticket.number], "released", tell=True)
         elif ticket.number in self._pinned:
-            self._pinned.discard(ticket.number)
+            del self._pinned[ticket.number]
             self._send(Release(numbers=(ticket.number,)))
 
     def reject(self, block: StoredBlock, code: str) -> None:
@@ -280,7 +280,9 @@ class ClientMachine:
         if now < self._next_beat:
             return
         if self.state is LinkState.UP:
-            self._send(Heartbeat())
+            held = (*self._calls, *self._pinned)
+            if len(held) <= MAX_KEYS:
+                self._send(Heartbeat(last=self._last_number, held=held))
             self._next_beat = now + self._options.heartbeat_interval_s
         elif self.state is LinkState.DOWN:
             self._greet(now)
@@ -363,7 +365,7 @@ class ClientMachine:
         if message.is_last:
             ticket.blocks = call.blocks
             if self._arena is not None:
-                self._pinned.add(ticket.number)
+                self._pinned[ticket.number] = None
             self._close(call)
 
     def _views_of(self, message: GetReply, blocks: Sequence[memoryview | bytes]) -> list[tuple[memoryview, IsCurrent]]:

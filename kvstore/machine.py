@@ -203,6 +203,7 @@ class StoreMachine:
             case Corrupt():
                 self._on_corrupt(message)
             case Heartbeat():
+                self._on_heartbeat(session, message)
                 self._send(session.client, Alive(incarnation=self.incarnation))
             case Goodbye():
                 self._end(session, may_still_write=False)
@@ -342,6 +343,13 @@ class StoreMachine:
                 memory.content(resident)[:] = blocks[index]
                 stored[index] = self._commit(resident, seals[index])
         self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))
+
+    def _on_heartbeat(self, session: _Session, message: Heartbeat) -> None:
+        held = set(message.held)
+        for number in [*session.gets, *session.reservations]:
+            if number <= message.last and number not in held:
+                self.counts["forgotten_calls"] += 1
+                self._release(session, number)
 
     def _on_corrupt(self, message: Corrupt) -> None:
         for key in split_keys(message.keys):

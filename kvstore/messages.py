@@ -118,7 +118,13 @@ class Corrupt(msgspec.Struct, frozen=True, kw_only=True, tag="corrupt", omit_def
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
-    """Client → store: I am alive."""
+    """Client → store: I am alive, and of all numbers up to ``last`` only these are open or pinned.
+
+    What a message that was lost would have ended, ends now.
+    """
+
+    last: Count
+    held: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):

@@ -54,3 +54,23 @@ def test_cluster_measures_start_and_idle_processes(run_benchmark, tmp_path):
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["start_s"]["shm"][0] > 0
     assert [each["role"] for each in figures["idle"]["shm"]] == ["router", "prefill", "decode"]
+
+
+def test_tiers_measures_every_way_to_a_store(run_benchmark, tmp_path):
+    printed = run_benchmark("tiers", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert len(figures["plain_ms"]) == 1
+    for way in ("same host", "frames", "embedded"):
+        assert way in printed
+        for what in ("put", "get", "checked", "lookup"):
+            assert figures[f"{way}_{what}_ms"][0] > 0
+
+
+def test_tiers_replays_a_trace_beside_the_clairvoyant_bound(run_benchmark, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n{"hash_ids": [1, 2]}\n')
+    printed = run_benchmark("tiers", "--trace", str(trace), "--capacities", "2", "10", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert "clairvoyant" in printed
+    assert figures["10"] == {"lru": 0.5, "s3fifo": 0.5, "arc": 0.5, "clairvoyant": 0.5}
+    assert figures["2"]["lru"] == pytest.approx(2 / 6)
