@@ -29,13 +29,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import STDIN, CacheSection, KVFerryConfig, RouterSection, WorkerSection, dump_config
+from core.config import STDIN, CacheSection, KVFerryConfig, KVStoreSection, RouterSection, WorkerSection, dump_config
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
 
 ROUTER = "router"
+STORE = "kvstore"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
@@ -74,6 +75,8 @@ class ProcessOptions:
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
+    With ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
+    With ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
     sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. ``supervise`` restarts
     processes that die, with back-off.
@@ -99,7 +102,8 @@ class LocalCluster:
         self._options = options or ProcessOptions()
         self._control_ports: dict[str, int] = {}
         self._roles = _roles(self._config)
-        self._backoffs = {name: self._new_backoff() for name in (ROUTER, *self._roles)}
+        self._services = (ROUTER, STORE) if self._config.local.kvstore else (ROUTER,)
+        self._backoffs = {name: self._new_backoff() for name in (*self._services, *self._roles)}
         self._keeper: ProcessKeeper | None = None
         self._temporary_logs: Path | None = None
         self._base_url = ""
@@ -124,6 +128,8 @@ class LocalCluster:
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
         try:
             self._start_router(deadline)
+            if STORE in self._services:
+                self._start_store(deadline)
             if self._options.keep_control_ports:
                 self._control_ports = _free_ports([name for name, role in self._roles.items() if role == "prefill"])
             for name in self._roles:
@@ -146,6 +152,7 @@ class LocalCluster:
         try:
             keeper.end([ROUTER], grace_s if router_grace_s is None else router_grace_s)
             keeper.end(list(self._roles), grace_s)
+            keeper.end(list(self._services[1:]), grace_s)
         finally:
             keeper.close()
             if self._temporary_logs is not None:
@@ -177,8 +184,8 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The live processes by name, the router as ``router``."""
-        children = {name: self._live(name) for name in (ROUTER, *self._roles)}
+        """The live processes by name, the router as ``router`` and the store as ``kvstore``."""
+        children = {name: self._live(name) for name in (*self._services, *self._roles)}
         return {name: child.pid for name, child in children.items() if child is not None}
 
     def workers_of(self, role: Role) -> list[LocalWorker]:
@@ -199,8 +206,15 @@ class LocalCluster:
         return path.read_text(errors="replace") if path is not None and path.exists() else ""
 
     def metrics(self, name: str) -> str:
-        """Return the metrics of a worker, or of the router, in Prometheus's text format."""
-        address = self._base_url if name == ROUTER else self.worker(name).ops_address
+        """Return the metrics of a worker, of the router or of the store, in Prometheus's text format.
+
+        Raises:
+            KeyError: it is not running (any more, or yet).
+        """
+        child = self._live(name)
+        if child is None or not child.addresses.done():
+            raise KeyError(name)
+        address = self._base_url if name == ROUTER else child.addresses.result()["ops_address"]
         return _get(f"{address}/metrics")[1]
 
     # ---- what can be done to it --------------------------------------------------------------------------------------
@@ -256,6 +270,16 @@ class LocalCluster:
         router = msgspec.structs.replace(router, port=port, worker_address=addresses["worker_address"])
         self._config = msgspec.structs.replace(self._config, router=router)
 
+    def _start_store(self, deadline: float) -> None:
+        """Start the store on the port it gets, and pin it; every worker is told where it is."""
+        store = self._config.kvstore
+        if store.bind_address == KVStoreSection().bind_address:
+            store = msgspec.structs.replace(store, bind_address="tcp://127.0.0.1:0")
+        self._config = msgspec.structs.replace(self._config, kvstore=store)
+        address = self._addresses(self._running().start(self._spec(STORE)), deadline)["store_address"]
+        store = msgspec.structs.replace(store, address=address, bind_address=address)
+        self._config = msgspec.structs.replace(self._config, kvstore=store)
+
     def _addresses(self, child: Child, deadline: float) -> Mapping[str, str]:
         try:
             return child.addresses.result(max(0.0, deadline - time.monotonic()))
@@ -266,14 +290,14 @@ class LocalCluster:
 
     def _spec(self, name: str) -> ChildSpec:
         """Return what to start; settings go by the standard input, so that no key lies in a file."""
-        role = [name] if name == ROUTER else _ROLE_ARGUMENTS[self._roles[name]]
+        role = [name] if name in self._services else _ROLE_ARGUMENTS[self._roles[name]]
         command = [sys.executable, "-P", "-m", "kvferry", *role, "--config", str(STDIN)]
         if self._options.environment:
             command = ["env", *(f"{key}={value}" for key, value in self._options.environment.items()), *command]
         return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)))
 
     def _config_of(self, name: str) -> KVFerryConfig:
-        return self._config if name == ROUTER else self._worker_config(name)
+        return self._config if name in self._services else self._worker_config(name)
 
     def _worker_config(self, name: str) -> KVFerryConfig:
         worker = msgspec.structs.replace(
@@ -299,7 +323,7 @@ class LocalCluster:
         return self._backoffs[child.spec.name].next_delay_s(lived_s)
 
     def _wait_until_ready(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        waiting = [ROUTER, *self._roles]
+        waiting = [*self._services, *self._roles]
         while waiting and not is_cancelled():
             waiting = [name for name in waiting if not self._is_ready(name)]
             if waiting and time.monotonic() > deadline:

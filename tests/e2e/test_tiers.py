@@ -1,0 +1,118 @@
+"""Conversations over workers that share a store, and a worker with host memory behind its pool: real processes, real model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local import LocalCluster
+
+BLOCK_SIZE = 64
+BOUND_S = 30.0  # of an answer whose store is dead; its calls take connector timeouts of 2 s at most
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def samples(served, name, metric):
+    """Return the samples of one metric of a process, by their only label's value, or by ""."""
+    families = text_string_to_metric_families(served.cluster.metrics(name))
+    found = [sample for family in families for sample in family.samples if sample.name == metric]
+    return {next(iter(sample.labels.values()), ""): sample.value for sample in found}
+
+
+def prefilled(served):
+    """Return how many prompt tokens each prefill worker has looked up: it changes where a request lands."""
+    return {
+        worker.engine_id: samples(served, worker.engine_id, "kvferry_prefix_cache_queries_total")[""]
+        for worker in served.cluster.workers_of("prefill")
+    }
+
+
+def wait_until_saved(served, connector, eventually):
+    def is_saved():
+        names = [worker.engine_id for worker in served.cluster.workers]
+        return not any(samples(served, name, f"kvferry_{connector}_saving_blocks")[""] for name in names)
+
+    eventually(is_saved, "the end of all saves")
+
+
+@pytest.fixture
+def start(cluster_config, tmp_path, serve, eventually):
+    """Start clusters; at their ends nothing may be held by anyone."""
+    opened = []
+
+    def start_cluster(kind, *assignments):
+        cluster = LocalCluster(cluster_config(*assignments), log_dir=tmp_path / kind).start()
+        client = serve(kind, cluster)
+        opened.append((cluster, client))
+        return client.__enter__()
+
+    yield start_cluster
+    for cluster, client in opened:
+        client.__exit__(None, None, None)
+        cluster.stop()
+
+
+def test_every_turn_computes_only_what_is_new_on_whichever_worker_it_lands(start, corpus, eventually, assert_token_identical):
+    served = start(
+        "2p1d-store",
+        "connector.name=multi",
+        "connector.connectors=[p2p,store]",
+        "connector.transports=[shm]",
+        "local.num_prefill=2",
+        "local.kvstore=true",
+        f"kvstore.memory_bytes={256 << 20}",
+    )
+    history, num_known, landed = list(corpus[:300]), 0, []
+    for turn in range(4):
+        before = prefilled(served)
+        body = served.complete(history, max_tokens=40)
+        output = body["choices"][0]["token_ids"]
+        assert_token_identical(history, output)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == num_known - num_known % BLOCK_SIZE
+        assert body["usage"]["kv_transfer"]["fallback_reason"] == ""
+        after = prefilled(served)
+        (worker,) = [name for name in after if after[name] > before.get(name, 0)]
+        landed.append(worker)
+        wait_until_saved(served, "store", eventually)
+        num_known = len(history) + len(output) - 1  # the last token was put out and not computed
+        history += [*output, *corpus[1000 + 30 * turn : 1030 + 30 * turn]]
+        if turn == 0:
+            served.cluster.kill(worker)  # all that it knew is gone, but for the store
+            eventually(lambda worker=worker: worker not in served.cluster.pids, "death of the worker")
+    assert landed[1] != landed[0]
+    eventually(lambda: not served.held(), f"release of {served.held()}")
+
+    served.cluster.kill("kvstore")
+    eventually(lambda: "kvstore" not in served.cluster.pids, "death of the store")
+    started = time.monotonic()
+    body = served.complete(corpus[400:700], max_tokens=4)
+    assert time.monotonic() - started < BOUND_S
+    assert_token_identical(corpus[400:700], body["choices"][0]["token_ids"])
+    eventually(lambda: not served.held(), f"release of {served.held()}")
+
+
+def test_worker_finds_in_its_host_memory_what_its_pool_has_lost(start, corpus, eventually, assert_token_identical):
+    served = start(
+        "offload",
+        "connector.name=offload",
+        f"connector.offload.memory_bytes={128 << 20}",
+        "local.aggregated=true",
+        "cache.num_blocks=12",
+        "model.max_model_len=512",
+    )
+    prompts = [corpus[200 * number : 200 * number + 400] for number in range(3)]
+    for turn in range(2):
+        for prompt in prompts:
+            body = served.complete(prompt, max_tokens=3)
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (6 * BLOCK_SIZE if turn else 0)
+            assert_token_identical(prompt, body["choices"][0]["token_ids"])
+            wait_until_saved(served, "offload", eventually)
+    (worker,) = served.cluster.workers
+    events = samples(served, worker.engine_id, "kvferry_offload_events_total")
+    assert events["loaded_blocks"] >= 12
+    assert events.get("failed_blocks", 0) == 0
+    eventually(lambda: not served.held(), f"release of {served.held()}")
