@@ -45,6 +45,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("scheduler", ("--requests", "8", "--prompt-tokens", "32", "--steps", "20"), False, False),
+    Benchmark("hybrid"),
     Benchmark("attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
     Benchmark("engine", ("--repeats", "1"), True, False),

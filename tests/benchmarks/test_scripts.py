@@ -74,3 +74,12 @@ def test_tiers_replays_a_trace_beside_the_clairvoyant_bound(run_benchmark, tmp_p
     assert "clairvoyant" in printed
     assert figures["10"] == {"lru": 0.5, "s3fifo": 0.5, "arc": 0.5, "clairvoyant": 0.5}
     assert figures["2"]["lru"] == pytest.approx(2 / 6)
+
+
+def test_hybrid_counts_what_the_groups_save(run_benchmark, tmp_path):
+    run_benchmark("hybrid", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["hybrid"]["pool_bytes"] == figures["all_full"]["pool_bytes"]
+    assert figures["all_full"]["requests_at_once"] == 8
+    assert figures["requests"] >= 3  # counted, not timed: the goals hold on every machine
+    assert figures["handover"] <= 0.35
