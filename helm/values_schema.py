@@ -197,7 +197,7 @@ def trust() -> dict[str, Schema]:
 
 
 def monitoring() -> dict[str, Schema]:
-    """Return the values of metrics and traces."""
+    """Return the values of metrics."""
     scrape = closed(enabled=FLAG, interval=DURATION, labels=TEXTS)
     ratio: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
     seconds: Schema = {"type": "number", "exclusiveMinimum": 0}
@@ -209,7 +209,6 @@ def monitoring() -> dict[str, Schema]:
             dashboard=closed(enabled=FLAG, labels=TEXTS),
         ),
         "keda": closed(serverAddress=TEXT),
-        "tracing": closed(endpoint={"type": "string", "pattern": "^(https?://[^/:]+(:[0-9]+)?(/.*)?)?$"}, peer=ANYTHING),
     }
 
 

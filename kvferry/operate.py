@@ -59,15 +59,12 @@ def probe(
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Start the drain, once, and return whether the worker has gone within the time. One that is gone already has."""
     deadline = time.monotonic() + timeout_s
-    is_asked = False
+    ask: tuple[str, str] = ("POST", "/drain")
     with httpx.Client(base_url=ops_address, timeout=5.0) as client:
         while True:
             try:
-                if is_asked:
-                    client.get("/health")
-                else:
-                    client.post("/drain").raise_for_status()
-                    is_asked = True
+                client.request(*ask)
+                ask = ("GET", "/health")
             except httpx.ConnectError:
                 return True
             except httpx.TransportError:

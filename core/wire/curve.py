@@ -19,6 +19,7 @@ from core.errors import ConfigError
 from core.ids import IdSource
 
 MIN_KEY_CHARS = 32
+FRAME_OVERHEAD_BYTES = 64  # at least what CURVE adds to a frame, which ZeroMQ counts against the largest one allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,28 @@ def derive_keys(cluster_key: str) -> ClusterKeys | None:
 
 
 def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will bind refuse everybody without the cluster's keys; does nothing without keys."""
+    """Make a socket that will bind refuse everybody without the cluster's keys; does nothing without. Set its limits before."""
     if keys is not None:
         bound.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
         bound.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
         bound.setsockopt(zmq.CURVE_SERVER, 1)
+        _make_room(bound)
 
 
 def secure_client(connecting: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will connect talk to holders of the cluster's keys only; does nothing without keys."""
+    """Make a socket that will connect talk to holders of the cluster's keys only; does nothing without. Set its limits before."""
     if keys is not None:
         connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
         connecting.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
+        _make_room(connecting)
+
+
+def _make_room(limited: zmq.Socket[Any]) -> None:
+    limit = limited.getsockopt(zmq.MAXMSGSIZE)
+    assert isinstance(limit, int)
+    if limit >= 0:
+        limited.setsockopt(zmq.MAXMSGSIZE, limit + FRAME_OVERHEAD_BYTES)
 
 
 def _secret(cluster_key: str, purpose: bytes) -> bytes:

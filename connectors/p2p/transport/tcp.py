@@ -166,9 +166,9 @@ class TcpTransport(Transport):
         socket.sndhwm = 0  # the window bounds it
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
-        secure_client(socket, self._keys)
         socket.rcvbuf = SOCKET_BUFFER_BYTES
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(_max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
+        secure_client(socket, self._keys)
         monitor = socket.get_monitor_socket(_LOST_EVENTS)
         try:
             socket.connect(owner.address)
@@ -255,9 +255,9 @@ class TcpTransport(Transport):
     def _bind(self) -> zmq.Socket[bytes]:
         server = self._context.socket(zmq.ROUTER)
         server.linger = 0
-        secure_server(server, self._keys)
         server.ipv6 = binds_ipv6(self._bind_address)
         server.maxmsgsize = MAX_REQUEST_BYTES
+        secure_server(server, self._keys)
         server.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
         server.sndbuf = SOCKET_BUFFER_BYTES
         try:

@@ -180,10 +180,6 @@ volumeMounts:
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
 {{- end }}
-{{- with $values.tracing.endpoint }}
-- name: OTEL_EXPORTER_OTLP_ENDPOINT
-  value: {{ . | quote }}
-{{- end }}
 {{- range $name := keys $ucx | sortAlpha }}
 - name: {{ $name }}
   value: {{ get $ucx $name | quote }}

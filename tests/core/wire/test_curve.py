@@ -10,12 +10,13 @@ import zmq.asyncio
 
 from core.errors import ConfigError
 from core.ids import SeededIds
-from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.curve import FRAME_OVERHEAD_BYTES, derive_keys, new_cluster_key
 from core.wire.sockets import SocketOptions, bind, dealer_socket, router_socket
 
 KEY = derive_keys("a secret of the cluster, long enough to be one")
 OTHER_KEY = derive_keys("the secret of another cluster, as long as that")
 WAIT_MS = 5000
+MAX_BYTES = 1 << 16
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -28,7 +29,7 @@ def context():
 
 @pytest.fixture
 def server(context):
-    return router_socket(context, SocketOptions(max_message_bytes=1 << 20, keys=KEY))
+    return router_socket(context, SocketOptions(max_message_bytes=MAX_BYTES, keys=KEY))
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def address(server):
 
 
 def client_of(context, address, keys):
-    found = dealer_socket(context, SocketOptions(max_message_bytes=1 << 20, keys=keys))
+    found = dealer_socket(context, SocketOptions(max_message_bytes=MAX_BYTES, keys=keys))
     found.setsockopt(zmq.IMMEDIATE, 0)
     found.connect(address)
     return found
@@ -53,6 +54,18 @@ def test_members_talk(context, server, address):
     assert client.recv() == b"question answered"
 
 
+def test_largest_frame_passes_and_a_larger_one_ends_the_connection(context, server, address):
+    client = client_of(context, address, KEY)
+    client.send(bytes(MAX_BYTES))
+    assert server.poll(WAIT_MS)
+    assert len(server.recv_multipart()[1]) == MAX_BYTES
+    monitor = server.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.send(bytes(MAX_BYTES + FRAME_OVERHEAD_BYTES))
+    assert monitor.poll(WAIT_MS), "the connection was kept"
+    assert not server.poll(0)
+    server.disable_monitor()
+
+
 @pytest.mark.parametrize("keys", [None, OTHER_KEY], ids=["no key", "another key"])
 def test_others_are_refused(context, server, address, keys):
     monitor = server.get_monitor_socket(REFUSED)
@@ -64,9 +77,9 @@ def test_others_are_refused(context, server, address, keys):
 
 
 def test_member_does_not_talk_to_an_open_server(context):
-    server = router_socket(context, SocketOptions(max_message_bytes=1 << 20))
+    server = router_socket(context, SocketOptions(max_message_bytes=MAX_BYTES))
     address = bind(server, "tcp://127.0.0.1:0")
-    client = dealer_socket(context, SocketOptions(max_message_bytes=1 << 20, keys=KEY))
+    client = dealer_socket(context, SocketOptions(max_message_bytes=MAX_BYTES, keys=KEY))
     monitor = client.get_monitor_socket(REFUSED)
     client.connect(address)
     assert monitor.poll(WAIT_MS), "the handshake did not fail"

@@ -31,6 +31,10 @@ class TestTcpTransport(TransportSuite):
     factory = f"{FACTORIES}:make_tcp"
 
 
+class TestTcpTransportWithKey(TransportSuite):
+    factory = f"{FACTORIES}:make_tcp_with_key"
+
+
 class LocalOwner:
     """A transport that serves rows from this process, when it is told to."""
 
