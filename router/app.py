@@ -34,6 +34,8 @@ from router.http_errors import ErrorBody, RequestFailure, error_response
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
 from router.responses import ChatCompletion, Completion
+from router.status import status_of
+from router.status_page import CONTENT_SECURITY_POLICY, PAGE
 from router.uploads import UploadLimit
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class BodyLimits:
 
 
 def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits: BodyLimits | None = None) -> ASGIApp:
-    """Return the ASGI application. An empty ``api_key`` leaves it open."""
+    """Return the ASGI application. An empty ``api_key`` leaves it open; several are separated by commas."""
     limits = limits or BodyLimits()
     app = Litestar(
         route_handlers=[*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, version)],
@@ -178,7 +180,18 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
         """Return the number of requests in flight."""
         return {"server_load": endpoints.service.num_requests}
 
-    return [models, model, health, ready, metrics, show_version, load]
+    @get("/status", opt={_OPEN: True})
+    async def status_page() -> ASGIResponse:
+        """Show the cluster to a person."""
+        headers = {"content-security-policy": CONTENT_SECURITY_POLICY, "cache-control": "no-store"}
+        return ASGIResponse(body=PAGE.encode(), media_type=MediaType.HTML, headers=headers)
+
+    @get("/status.json", opt={_OPEN: True})
+    async def status() -> ASGIResponse:
+        """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
+        return ASGIResponse(body=_encoder.encode(status_of(endpoints, version)), media_type="application/json")
+
+    return [models, model, health, ready, metrics, show_version, load, status_page, status]
 
 
 def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
@@ -190,11 +203,13 @@ def _status(status: int, content: dict[str, Any]) -> ASGIResponse:
 
 
 def _guard(api_key: str) -> Guard:
-    expected = f"Bearer {api_key}"
+    """Let through who sends one of the keys, which are separated by commas; how long that takes tells nothing of them."""
+    expected = [f"Bearer {key.strip()}".encode() for key in api_key.split(",") if key.strip()]
 
     def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-        given = connection.headers.get("authorization", "")
-        if not handler.opt.get(_OPEN) and not hmac.compare_digest(given.encode(), expected.encode()):
+        given = connection.headers.get("authorization", "").encode()
+        num_matches = sum(hmac.compare_digest(given, known) for known in expected)  # all of them, whichever it is
+        if not handler.opt.get(_OPEN) and not num_matches:
             raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")
 
     return check

@@ -48,6 +48,7 @@ class Worker:
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    num_leased_blocks: int = 0
     num_inflight: int = 0
     last_picked: int = 0
 
@@ -177,6 +178,7 @@ class Cluster:
         worker.num_running = heartbeat.num_running
         worker.num_waiting = heartbeat.num_waiting
         worker.kv_cache_usage = heartbeat.kv_cache_usage
+        worker.num_leased_blocks = heartbeat.num_leased_blocks
         worker.is_draining = heartbeat.is_draining
         worker.is_refusing = False
         return [*actions, Reply(peer, self.welcome)]

@@ -310,6 +310,14 @@ async def test_the_api_key_is_asked_for_where_it_matters(start_router):
             assert (await client.get(path)).status_code == 200
 
 
+async def test_any_of_several_api_keys_will_do(start_router):
+    under_test = await start_router(has_http=False, api_key="first, second,")
+    async with under_test.client() as client:
+        for key, status in (("first", 200), ("second", 200), ("first, second,", 401), ("", 401), (",", 401)):
+            answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status, key
+
+
 async def test_unknown_paths_and_methods_have_the_same_error_shape(served):
     async with served.client() as client:
         assert error_of(await client.get("/v2/completions"), 404)["code"] == "not_found"

@@ -1,0 +1,51 @@
+"""``/status`` shows the cluster and what was counted, to everybody and with nothing from elsewhere."""
+
+import re
+
+from router.status_page import CONTENT_SECURITY_POLICY, PAGE
+
+
+async def get(under_test, path):
+    async with under_test.client() as client:
+        return await client.get(path)
+
+
+async def test_report_names_workers_and_counts_what_was_served(served):
+    async with served.client() as client:
+        answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "say it", "max_tokens": 50})
+    assert answer.status_code == 200
+    report = (await get(served, "/status.json")).json()
+    assert (report["model"], report["is_ready"], report["reason"], report["num_requests"]) == ("tiny", True, "", 0)
+    assert sorted(worker["role"] for worker in report["workers"]) == ["decode", "prefill"]
+    assert {worker["state"] for worker in report["workers"]} == {"ready"}
+    assert sum(report["handovers"].values()) == 1
+    assert (report["finished"], report["generation_tokens"]) == (1, 12)
+    parts = report["first_token_parts"]
+    assert set(parts) == {"queue", "prefill", "relay"}
+    assert {part["num_requests"] for part in parts.values()} == {1}
+
+
+async def test_report_says_why_nothing_can_be_served(start_router):
+    report = (await get(await start_router(has_http=False), "/status.json")).json()
+    assert report["is_ready"] is False
+    assert report["reason"]
+    assert report["workers"] == []
+
+
+async def test_page_is_open_like_the_metrics_and_loads_nothing_from_elsewhere(start_router):
+    under_test = await start_router(has_http=False, api_key="secret")
+    page = await get(under_test, "/status")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page.text)
+
+
+def test_page_shows_every_place_that_its_script_fills():
+    filled = set(re.findall(r'(?:byId|rows)\("([\w-]+)"', PAGE))
+    assert filled
+    assert filled <= set(re.findall(r'id="([\w-]+)"', PAGE))
+
+
+def test_script_puts_in_text_and_never_markup():
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", PAGE)
