@@ -65,7 +65,8 @@ def find_problem(message: PrefillDone, sender: Worker, flow: Flow) -> str | None
     handoff = message.kv_handoff
     if handoff is None:
         is_over = all(choice.finish_reason for choice in message.choices)
-        return None if is_over else "a choice goes on, but there is no hand-over"
+        has_none = not sender.facts.transports  # its connector keeps KV where the decode worker looks for it by itself
+        return None if is_over or has_none else "a choice goes on, but there is no hand-over"
     if (handoff.engine_id, handoff.incarnation) != sender.key:
         return f"its hand-over names another worker, {handoff.engine_id}"
     return None

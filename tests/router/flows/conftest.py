@@ -62,6 +62,7 @@ class Bench:
             max_model_len=100,
             max_num_seqs=4,
             num_blocks=10,
+            transports=("shm",),
         )
         self.receive(name, msgspec.structs.replace(register, **facts))
 

@@ -29,6 +29,23 @@ def test_a_request_goes_to_prefill_then_to_decode_and_ends(pair):
     pair.assert_idle()
 
 
+def test_a_connector_without_transports_hands_over_by_what_both_workers_share(make_bench):
+    """Its decode worker looks for the prompt's KV by itself: in a store, say."""
+    bench = make_bench()
+    for name in ("p0", "d0"):
+        bench.join(name, transports=())
+    bench.submit(max_tokens=3)
+    bench.prefill_done(kv_handoff=None)
+    (second,) = bench.to("d0", Generate)
+    assert second.kv_handoff is None
+    assert [choice.output_token_ids for choice in second.choices] == [(50,)]
+    bench.tokens(1, 51)
+    bench.tokens(2, 52, finish_reason="length")
+    assert bench.output() == [50, 51, 52]
+    assert bench.ended["r1"].flow.error is None
+    bench.assert_idle()
+
+
 def test_an_aggregated_worker_serves_alone(make_bench):
     bench = make_bench("a0")
     bench.submit()
