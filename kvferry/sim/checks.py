@@ -166,13 +166,12 @@ class WorkerChecks:
             self._complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
 
     def _check_asleep(self) -> None:
-        """A sleeping engine waits for loads or readers; with neither, nothing will ever wake it."""
-        scheduler = self._scheduler
-        if scheduler.running:
-            self._complain(f"{self._name}: asleep with running requests {scheduler.running}")
-        parked = any(request.status.is_finished for request in scheduler.requests.values())
-        if scheduler.waiting and not scheduler.kv_holding_waiting and not parked and not self._scheduler.quarantined:
-            self._complain(f"{self._name}: asleep with waiting requests {list(scheduler.waiting)}")
+        """A sleeping engine has nothing to do: the step that it does not make would change nothing and tell nobody anything."""
+        output = self._scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        has_news = isinstance(metadata, P2PConnectorMetadata) and not metadata.is_empty()
+        if output.total_num_scheduled_tokens or output.preempted_req_ids or output.finished_req_ids or has_news:
+            self._complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
