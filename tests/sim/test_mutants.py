@@ -63,7 +63,7 @@ def returns(value: object) -> Callable[..., object]:
 
 
 def accept_every_seal(patch: Patch) -> None:
-    def check_seals(check, request, rows, read):
+    def check_seals(check, request, rows, seals, digests):
         return Verdict(good=list(rows.indices))
 
     patch(connectors.p2p.pull, "check_seals", check_seals)
@@ -239,6 +239,17 @@ def forget_to_wake_the_engine(patch: Patch) -> None:
     patch(P2PConnectorWorker, "report", report)
 
 
+def sleep_while_others_load(patch: Patch) -> None:
+    """Whoever comes meanwhile is only late: the end of the load wakes the engine."""
+    real = EngineCore.has_work
+
+    def has_work(self):
+        state = self.scheduler._state
+        return self._is_woken or (real(self) and (bool(state.running) or not state.kv_holding_waiting))
+
+    patch(EngineCore, "has_work", has_work)
+
+
 def sleep_with_work(patch: Patch) -> None:
     real = EngineCore.finish_step
 
@@ -353,6 +364,7 @@ MUTANTS = (
     Mutant("lose a block when freeing", (), lose_a_block_when_freeing),
     Mutant("forget to wake the engine", (), forget_to_wake_the_engine),
     Mutant("sleep with work", (), sleep_with_work),
+    Mutant("sleep while others load", (), sleep_while_others_load),
     Mutant("ignore lost connections", (Fault.CRASH,), ignore_lost_connections),
     Mutant("drop a token at replay", (Fault.CRASH,), drop_a_token_at_replay, 200),
     Mutant("deliver repeated tokens again", (Fault.REPEAT,), deliver_repeated_tokens_again),
