@@ -132,14 +132,17 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         num_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < num_tokens or not any(block_ids):
             return False, None
-        handoff = self._describe(request, block_ids)
+        handoff = self._describe(request)
         num_blocks = sum(len(group.block_ids) for group in handoff.groups)
         self._grant(LeaseGrant(handoff.transfer_id, request.request_id, num_blocks))
         return True, handoff
 
-    def _describe(self, request: Request, block_ids: tuple[list[int], ...]) -> KVHandoff:
+    def _describe(self, request: Request) -> KVHandoff:
+        """Describe what the token behind the prompt attends to; the request keeps that until its lease ends, and no more."""
         assert self._manager is not None
         num_tokens = request.num_prompt_tokens
+        self._manager.remove_skipped_blocks(request)
+        block_ids = self._manager.get_block_ids_for_computed_tokens(request.request_id, num_tokens)
         hashes = self._block_end_hashes(request, num_tokens, self._identity.layout.block_size)
         self._manager.seal_partial_block(request, num_tokens, hashes[-1])
         groups = tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids))
@@ -212,7 +215,10 @@ class P2PConnectorScheduler(KVConnectorScheduler):
                 remote_block_size=handoff.layout.block_size,
                 num_skipped_tokens=self._manager.kv_cache_config.groups[group_id].spec.num_skipped_tokens(num_processed),
             )
-            units += group_units(extent, group, local_ids, offer.block_hashes).units
+            found = group_units(extent, group, local_ids, offer.block_hashes)
+            units += found.units
+            if found.is_partial:
+                self._manager.withhold_first_block(request.request_id, group_id)
         return PullRequest(
             request.request_id,
             self._refs[request.request_id],

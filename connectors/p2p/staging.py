@@ -24,6 +24,7 @@ from connectors.p2p.actions import TokenCopy
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.transport import RowRegion
+from core.wire.kv import KVLayoutInfo
 
 STAGING_BYTES = 64 << 20  # a load is cut into reads of 16 MiB; more wait for their turn
 
@@ -51,10 +52,11 @@ class StagedRows:
 
 @dataclass(slots=True)
 class StagingArea:
-    """Host memory in front of a pool. ``region`` is what transports register."""
+    """Host memory in front of a pool. ``region`` is what transports register; a block of the pool has ``num_planes``."""
 
     pool: KVPoolRegion
     region: RowRegion
+    num_planes: int
     _taken: list[tuple[int, int]] = field(default_factory=list)  # spans in bytes, in order
     _digesters: dict[int, BlockDigester] = field(default_factory=dict)
 
@@ -129,9 +131,8 @@ class StagingArea:
     def _tokens(self, block: memoryview) -> Tokens:
         """View a block, ours or the owner's, by its tokens."""
         layout = self.pool.layout
-        num_planes = 2 * layout.num_layers * (layout.num_kv_heads if layout.order == "HND" else 1)
-        token_bytes = layout.block_bytes // (num_planes * layout.block_size)
-        return np.frombuffer(block, dtype=np.uint8).reshape(num_planes, -1, token_bytes)
+        token_bytes = layout.block_bytes // (self.num_planes * layout.block_size)
+        return np.frombuffer(block, dtype=np.uint8).reshape(self.num_planes, -1, token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +147,8 @@ def map_staging_area(pool: KVPoolRegion, num_bytes: int = STAGING_BYTES) -> Stag
         return None
     memory = mmap.mmap(-1, num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return StagingArea(pool, RowRegion(address, num_bytes, 1, memoryview(memory)))
+    return StagingArea(pool, RowRegion(address, num_bytes, 1, memoryview(memory)), _num_planes(pool.layout))
+
+
+def _num_planes(layout: KVLayoutInfo) -> int:
+    return 2 * layout.num_layers * (layout.num_kv_heads if layout.order == "HND" else 1)

@@ -43,10 +43,10 @@ class Extent:
 
 @dataclass(slots=True)
 class GroupUnits:
-    """What is read for one group. ``partial`` are our blocks that will lack tokens at their beginning which nobody needs."""
+    """What is read for one group. ``is_partial``: the first block will lack tokens at its beginning, which nobody needs."""
 
     units: list[ReadUnit] = field(default_factory=list)
-    partial: list[int] = field(default_factory=list)
+    is_partial: bool = False
 
 
 def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupUnits:
@@ -69,8 +69,7 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
             held_from = remote.held_from(first, last)
             if held_from > max(first, extent.num_skipped_tokens):
                 raise StaleBlock(f"the hand-over does not hold a block that group {extent.group_id} needs")
-            if held_from > first:
-                found.partial.append(row)
+            found.is_partial |= held_from > first
             copies += remote.copies(held_from, last, row, first)
         found.units.append(remote.unit(tuple(local.values()), copies, positions))
     return found

@@ -181,8 +181,7 @@ class KVCacheManager:
         pool = self.block_pool
         coordinator.remove_skipped_blocks(request_id, num_processed)
         if full_sequence_must_fit:
-            num_tokens = min(request.num_tokens, self.max_model_len)
-            num_wanted = coordinator.get_num_blocks_to_allocate(request_id, num_tokens, hits, num_processed, True)
+            num_wanted = self._num_blocks_of_sequence(request, hits, num_processed)
             if num_wanted + watermark > pool.num_free_blocks:
                 return None
         num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits, num_processed)
@@ -223,6 +222,18 @@ class KVCacheManager:
         """
         if self.block_pool.seals is not None:
             self.coordinator.seal_partial_block(request.request_id, num_tokens, block_hash)
+
+    def remove_skipped_blocks(self, request: KVCacheRequest) -> None:
+        """Give back the request's blocks that no token behind those that are processed attends to."""
+        num_processed = min(request.num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens
+        self.coordinator.remove_skipped_blocks(request.request_id, max(0, num_processed))
+
+    def withhold_first_block(self, request_id: str, group_id: int) -> None:
+        """Never hash or seal the first block of a group's table that is not null: its first tokens are not there.
+
+        For a window that begins within a block of which only the end was loaded.
+        """
+        self.coordinator.managers[group_id].withhold_first_block(request_id)
 
     def free(self, request: KVCacheRequest) -> None:
         """Drop the request's references, last block first, so that its head stays cached longest. Idempotent."""
@@ -274,9 +285,13 @@ class KVCacheManager:
 
     def get_num_missing_blocks(self, request: KVCacheRequest) -> int:
         """Return how many blocks the request takes at most until all its tokens have slots."""
-        coordinator = self.coordinator
-        return coordinator.get_num_blocks_to_allocate(
-            request.request_id, request.num_tokens, coordinator.no_blocks, apply_admission_cap=True
+        return self._num_blocks_of_sequence(request, self.coordinator.no_blocks, 0)
+
+    def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: BlocksPerGroup, num_processed_tokens: int) -> int:
+        """Most blocks that all known tokens of the request still take at a time; the only place where the cap counts."""
+        num_tokens = min(request.num_tokens, self.max_model_len)
+        return self.coordinator.get_num_blocks_to_allocate(
+            request.request_id, num_tokens, hits, num_processed_tokens, apply_admission_cap=True
         )
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:

@@ -70,6 +70,14 @@ class SingleTypeKVCacheManager(ABC):
         """Return how many leading blocks of the request's table are null."""
         return 0
 
+    def num_lacking_blocks(self, request_id: str) -> int:
+        """Return how many leading blocks of the request's table lack tokens: all of theirs, or the first of one's."""
+        return self.num_null_blocks(request_id)
+
+    def withhold_first_block(self, request_id: str) -> None:
+        """Never hash or seal the first block that is not null: its first tokens are not there, and nobody here needs them."""
+        raise AssertionError(f"{request_id}: every token of a table without null blocks is needed")
+
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
         """Give back blocks that no later token attends to. Nothing, for a type whose tokens attend to all before."""
 
@@ -136,9 +144,10 @@ class SingleTypeKVCacheManager(ABC):
             return
         blocks = self.req_to_blocks[request_id][:num_full]
         assert len(blocks) == num_full, f"{request_id} has no blocks for {num_tokens} tokens"
-        mask = self.reachable_block_mask(num_cached, num_full)
+        first = min(max(num_cached, self.num_lacking_blocks(request_id)), num_full)
+        mask = self.reachable_block_mask(first, num_full)
         self.block_pool.cache_full_blocks(
-            blocks, block_hashes, num_cached, self.block_size, self.group_id, token_ids, block_mask=mask
+            blocks, block_hashes, first, self.block_size, self.group_id, token_ids, block_mask=mask
         )
         self.num_cached_block[request_id] = num_full
 
@@ -157,13 +166,14 @@ class SingleTypeKVCacheManager(ABC):
             return
         blocks = self.req_to_blocks[request_id][:num_full]
         assert len(blocks) == num_full, f"{request_id} has no blocks for {num_tokens} tokens"
-        self.block_pool.seal_full_blocks(blocks, block_hashes, num_sealed, self.block_size, self.group_id)
+        first = max(num_sealed, self.num_lacking_blocks(request_id))
+        self.block_pool.seal_full_blocks(blocks, block_hashes, first, self.block_size, self.group_id)
         self.num_sealed_block[request_id] = num_full
 
     def seal_partial_block(self, request_id: str, num_tokens: int, block_hash: bytes) -> None:
         """Seal the block in whose middle the first ``num_tokens`` tokens end, if there is one and it is not full already."""
         index, num_tail = divmod(num_tokens, self.block_size)
-        if num_tail and index >= self.num_sealed_block[request_id]:
+        if num_tail and index >= max(self.num_sealed_block[request_id], self.num_lacking_blocks(request_id)):
             self.block_pool.seal_block(self.req_to_blocks[request_id][index], self.group_id, block_hash, num_tail)
 
     def rewrite_sealed(self, request_id: str, num_tokens: int) -> None:
@@ -202,7 +212,7 @@ class SingleTypeKVCacheManager(ABC):
         Fewer tokens need earlier blocks: if those that ``num_tokens`` need are gone, what is left is the last place before it
         where nothing is needed. That is the start, or the start of a chunk.
         """
-        if self.num_skipped_blocks(num_tokens) >= self.num_null_blocks(request_id):
+        if self.num_skipped_blocks(num_tokens) >= self.num_lacking_blocks(request_id):
             return num_tokens
         start = self.spec.num_skipped_tokens(num_tokens)
         return start if self.spec.num_skipped_tokens(start) == start else 0
@@ -251,10 +261,19 @@ class RecyclingManager(SingleTypeKVCacheManager):
     ) -> None:
         super().__init__(spec, block_pool, group_id, scheduler_block_size, max_admission_blocks)
         self._num_null_blocks: dict[str, int] = {}
+        self._withheld: set[str] = set()  # requests whose first block lacks tokens
 
     def num_null_blocks(self, request_id: str) -> int:
         """See the base class."""
         return self._num_null_blocks.get(request_id, 0)
+
+    def num_lacking_blocks(self, request_id: str) -> int:
+        """See the base class."""
+        return self.num_null_blocks(request_id) + (request_id in self._withheld)
+
+    def withhold_first_block(self, request_id: str) -> None:
+        """See the base class."""
+        self._withheld.add(request_id)
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_processed_tokens: int
@@ -275,6 +294,7 @@ class RecyclingManager(SingleTypeKVCacheManager):
         end = min(self.num_skipped_blocks(num_processed_tokens), len(blocks))
         if end <= start:
             return
+        self._withheld.discard(request_id)
         removed = blocks[start:end]
         blocks[start:end] = [self.block_pool.null_block] * (end - start)
         self._num_null_blocks[request_id] = end
@@ -298,11 +318,14 @@ class RecyclingManager(SingleTypeKVCacheManager):
         """See the base class."""
         dropped = super().drop_shared_tail(request_id, num_tokens, kept)
         num_left = len(self.req_to_blocks[request_id])
+        if num_left < self.num_lacking_blocks(request_id):
+            self._withheld.discard(request_id)
         self._num_null_blocks[request_id] = min(self._num_null_blocks[request_id], num_left)
         return dropped
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """See the base class."""
+        self._withheld.discard(request_id)
         blocks = super().pop_blocks(request_id)
         del blocks[len(blocks) - self._num_null_blocks.pop(request_id, 0) :]
         return blocks

@@ -4,13 +4,15 @@ Takes the place of ``core.engine.runner.ModelRunner``: it obeys ``SchedulerOutpu
 connectors can register and copy, and runs the worker side of a connector. It has no weights and no torch. Used by the tests of
 the scheduler and by the simulation.
 
-One slot holds 8 bytes. Like attention, the entry of a token depends on *all* entries before it, as they are in the blocks:
+Each KV cache group has an attention and a block table of its own; a slot holds the 8 bytes of one token in one group. Like
+attention, the entry of a token depends on *all* entries that it sees, in every group, as they are in the blocks:
 
-    kv[p]      = H(kv[0] .. kv[p-1], token[p])        written to the slot of position p
-    next token = H(kv[0] .. kv[p], "next") mod vocab  if p is the last token known
+    kv[g][p]   = H(g, token[p], what p sees of group 0 before p, .. of group 1, ..)      written to the slot of position p
+    next token = H("next", what p sees of group 0 up to p, .. of group 1, ..) mod vocab  if p is the last token known
 
-A block that was never written, reused, mixed up, or copied wrongly therefore changes every later entry and token.
-``expected_tokens`` computes the same without blocks: the oracle. Sampling parameters play no part.
+A block that was never written, reused, mixed up, or copied wrongly therefore changes every later entry and token that sees it,
+and a table that lacks a block that is seen or written is an error at once. ``expected_tokens`` computes the same without
+blocks: the oracle. Sampling parameters play no part.
 """
 
 from __future__ import annotations
@@ -24,8 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from core.connector import KVConnectorWorker, KVPoolRegion
+from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows
-from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from core.kv.spec import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.kv import KVLayoutInfo
 
@@ -34,30 +44,100 @@ DEFAULT_VOCAB_SIZE = 50_000
 _NEVER_WRITTEN = 0xEE
 
 
+@dataclass(frozen=True, slots=True)
+class HashAttention:
+    """What the tokens of a group see: all before them, or the last ``window`` with their own, or those of their ``chunk``."""
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def sees_all(self) -> bool:
+        """True for full attention."""
+        return not self.window and not self.chunk
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a token sees."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def spec(self, block_size: int) -> KVCacheSpec:
+        """Return what the KV cache manager is told of it."""
+        heads = {"block_size": block_size, "num_kv_heads": 1, "head_dim": 1, "dtype_bytes": SLOT_BYTES // 2}
+        if self.chunk:
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.chunk, **heads)
+        return SlidingWindowSpec(sliding_window=self.window, **heads) if self.window else FullAttentionSpec(**heads)
+
+
+FULL = (HashAttention(),)
+
+
+class _Seen:
+    """The entries of one group that later tokens see. ``entries`` are those from position ``first`` on."""
+
+    def __init__(self, attention: HashAttention, first: int, entries: bytes) -> None:
+        self._attention = attention
+        self._first = first
+        self._entries = bytearray() if attention.sees_all else bytearray(entries)
+        self._all = hashlib.blake2b(entries, digest_size=SLOT_BYTES)
+
+    def append(self, entry: bytes) -> None:
+        """Add the entry of the next position."""
+        if self._attention.sees_all:
+            self._all.update(entry)
+        else:
+            self._entries += entry
+
+    def digest(self, position: int) -> bytes:
+        """Return what a token at this position sees of what is here."""
+        if self._attention.sees_all:
+            return self._all.digest()
+        start = self._attention.first_seen(position) - self._first
+        return hashlib.blake2b(self._entries[start * SLOT_BYTES :], digest_size=SLOT_BYTES).digest()
+
+
 class _Prefix:
-    """The entries of positions 0..p-1, folded into a running hash."""
+    """What is known before the next position: ``seen`` of each group."""
 
-    def __init__(self, kv: bytes) -> None:
-        self._state = hashlib.blake2b(kv, digest_size=SLOT_BYTES)
+    def __init__(self, seen: Sequence[_Seen], position: int) -> None:
+        self._seen = seen
+        self._position = position
 
-    def append(self, token_id: int) -> bytes:
-        """Return the entry of the next position, which holds ``token_id``, and fold it in."""
-        state = self._state.copy()
-        state.update(token_id.to_bytes(8, "little", signed=True))
-        kv = state.digest()
-        self._state.update(kv)
-        return kv
+    def append(self, token_id: int) -> list[bytes]:
+        """Return the entries of the next position, which holds ``token_id``, one per group, and add them."""
+        base = hashlib.blake2b(token_id.to_bytes(8, "little", signed=True), digest_size=SLOT_BYTES)
+        for seen in self._seen:
+            base.update(seen.digest(self._position))
+        entries = []
+        for group_id, seen in enumerate(self._seen):
+            state = base.copy()
+            state.update(bytes([group_id]))
+            entries.append(state.digest())
+            seen.append(entries[-1])
+        self._position += 1
+        return entries
 
     def next_token(self, vocab_size: int) -> int:
         """Return the token that follows."""
-        state = self._state.copy()
-        state.update(b"next")
+        state = hashlib.blake2b(b"next", digest_size=SLOT_BYTES)
+        for seen in self._seen:
+            state.update(seen.digest(self._position - 1))
         return int.from_bytes(state.digest(), "little") % vocab_size
 
 
-def expected_tokens(token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE) -> list[int]:
+def _empty_prefix(attentions: Sequence[HashAttention]) -> _Prefix:
+    return _Prefix([_Seen(attention, 0, b"") for attention in attentions], 0)
+
+
+def expected_tokens(
+    token_ids: Sequence[int],
+    num_tokens: int,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+    attentions: Sequence[HashAttention] = FULL,
+) -> list[int]:
     """Return the ``num_tokens`` tokens that a ``HashModel`` with an intact KV cache puts out after ``token_ids``."""
-    prefix = _Prefix(b"")
+    prefix = _empty_prefix(attentions)
     for token_id in token_ids:
         prefix.append(token_id)
     output: list[int] = []
@@ -67,19 +147,19 @@ def expected_tokens(token_ids: Sequence[int], num_tokens: int, vocab_size: int =
     return output
 
 
-def expected_kv(token_ids: Sequence[int]) -> bytes:
-    """Return the entries of these tokens as an intact KV cache holds them, ``SLOT_BYTES`` each."""
-    prefix = _Prefix(b"")
-    return b"".join(prefix.append(token_id) for token_id in token_ids)
+def expected_kv(token_ids: Sequence[int], attentions: Sequence[HashAttention] = FULL, group_id: int = 0) -> bytes:
+    """Return the entries of these tokens as an intact KV cache holds them for a group, ``SLOT_BYTES`` each."""
+    prefix = _empty_prefix(attentions)
+    return b"".join(prefix.append(token_id)[group_id] for token_id in token_ids)
 
 
-def hash_model_kv_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+def hash_model_kv_config(num_blocks: int, block_size: int, attentions: Sequence[HashAttention] = FULL) -> KVCacheConfig:
     """Return the cache configuration that matches the pool of a ``HashModel``; block 0 is the null block."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_dim=1, dtype_bytes=SLOT_BYTES // 2)
-    return KVCacheConfig(num_blocks, (KVCacheGroup((0,), spec),))
+    groups = tuple(KVCacheGroup((group_id,), attention.spec(block_size)) for group_id, attention in enumerate(attentions))
+    return KVCacheConfig(num_blocks, groups)
 
 
-def hash_model_layout(block_size: int) -> KVLayoutInfo:
+def hash_model_layout(block_size: int, num_groups: int = 1) -> KVLayoutInfo:
     """Return what a block of a ``HashModel`` looks like."""
     return KVLayoutInfo(
         dtype="float32",
@@ -89,14 +169,19 @@ def hash_model_layout(block_size: int) -> KVLayoutInfo:
         num_kv_heads=1,
         head_dim=1,
         block_bytes=block_size * SLOT_BYTES,
+        num_groups=num_groups,
     )
 
 
 def hash_model_region(
-    num_blocks: int, block_size: int, incarnation: int = 0, digest: Callable[[memoryview], int] | None = None
+    num_blocks: int,
+    block_size: int,
+    incarnation: int = 0,
+    digest: Callable[[memoryview], int] | None = None,
+    num_groups: int = 1,
 ) -> KVPoolRegion:
     """Return memory of this process for a ``HashModel``. ``digest`` goes into the seals; None = they have none."""
-    layout = hash_model_layout(block_size)
+    layout = hash_model_layout(block_size, num_groups)
     rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
     buffer, size = rows.data, layout.block_bytes
     digest_block = (lambda block_id: digest(buffer[block_id * size : (block_id + 1) * size])) if digest is not None else None
@@ -117,15 +202,15 @@ def hash_model_region(
 
 @dataclass(slots=True)
 class _Row:
-    """A request in the running batch."""
+    """A request in the running batch. ``block_ids`` has a table per group."""
 
     token_ids: array[int]
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     num_computed_tokens: int
 
 
 class HashModel:
-    """A runner without a model. One KV cache group.
+    """A runner without a model, with one KV cache group for each of its ``attentions``.
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
     transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
@@ -133,7 +218,7 @@ class HashModel:
     or with digests in its seals.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         num_blocks: int,
         block_size: int,
@@ -141,14 +226,19 @@ class HashModel:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         incarnation: int = 0,
         region: KVPoolRegion | None = None,
+        *,
+        attentions: Sequence[HashAttention] = FULL,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.region = region if region is not None else hash_model_region(num_blocks, block_size, incarnation)
-        assert self.region.buffer is not None
-        assert self.region.seals is not None
-        self.seals = self.region.seals
-        self.rows: npt.NDArray[np.uint8] = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(num_blocks, -1)
+        self.attentions = tuple(attentions)
+        if region is None:
+            region = hash_model_region(num_blocks, block_size, incarnation, num_groups=len(self.attentions))
+        assert region.buffer is not None
+        assert region.seals is not None
+        self.region = region
+        self.seals = region.seals
+        self.rows: npt.NDArray[np.uint8] = np.frombuffer(region.buffer, dtype=np.uint8).reshape(num_blocks, -1)
         self.rows[:] = _NEVER_WRITTEN
         self._batch: dict[str, _Row] = {}
         self._connector_worker = connector_worker
@@ -197,7 +287,7 @@ class HashModel:
         for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             self._batch.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self._batch[new.request_id] = _new_row(new)
+            self._batch[new.request_id] = self._new_row(new)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, new_block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -205,23 +295,44 @@ class HashModel:
             row = self._batch[request_id]
             row.num_computed_tokens = num_computed_tokens
             if new_block_ids is not None:
-                row.block_ids += new_block_ids[0]
+                for table, new_ids in zip(row.block_ids, new_block_ids, strict=True):
+                    table.extend(new_ids)
+
+    def _new_row(self, new: NewRequestData) -> _Row:
+        assert len(new.block_ids) == len(self.attentions), "a table for each group"
+        return _Row(new.token_ids[:], tuple(map(list, new.block_ids)), new.num_computed_tokens)
 
     def _compute(self, row: _Row, num_tokens: int) -> int | None:
         """Fill the slots of the next tokens; return the token that follows if the last one known was among them."""
         start, end = row.num_computed_tokens, row.num_computed_tokens + num_tokens
-        kv = self.rows[row.block_ids].tobytes()[: start * SLOT_BYTES]
-        prefix = _Prefix(kv)
+        tables = list(zip(self.attentions, row.block_ids, strict=True))
+        prefix = _Prefix([self._read_seen(attention, table, start) for attention, table in tables], start)
         for position in range(start, end):
-            block, slot = divmod(position, self.block_size)
-            entry = np.frombuffer(prefix.append(row.token_ids[position]), dtype=np.uint8)
-            self.rows[row.block_ids[block], slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = entry
+            entries = prefix.append(row.token_ids[position])
+            for table, entry in zip(row.block_ids, entries, strict=True):
+                self._write(table, position, entry)
         row.num_computed_tokens = end
         if end < len(row.token_ids):
             return None
         token_id = prefix.next_token(self.vocab_size)
         row.token_ids.append(token_id)
         return token_id
+
+    def _read_seen(self, attention: HashAttention, table: list[int], position: int) -> _Seen:
+        """Read what a token at this position sees of a group: no block of it may be missing."""
+        first = attention.first_seen(position)
+        first_block, end_block = first // self.block_size, -(-position // self.block_size)
+        block_ids = table[first_block:end_block]
+        assert len(block_ids) == end_block - first_block, "a token sees more than the table holds"
+        assert NULL_BLOCK_ID not in block_ids, f"the token at {position} sees a block that is gone: {table}"
+        skipped = (first - first_block * self.block_size) * SLOT_BYTES
+        entries = self.rows[block_ids].tobytes()[skipped : skipped + (position - first) * SLOT_BYTES]
+        return _Seen(attention, first, entries)
+
+    def _write(self, table: list[int], position: int, entry: bytes) -> None:
+        block, slot = divmod(position, self.block_size)
+        assert table[block] != NULL_BLOCK_ID, f"the token at {position} is written into no block: {table}"
+        self.rows[table[block], slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = np.frombuffer(entry, dtype=np.uint8)
 
     def _start_connector_step(self, scheduler_output: SchedulerOutput) -> None:
         metadata = scheduler_output.kv_connector_metadata
@@ -237,8 +348,3 @@ class HashModel:
         output = worker.get_transfer_results(scheduler_output.finished_req_ids)
         output.invalid_block_ids |= worker.get_block_ids_with_load_errors()
         return None if output.is_empty() else output
-
-
-def _new_row(new: NewRequestData) -> _Row:
-    assert len(new.block_ids) == 1, "HashModel knows one KV cache group"
-    return _Row(new.token_ids[:], list(new.block_ids[0]), new.num_computed_tokens)

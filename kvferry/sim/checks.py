@@ -22,35 +22,36 @@ from core.kv.integrity import find_violations
 from core.kv.seals import BROKEN, decode_seal
 from core.request import RequestStatus
 from core.sched.scheduler import Scheduler
-from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv
+from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
 from kvferry.sim.plan import RequestPlan
 
 
 class Oracle:
-    """What the blocks of a run's requests hold in a run without faults, by block hash."""
+    """What the blocks of a run's requests hold in a run without faults, by hash and group, whatever the size of a block."""
 
-    def __init__(self, requests: Iterable[RequestPlan], fingerprint: bytes, block_size: int) -> None:
-        self._content: dict[bytes, bytes] = {}
+    def __init__(self, requests: Iterable[RequestPlan], fingerprint: bytes, attentions: Sequence[HashAttention]) -> None:
+        self._entries: dict[bytes, tuple[tuple[bytes, ...], int]] = {}  # per group, of a sequence; the hash's end
         self._hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
-        self._block_size = block_size
+        self._attentions = attentions
         for request in requests:
             self._add(request)
 
-    def find(self, block_hash: bytes) -> bytes | None:
+    def find(self, block_hash: bytes, group_id: int, block_size: int) -> bytes | None:
         """Return the content of a block from its first slot, as far as it is filled."""
-        return self._content.get(block_hash)
+        known = self._entries.get(block_hash)
+        if known is None:
+            return None
+        entries, end = known
+        start = (end - 1) // block_size * block_size
+        return entries[group_id][start * SLOT_BYTES : end * SLOT_BYTES]
 
     def _add(self, request: RequestPlan) -> None:
         tokens = array("i", request.prompt_token_ids + request.expected)
         extra = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
         chain = self._hasher.hash_request_blocks(tokens, extra)
-        entries = expected_kv(tokens)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        ends = {*range(self._block_size, len(tokens) + 1, self._block_size), num_prompt_tokens}
-        for end in ends:
-            start = (end - 1) // self._block_size * self._block_size
-            block_hash = self._hasher.prefix_hash(chain, tokens, end, extra)
-            self._content[block_hash] = entries[start * SLOT_BYTES : end * SLOT_BYTES]
+        entries = tuple(expected_kv(tokens, self._attentions, group_id) for group_id in range(len(self._attentions)))
+        for end in {*range(HASH_BLOCK_SIZE, len(tokens) + 1, HASH_BLOCK_SIZE), len(request.prompt_token_ids)}:
+            self._entries[self._hasher.prefix_hash(chain, tokens, end, extra)] = entries, end
 
 
 def _may_load(status: RequestStatus) -> bool:
@@ -102,6 +103,12 @@ class WorkerChecks:
         elif not self._may_be_written(local_row):
             self._complain(f"{self._name}: a transfer wrote {block}, which is neither loading nor quarantined")
 
+    def on_conversion(self, block_id: int) -> None:
+        """Check that a block that is filled from the staging area still belongs to the load, or to nobody."""
+        block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
+        if block.generation != self._generation_to_write(block_id) or block.ref_cnt == 0 or not self._may_be_written(block_id):
+            self._complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
+
     def _may_be_written(self, block_id: int) -> bool:
         """True if the block is quarantined, or held by a request that loads, or did and waits for the end of its load."""
         scheduler = self._scheduler
@@ -109,7 +116,9 @@ class WorkerChecks:
             return True
         manager = scheduler.kv_cache_manager
         holders = [
-            request for request in scheduler.requests.values() if block_id in manager.get_block_ids(request.request_id)[0]
+            request
+            for request in scheduler.requests.values()
+            if any(block_id in table for table in manager.get_block_ids(request.request_id))
         ]
         return bool(holders) and all(_may_load(request.status) for request in holders)
 
@@ -148,7 +157,7 @@ class WorkerChecks:
         seals = self._model.seals
         for block in self._scheduler.kv_cache_manager.block_pool.blocks[1:]:
             if block.block_hash is not None:
-                self._compare(block.block_id, block.block_hash, "is a hit")
+                self._compare(block.block_id, block.block_hash, block.group_id, "is a hit")
             sealed = seals.sealed_generation(block.block_id)
             if sealed == BROKEN:
                 continue
@@ -156,10 +165,10 @@ class WorkerChecks:
             if seal is None or sealed != block.generation or seal.incarnation != seals.incarnation:
                 self._complain(f"{self._name}: {block} is sealed as {seal}")
             else:
-                self._compare(block.block_id, seal.block_hash, "is sealed")
+                self._compare(block.block_id, seal.block_hash, seal.group_id, "is sealed")
 
-    def _compare(self, block_id: int, block_hash: bytes, how: str) -> None:
-        content = self._oracle.find(block_hash)
+    def _compare(self, block_id: int, block_hash: bytes, group_id: int, how: str) -> None:
+        content = self._oracle.find(block_hash, group_id, self._model.block_size)
         if content is None:
             self._complain(f"{self._name}: block {block_id} {how} as {block_hash.hex()}, which no request has")
         elif self._model.rows[block_id, : len(content)].tobytes() != content:

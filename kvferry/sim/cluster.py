@@ -65,7 +65,7 @@ class SimCluster:
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
         self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
-        self._oracle = Oracle(plan.requests, FINGERPRINT, plan.config.cache.block_size)
+        self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_lives: Counter[str] = Counter()
         self._lives: list[SimWorker] = []
         self._retries: Counter[str] = Counter()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from connectors.p2p.actions import (
     Action,
@@ -22,6 +24,7 @@ from connectors.p2p.actions import (
     Report,
     SendControl,
     SendingEnded,
+    TokenCopy,
     TransferCommand,
     TransferEvent,
 )
@@ -29,12 +32,15 @@ from connectors.p2p.bundle import node_settings
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.staging import StagedRows, StagingArea, map_staging_area
 from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.transports import TransportSettings, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
 from core.config import ConnectorSection
+from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.ids import IdSource
+from core.testing.hash_model import SLOT_BYTES
 from core.testing.sim_loop import Queue, Timer
 from core.testing.sim_network import Link
 from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
@@ -42,6 +48,33 @@ from core.transport import regions_of
 from core.wire.codec import decode_control_frame, encode_control_message
 from core.wire.kv import ControlMessage
 from kvferry.sim.host import Host
+
+STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
+
+
+class WriteWatch(LandingWatch, Protocol):
+    """Sees everything that a worker's transfers write into its memory."""
+
+    def on_conversion(self, block_id: int) -> None:
+        """A block is going to be filled from the staging area."""
+
+
+@dataclass(slots=True)
+class _WatchedStaging(StagingArea):
+    watch: WriteWatch | None = None
+
+    def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
+        assert self.watch is not None
+        for block_id in dict.fromkeys(copy.local_row for copy in copies):
+            self.watch.on_conversion(block_id)
+        StagingArea.convert(self, staged, remote_rows, copies)
+
+
+def _watched_staging(pool: KVPoolRegion, watch: WriteWatch) -> StagingArea:
+    """Return a staging area in which reads have to wait for each other. A ``HashModel`` keeps its slots side by side."""
+    area = map_staging_area(pool, STAGED_TOKENS * SLOT_BYTES)
+    assert area is not None
+    return _WatchedStaging(pool, area.region, 1, watch=watch)
 
 
 class SimConnector:
@@ -75,7 +108,7 @@ class SimConnector:
         """Transports that work here."""
         return tuple(self._config.transports)
 
-    def start(self, watch: LandingWatch, max_rows_per_read: int) -> None:
+    def start(self, watch: WriteWatch, max_rows_per_read: int) -> None:
         """Open the transports, answer readers, be ready to read."""
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
@@ -88,10 +121,13 @@ class SimConnector:
             return transport
 
         settings = TransportSettings(ids=self._ids, engine_id=self._identity.engine_id, bind_address="")
-        opened = open_transports(self.transports, regions_of(pool), settings, bool(self._control_address), create)
+        self._staging = _watched_staging(pool, watch)
+        opened = open_transports(
+            self.transports, regions_of(pool), settings, bool(self._control_address), create, self._staging.region
+        )
         assert pool.seals is not None
         self._digester = BlockDigester(pool.block_bytes)
-        self._executor = TransferExecutor(opened.transports, pool.seals, self._digest_block, self._on_transfer)
+        self._executor = TransferExecutor(opened.transports, pool.seals, self._digest_block, self._on_transfer, self._staging)
         limits = node_settings(self._config, pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
         responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
@@ -134,6 +170,7 @@ class SimConnector:
             "blocks under lease": self.node.num_leased_blocks,
             "blocks being loaded": self.node.num_loading_blocks,
             "quarantined blocks": self.node.num_quarantined_blocks,
+            "bytes of the staging area": self._staging.num_taken_bytes,
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 

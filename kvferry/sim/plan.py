@@ -18,7 +18,7 @@ from core.config import (
     SchedulerSection,
     WorkerSection,
 )
-from core.testing.hash_model import expected_tokens
+from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
 from core.wire.messages import LoadFailurePolicy, Role
 from core.wire.pairing import verifies_digests
@@ -31,6 +31,14 @@ _LEASES_END_EVERY_S = 0.3  # in a race plan
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
+_PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
+_HYBRIDS = (  # no chunk ends within a block
+    (HashAttention(), HashAttention(window=24)),
+    (HashAttention(window=17), HashAttention(), HashAttention(window=40)),
+    (HashAttention(window=48), HashAttention(window=48), HashAttention()),
+    (HashAttention(window=20),),
+    (HashAttention(chunk=64), HashAttention()),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,7 @@ class WorkerPlan:
     engine_id: str
     role: Role
     num_blocks: int
+    block_size: int
     clock_origin: float
     clock_rate: float
     step_s: float  # of a step with tokens, up to
@@ -84,10 +93,11 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """A whole run."""
+    """A whole run. The model has a KV cache group for each of its ``attentions``."""
 
     seed: int
     config: KVFerryConfig
+    attentions: tuple[HashAttention, ...]
     routers: tuple[str, ...]
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
@@ -110,15 +120,34 @@ class ClusterPlan:
         connector, scheduler = self.config.connector, self.config.scheduler
         lines = [
             f"seed {self.seed}: faults {', '.join(sorted(self.kinds)) or 'none'}",
-            f"blocks of {self.config.cache.block_size} tokens, steps of {scheduler.max_num_batched_tokens} tokens and "
-            f"{scheduler.max_num_seqs} requests, {scheduler.policy}",
+            f"groups {', '.join(map(str, self.attentions))}",
+            f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}",
             f"transport {connector.transports[0]}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
         ]
         for worker in self.workers:
-            lines.append(f"{worker.engine_id}: {worker.num_blocks} blocks, clock rate {worker.clock_rate:.3f}")
+            blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
+            lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}")
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the model's KV looks like, and how the workers cut it into blocks."""
+
+    attentions: tuple[HashAttention, ...]
+    block_sizes: tuple[int, ...]
+    random: Random
+
+    def draw_block_size(self) -> int:
+        return self.random.choice(self.block_sizes)
+
+    def num_needed(self, block_size: int, max_num_batched_tokens: int) -> int:
+        """Return the smallest pool in which the longest request can run, the null block included."""
+        config = hash_model_kv_config(2, block_size, self.attentions)
+        num_tokens = _MAX_PROMPT_TOKENS + _MAX_OUTPUT_TOKENS
+        return config.num_blocks_of_sequence(num_tokens, max_num_batched_tokens, MAX_MODEL_LEN) + 1
 
 
 def router_address(name: str) -> str:
@@ -135,8 +164,9 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     kinds = draw_kinds(random) if chosen is None else frozenset(chosen)
     routers = random.choice((("router-0",), ("router-0",), ("router-0", "router-1")))
     config = _draw_config(random, kinds, routers)
-    workers = _draw_workers(random, kinds, config)
-    requests = _draw_requests(random, kinds, routers)
+    shape = _draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
+    workers = _draw_workers(random, kinds, config, shape)
+    requests = _draw_requests(random, kinds, routers, shape.attentions)
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
@@ -144,6 +174,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     return ClusterPlan(
         seed=seed,
         config=config,
+        attentions=shape.attentions,
         routers=routers,
         workers=workers,
         requests=requests,
@@ -210,16 +241,23 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
     )
 
 
-def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig) -> tuple[WorkerPlan, ...]:
-    num_needed = -(-(_MAX_PROMPT_TOKENS + _MAX_OUTPUT_TOKENS) // config.cache.block_size) + 1  # and the null block
+def _draw_shape(random: Random, config: KVFerryConfig) -> _Shape:
+    attentions = FULL if random.random() < _PLAIN_SHARE else random.choice(_HYBRIDS)
+    block_sizes = (config.cache.block_size,) if random.random() < _PLAIN_SHARE else (16, 32, 64)
+    return _Shape(attentions, block_sizes, random)
 
+
+def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig, shape: _Shape) -> tuple[WorkerPlan, ...]:
     def draw(role: Role, index: int) -> WorkerPlan:
+        block_size = shape.draw_block_size()
+        num_needed = shape.num_needed(block_size, config.scheduler.max_num_batched_tokens)
         spare = random.randint(1, 4) if Fault.PRESSURE in kinds else 60
         steps_s = (0.2, 0.6) if Fault.SLOW in kinds and random.random() < 0.7 else (0.005, 0.02, 0.08)
         return WorkerPlan(
             engine_id=f"{role}-{index}",
             role=role,
             num_blocks=num_needed + spare,
+            block_size=block_size,
             clock_origin=random.uniform(0.0, 1e5),
             clock_rate=random.uniform(0.75, 1.3) if Fault.DRIFT in kinds else 1.0,
             step_s=random.choice(steps_s),
@@ -234,20 +272,24 @@ def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig
     )
 
 
-def _draw_requests(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> tuple[RequestPlan, ...]:
+def _draw_requests(
+    random: Random, kinds: frozenset[Fault], routers: tuple[str, ...], attentions: tuple[HashAttention, ...]
+) -> tuple[RequestPlan, ...]:
     documents = [[random.randrange(50_000) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
-    drawn = [_draw_request(random, kinds, documents, index) for index in range(random.randint(4, 20))]
+    drawn = [_draw_request(random, kinds, documents, attentions, index) for index in range(random.randint(4, 20))]
     return tuple(replace(request, router=random.choice(routers)) for request in drawn)
 
 
-def _draw_request(random: Random, kinds: frozenset[Fault], documents: list[list[int]], index: int) -> RequestPlan:
+def _draw_request(
+    random: Random, kinds: frozenset[Fault], documents: list[list[int]], attentions: tuple[HashAttention, ...], index: int
+) -> RequestPlan:
     """Prompts begin alike, so that they meet in the prefix cache, and often end differently."""
     num_shared = random.choice((0, 16, 32, 64, random.randint(0, 80)))
     num_own = random.randint(0 if num_shared else 1, _MAX_PROMPT_TOKENS - num_shared) if random.random() < 0.7 else 0
     own = [random.randrange(50_000) for _ in range(num_own)]
     prompt = (random.choice(documents)[: num_shared or 1] + own)[:_MAX_PROMPT_TOKENS]
     max_tokens = random.choice((1, 2, random.randint(3, 14), random.randint(3, 14), random.randint(15, _MAX_OUTPUT_TOKENS)))
-    output = expected_tokens(prompt, max_tokens)
+    output = expected_tokens(prompt, max_tokens, attentions=attentions)
     stop_at = random.randrange(max_tokens) if random.random() < 0.15 else None
     if stop_at is not None:
         output = output[: output.index(output[stop_at]) + 1]

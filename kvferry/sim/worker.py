@@ -64,6 +64,7 @@ class SimWorker:
         self.checks = checks
         self.is_stopped = False
         self._random = Random(ids_seed)
+        self._layout = hash_model_layout(spec.block_size, len(plan.attentions))
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
@@ -132,17 +133,18 @@ class SimWorker:
             engine_id=self.spec.engine_id,
             incarnation=self.incarnation,
             model_fingerprint=FINGERPRINT,
-            layout=hash_model_layout(config.cache.block_size),
+            layout=self._layout,
             host_id=HOST_ID,
         )
         address = self.spec.control_address if self.spec.role == "prefill" else ""
         return SimConnector(self.host, identity, config.connector, ids, address)
 
     def _make_model(self, plan: ClusterPlan) -> HashModel:
-        num_blocks, block_size = self.spec.num_blocks, plan.config.cache.block_size
-        digester = BlockDigester(hash_model_layout(block_size).block_bytes) if plan.makes_digests else None
-        memory = hash_model_region(num_blocks, block_size, self.incarnation, digester.digest if digester is not None else None)
-        return HashModel(num_blocks, block_size, self._connector_worker, region=memory)
+        num_blocks, block_size = self.spec.num_blocks, self.spec.block_size
+        digester = BlockDigester(self._layout.block_bytes) if plan.makes_digests else None
+        digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
+        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
+        return HashModel(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions)
 
     @property
     def _connector_worker(self) -> KVConnectorWorker | None:
@@ -150,9 +152,9 @@ class SimWorker:
 
     def _make_engine(self, config: KVFerryConfig) -> EngineCore:
         manager = KVCacheManager(
-            hash_model_kv_config(self.spec.num_blocks, config.cache.block_size),
+            hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions),
             MAX_MODEL_LEN,
-            scheduler_block_size=config.cache.block_size,
+            scheduler_block_size=self.spec.block_size,
             hash_block_size=HASH_BLOCK_SIZE,
             max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
             enable_caching=config.cache.enable_prefix_caching,
@@ -174,7 +176,7 @@ class SimWorker:
             role=self.spec.role,
             model=MODEL,
             model_fingerprint=FINGERPRINT,
-            layout=hash_model_layout(config.cache.block_size),
+            layout=self._layout,
             max_model_len=max_model_len,
             max_num_seqs=config.scheduler.max_num_seqs,
             num_blocks=self.spec.num_blocks,
