@@ -57,6 +57,8 @@ async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], N
     )
     ops = OpsServer(_routes(server))
     try:
+        if config.block_bytes:
+            server.machine.prepare(config.block_bytes)  # what cannot work ends here, not at the first client
         addresses = {"store_address": server.start(config.bind_address)}
         addresses["ops_address"] = await ops.start(config.ops_host, config.ops_port)
         _log.info(event("kvstore_serving", incarnation=f"{server.machine.incarnation:016x}", **addresses))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from core.clock import Clock
 from core.config import KVStoreSection
-from core.errors import ConfigError
+from core.errors import ConfigError, KVFerryError
 from core.ids import IdSource, new_incarnation
 from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_bytes
 from kvstore.embedded import EmbeddedStore
@@ -72,4 +72,10 @@ def make_embedded_store(config: KVStoreSection, block_bytes: int, clock: Clock, 
         ConfigError, ConnectorUnavailable: as ``make_tiers``.
         Full: the host does not have the memory.
     """
-    return EmbeddedStore(machine_options(config, ids), make_tiers(config, ids), block_bytes, clock, ids)
+    tiers = make_tiers(config, ids)
+    try:
+        return EmbeddedStore(machine_options(config, ids), tiers, block_bytes, clock, ids)
+    except KVFerryError:
+        for tier in tiers:
+            tier.close()
+        raise

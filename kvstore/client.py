@@ -26,7 +26,7 @@ from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
 from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.front import StoreFront
-from kvstore.messages import MAX_BLOCK_BYTES, Parcel, ToStore, decode_to_client, encode_to_store
+from kvstore.messages import MAX_BLOCK_BYTES, Parcel, Refused, ToStore, decode_to_client, encode_to_store
 from kvstore.wakeup import Wakeup
 
 MAX_QUEUED_MESSAGES = 1024
@@ -47,6 +47,7 @@ class StoreClient(StoreFront):
         self._is_closing = False
         self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
         self._num_bad_frames = 0
+        self._last_refusal = ""  # told once
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
         self._socket = dealer_socket(self._context, limits)
@@ -128,6 +129,9 @@ class StoreClient(StoreFront):
             if self._num_bad_frames == 1:
                 _log.warning(event("kvstore_bad_frame", address=self._address, error=error.message))
             return True
+        if isinstance(message, Refused) and message.message != self._last_refusal:
+            self._last_refusal = message.message
+            _log.warning(event("kvstore_refused", address=self._address, code=message.code, reason=message.message))
         with self._progress:
             self._machine.on_parcel(message, blocks, self._clock.now())
             self._progress.notify_all()

@@ -30,12 +30,16 @@ _FOREVER_S = 1e12  # inside a process an answer may come late, but comes
 
 
 class EmbeddedStore(StoreFront):
-    """A store of this process alone."""
+    """A store of this process alone.
+
+    Raises: ConfigError if the memory does not hold one block, Full if the host does not have it.
+    """
 
     def __init__(self, options: MachineOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
         client = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
         super().__init__(ClientMachine(client, ids), clock)
         self.machine = StoreMachine(options, tiers)
+        self.machine.prepare(block_bytes)
         self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_all, name="kvstore-copier", daemon=True)
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]

@@ -137,6 +137,23 @@ class StoreMachine:
         """How many slots a client that has fallen silent may still write."""
         return sum(map(len, self._late_writers.values()))
 
+    def prepare(self, block_bytes: int) -> MemoryTier:
+        """Make the memory for blocks of this size now, or make sure that they fit what is there; return it.
+
+        Raises:
+            ConfigError, Full: as ``make_memory``.
+            LayoutMismatch: they do not fit.
+        """
+        if self.memory is None:
+            self.memory = self._options.make_memory(block_bytes)
+            self.tiering = Tiering(self.memory, self._tiers, write_back=self._options.write_back)
+        if block_bytes > self.memory.arena.slot_bytes:
+            raise LayoutMismatch(
+                f"blocks of {block_bytes} bytes do not fit this store, whose slots have {self.memory.arena.slot_bytes} bytes: "
+                "set kvstore.block_bytes to the largest block of all clients"
+            )
+        return self.memory
+
     def on_parcel(self, client: bytes, message: ToStore, blocks: Sequence[memoryview | bytes], now: float) -> list[Action]:
         """Follow one message."""
         session = self._sessions.get(client)
@@ -216,24 +233,13 @@ class StoreMachine:
             if client == session.client or session.client_id == message.client_id:
                 self._end(session, may_still_write=False)
         self._reclaim(message.client_id)
-        memory = self._memory_for(message.block_bytes)
+        memory = self.prepare(message.block_bytes)
         self._sessions[client] = _Session(client, message.client_id, now)
         arena: ArenaFile | None = memory.arena.describe()
         self._send(
             client,
             Welcome(session=message.session, incarnation=self.incarnation, slot_bytes=memory.arena.slot_bytes, arena=arena),
         )
-
-    def _memory_for(self, block_bytes: int) -> MemoryTier:
-        if self.memory is None:
-            self.memory = self._options.make_memory(block_bytes)
-            self.tiering = Tiering(self.memory, self._tiers, write_back=self._options.write_back)
-        if block_bytes > self.memory.arena.slot_bytes:
-            raise LayoutMismatch(
-                f"blocks of {block_bytes} bytes do not fit this store, whose slots have {self.memory.arena.slot_bytes} bytes: "
-                "set kvstore.block_bytes to the largest block of all clients"
-            )
-        return self.memory
 
     def _on_attach(self, session: _Session, message: Attach) -> None:
         if self._open_memory().arena.nonce != message.nonce:

@@ -10,6 +10,7 @@ slots get few, and goes down then. A block that no tier takes is clean all the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from core.errors import Full
 from kvstore.memory import MemoryTier, Resident
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob
 
-CLEAN_SHARE = 0.1  # of the slots that write-back keeps free or clean
+CLEAN_SHARE = 0.25  # of the slots that write-back keeps free or clean, at least one
 MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned
 
 
@@ -239,7 +240,8 @@ class Tiering:
     def _demote(self) -> None:
         """Write-back: hand down the next to be evicted while too few slots are free or clean."""
         num_slots = self._memory.arena.num_slots
-        num_wanted = int(self._memory.num_dirty - (1 - CLEAN_SHARE) * num_slots) - len(self._saves)
+        max_dirty = num_slots - math.ceil(CLEAN_SHARE * num_slots)
+        num_wanted = self._memory.num_dirty - max_dirty - len(self._saves)
         for resident in self._memory.dirty():
             if num_wanted <= 0:
                 return
