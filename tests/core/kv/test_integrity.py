@@ -98,6 +98,14 @@ def write_over_a_seal(manager):
     manager.block_pool.seals.buffer[64:72] = bytes(8)
 
 
+def lose_a_block_in_the_middle(manager):
+    manager.coordinator.managers[0].req_to_blocks["a"][1] = manager.block_pool.null_block
+
+
+def exceed_the_bound_of_admission(manager):
+    manager.coordinator.managers[0].max_admission_blocks = 2
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -120,6 +128,8 @@ def write_over_a_seal(manager):
         (seal_another_content, "seal of another content"),
         (seal_for_another_group, "seal of another content"),
         (write_over_a_seal, "cannot be read"),
+        (lose_a_block_in_the_middle, "should have 0 null blocks, all at its head"),
+        (exceed_the_bound_of_admission, "holds 3 blocks, more than the 2 it was admitted by"),
     ],
 )
 def test_damage_is_found(manager, damage, message):
