@@ -73,12 +73,11 @@ class LMCacheServer:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | _SETTINGS
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise StartFailed(f"the LMCache server did not start; the end of its log:\n{self.log()[-2000:]}")
-            time.sleep(_POLL_S)
+        try:
+            self._wait_until_healthy(self._process)
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def stop(self) -> None:
@@ -124,6 +123,13 @@ class LMCacheServer:
     def _signal(self, number: int) -> None:
         assert self._process is not None, "the server runs"
         self._process.send_signal(number)
+
+    def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_healthy():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise StartFailed(f"the LMCache server did not start; the end of its log:\n{self.log()[-2000:]}")
+            time.sleep(_POLL_S)
 
     def _is_healthy(self) -> bool:
         try:
