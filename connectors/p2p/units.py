@@ -71,7 +71,8 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
                 raise StaleBlock(f"the hand-over does not hold a block that group {extent.group_id} needs")
             found.is_partial |= held_from > first
             copies += remote.copies(held_from, last, row, first)
-        found.units.append(remote.unit(tuple(local.values()), copies, positions))
+        if copies:  # else the window begins behind all that is loaded
+            found.units.append(remote.unit(tuple(local.values()), copies, positions))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The real Gemma 3, five sliding layers to each full one, served by one worker that does it all."""
+"""The real Gemma 3, five sliding layers to each full one: served by one worker that does it all, and handed over."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from core.config import default_cache_dir
+from core.config import CacheSection, default_cache_dir
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
-from kvferry.local import LocalCluster
+from kvferry.local import LocalCluster, ProcessOptions
 
 MODEL = "gemma3-270m"
 WINDOW = 512
+NUM_SLIDING_GROUPS = 5  # and a full one
+TOKEN_BYTES = 3 * 2 * 1 * 256 * 4  # of a group: layers, keys and values, heads, head size, float32
+
+PAIRS = {  # transport, and the size of a block at the prefill and at the decode worker; all but one in the full matrix only
+    "shm": ("shm", 64, 64),
+    "tcp": ("tcp", 64, 64),
+    "nixl": ("nixl", 64, 64),
+    "shm-16-to-64": ("shm", 16, 64),
+    "shm-64-to-16": ("shm", 64, 16),
+}
+CELLS = [pytest.param(name, id=name, marks=() if name == "shm" else pytest.mark.full) for name in PAIRS]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -78,3 +89,50 @@ def test_decode_leaves_the_window_behind(served, text, gemma3_oracle):
 def test_prompt_of_2000_tokens(served, text, gemma3_oracle):
     prompt = text[:2000]
     gemma3_oracle.assert_token_identical(prompt, answer(served, prompt, max_tokens=40))
+
+
+# ---- prefill and decode apart
+
+
+@pytest.fixture(scope="module", params=CELLS)
+def pair(request, cluster_config, serve, tmp_path_factory, eventually):
+    transport, *block_sizes = PAIRS[request.param]
+    prefill, decode = (CacheSection(block_size=size, memory_bytes=384 << 20) for size in block_sizes)
+    options = ProcessOptions(caches={"prefill": prefill, "decode": decode})
+    settings = ("connector.kv_load_failure_policy=fail", "scheduler.max_num_batched_tokens=384")
+    config = cluster_config(f"model.name={MODEL}", f"connector.transports=[{transport}]", *settings)
+    logs = tmp_path_factory.mktemp(request.param)
+    with LocalCluster(config, log_dir=logs, options=options) as cluster, serve(request.param, cluster) as found:
+        yield found
+        eventually(lambda: not found.held(), f"release of {found.held()}")
+
+
+def handed_over_bytes(num_tokens, prefill_block, decode_block):
+    """Count the owner's blocks that hold what the token behind the prompt attends to."""
+    num_blocks = -(-num_tokens // prefill_block)
+    first_seen = max(0, num_tokens - WINDOW + 1)
+    num_gone = max(first_seen // prefill_block, first_seen // decode_block * decode_block // prefill_block)
+    return (num_blocks + NUM_SLIDING_GROUPS * (num_blocks - num_gone)) * prefill_block * TOKEN_BYTES
+
+
+def test_hand_over_brings_the_tail_of_the_windows_and_the_answers_of_transformers(pair, text, gemma3_oracle):
+    _, prefill_block, decode_block = PAIRS[pair.kind]
+    prompt, other = text[: 2 * WINDOW + 76], [*text[: WINDOW + 338], *text[1200:1230]]
+    for prompt_ids, max_tokens in ((prompt, 20), (other, 8)):
+        body = pair.complete(prompt_ids, model=MODEL, max_tokens=max_tokens)
+        gemma3_oracle.assert_token_identical(prompt_ids, body["choices"][0]["token_ids"])
+        usage = body["usage"]["kv_transfer"]
+        assert (usage["transferred_tokens"], usage["recomputed_tokens"]) == (len(prompt_ids), 0)
+        assert usage["transferred_bytes"] == handed_over_bytes(len(prompt_ids), prefill_block, decode_block)
+
+
+@pytest.mark.full
+def test_local_hit_that_is_shorter_than_the_window_is_gone_on_from(pair, text, gemma3_oracle):
+    """The decode worker computed the text after the first prompt itself, so it has the window behind its own tokens."""
+    first = text[300 : 300 + WINDOW - 200]
+    tokens = answer(pair, first, max_tokens=30, ignore_eos=True)
+    gemma3_oracle.assert_token_identical(first, tokens)
+    second = [*first, *tokens[:-2], *text[1300 : 1300 + WINDOW]]
+    body = pair.complete(second, model=MODEL, max_tokens=8)
+    gemma3_oracle.assert_token_identical(second, body["choices"][0]["token_ids"])
+    assert 0 < body["usage"]["kv_transfer"]["transferred_tokens"] < len(second)
