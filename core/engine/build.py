@@ -108,8 +108,7 @@ def build_engine(
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
         if connector is not None:
             connector.worker.register_kv_caches(pool.region)
-        groups = [group.layer_indices for group in cache_config.groups]
-        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=groups)
+        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=cache_config.layer_groups)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
         manager = _kv_cache_manager(config, sizing, pool.seals)

@@ -39,9 +39,7 @@ class ModelRunner:
     ) -> None:
         device = attention.cache.device
         self._decoder = decoder
-        self._attention = with_layer_hooks(
-            attention, connector_worker, [group.layer_indices for group in kv_pool.config.groups]
-        )
+        self._attention = with_layer_hooks(attention, connector_worker, kv_pool.config.layer_groups)
         self._kv_pool = kv_pool
         self._connector = ConnectorSteps(connector_worker, launch_is_asynchronous=device.type != "cpu")
         self._batch = batch

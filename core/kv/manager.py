@@ -160,14 +160,12 @@ class KVCacheManager:
         ``full_sequence_must_fit`` demands room for all ``num_tokens``; ``reserved_blocks`` must stay free. The watermark
         applies when a request without blocks joins others that run.
 
-        Returns None if there are not enough free blocks; then nothing has changed but that blocks which left the window are
-        given back, as they are in any case.
+        Returns None if free blocks do not suffice; then nothing has changed but that skipped blocks are given back, as always.
         Raises: ValueError if there is nothing to do.
         """
         if num_new_tokens < 0 or not (num_new_tokens or num_new_computed_tokens or num_external_computed_tokens):
             raise ValueError(f"{request.request_id}: nothing to allocate for {num_new_tokens} new tokens")
-        request_id = request.request_id
-        coordinator = self.coordinator
+        request_id, coordinator = request.request_id, self.coordinator
         is_admission = not coordinator.has_request(request_id)
         hits = coordinator.no_blocks if new_computed_blocks is None else new_computed_blocks.blocks
         assert is_admission or not any(hits), f"{request_id} adopts hits although it has blocks already"
@@ -177,30 +175,27 @@ class KVCacheManager:
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         # The last token is computed here even if its KV was loaded, and it sees one token more than the next one will.
         num_processed = max(0, min(num_computed, request.num_tokens - 1) - request.num_in_flight_tokens)
-        watermark = self._watermark_blocks if is_admission and has_scheduled_reqs else 0
-        pool = self.block_pool
         coordinator.remove_skipped_blocks(request_id, num_processed)
-        if full_sequence_must_fit:
-            num_wanted = self._num_blocks_of_sequence(request, hits, num_processed)
-            if num_wanted + watermark > pool.num_free_blocks:
-                return None
+        num_free = self.block_pool.num_free_blocks - (self._watermark_blocks if is_admission and has_scheduled_reqs else 0)
+        if full_sequence_must_fit and self._num_blocks_of_sequence(request, hits, num_processed) > num_free:
+            return None
         num_needed = coordinator.get_num_blocks_to_allocate(request_id, num_slots, hits, num_processed)
-        if num_needed + watermark > pool.num_free_blocks - reserved_blocks:
+        if num_needed > num_free - reserved_blocks:
             return None
 
-        new_blocks = self.empty_kv_cache_blocks
+        new_blocks = coordinator.no_blocks
         if is_admission:
             external = coordinator.allocate_new_computed_blocks(request_id, hits, num_computed, num_processed)
             fresh = coordinator.allocate_new_blocks(request_id, num_slots)
-            new_blocks = KVCacheBlocks(tuple([*first, *rest] for first, rest in zip(external, fresh, strict=True)))
+            new_blocks = tuple([*first, *rest] for first, rest in zip(external, fresh, strict=True))
         elif num_needed:
-            new_blocks = KVCacheBlocks(coordinator.allocate_new_blocks(request_id, num_slots))
+            new_blocks = coordinator.allocate_new_blocks(request_id, num_slots)
         if num_new_tokens:
             coordinator.rewrite_sealed(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
             coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids)
-        return new_blocks
+        return KVCacheBlocks(new_blocks)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
@@ -273,10 +268,6 @@ class KVCacheManager:
     def num_cached_tokens(self, request_id: str) -> int:
         """Return how many leading tokens of the request are hits by now; of one that loads, its local hits."""
         return self.coordinator.num_cached_tokens(request_id)
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Tell whether a request of ``num_tokens`` tokens could run if it were alone."""
-        return min(num_tokens, self.max_model_len) <= self.max_tokens_that_fit
 
     @cached_property
     def max_tokens_that_fit(self) -> int:

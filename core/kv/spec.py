@@ -137,14 +137,6 @@ class KVCacheGroup:
     spec: KVCacheSpec
 
 
-@dataclass(slots=True, frozen=True)
-class LayerSlot:
-    """Where the KV of one layer lies: in the blocks of the group's table, at this slot of each."""
-
-    group_id: int
-    slot: int
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVCacheSizes:
     """Token counts that all parts of one KV cache are built with. They are handed down as they are; nobody recomputes one.
@@ -184,14 +176,9 @@ class KVCacheConfig:
         return self.layers_per_group * max(group.spec.page_size_bytes for group in self.groups)
 
     @property
-    def layer_slots(self) -> tuple[LayerSlot, ...]:
-        """Where each layer's KV lies, by the model's number of the layer."""
-        found = {
-            layer: LayerSlot(group_id, slot)
-            for group_id, group in enumerate(self.groups)
-            for slot, layer in enumerate(group.layer_indices)
-        }
-        return tuple(found[layer] for layer in sorted(found))
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each group by the model's numbers, in the order of their slots."""
+        return tuple(group.layer_indices for group in self.groups)
 
     def num_blocks_of_sequence(self, num_tokens: int, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Return the most blocks, over all groups, that a sequence of ``num_tokens`` tokens really holds at a time."""

@@ -3,7 +3,7 @@
 import pytest
 
 from core.kv.grouping import group_layers
-from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, LayerSlot, SlidingWindowSpec
+from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_dim": 256, "dtype_bytes": 2}
 FULL = FullAttentionSpec(**SHAPE)
@@ -45,16 +45,11 @@ def test_size_of_groups_leaves_the_fewest_slots_empty(counts, sizes):
     assert sorted(layer for group in groups for layer in group.layer_indices) == list(range(sum(counts)))
 
 
-def test_every_layer_knows_its_table_and_its_slot_in_a_block():
-    config = KVCacheConfig(9, group_layers([WINDOW, WINDOW, FULL, WINDOW, WINDOW]))
-    slots = config.layer_slots
-    assert config.layers_per_group == 1
-    assert [config.groups[slot.group_id].layer_indices[slot.slot] for slot in slots] == [0, 1, 2, 3, 4]
-    padded = KVCacheConfig(9, group_layers([FULL, FULL, FULL, WINDOW, WINDOW, WINDOW, WINDOW]))
-    assert padded.layers_per_group == 4
-    assert padded.block_bytes == 4 * FULL.page_size_bytes
-    assert padded.layer_slots[2] == LayerSlot(group_id=0, slot=2)
-    assert padded.layer_slots[6] == LayerSlot(group_id=1, slot=3)
+def test_slots_of_a_block_are_the_layers_of_the_largest_group():
+    config = KVCacheConfig(9, group_layers([FULL, FULL, FULL, WINDOW, WINDOW, WINDOW, WINDOW]))
+    assert config.layer_groups == ((0, 1, 2), (3, 4, 5, 6))
+    assert config.layers_per_group == 4
+    assert config.block_bytes == 4 * FULL.page_size_bytes
 
 
 def test_layers_that_cannot_share_a_pool_are_refused_with_both_sizes():

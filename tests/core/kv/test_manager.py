@@ -261,16 +261,11 @@ def test_watermark_counts_in_the_gate(make_manager, make_request):
     assert manager.allocate_slots(request, 1, full_sequence_must_fit=True, has_scheduled_reqs=False) is not None
 
 
-@pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (160, True), (161, False)])
-def test_prompt_that_can_never_fit_is_known_beforehand(make_manager, make_request, num_tokens, fits):
+def test_longest_prompt_that_can_ever_fit_is_known_whoever_runs(make_manager, make_request):
     manager = make_manager()
-    assert manager.can_ever_fit(num_tokens) is fits
     admit(manager, make_request("other", range(100)))
-    assert manager.can_ever_fit(num_tokens) is fits
-
-
-def test_tokens_beyond_the_model_length_do_not_count_for_fitting(make_manager):
-    assert make_manager(max_model_len=160).can_ever_fit(10_000)
+    assert manager.max_tokens_that_fit == 160
+    assert make_manager(max_model_len=100).max_tokens_that_fit == 100
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0])
