@@ -1,11 +1,11 @@
 """All benchmarks, one after another: prints their tables, and keeps output and figures in a folder.
 
-    python benchmarks/run_all.py [--quick] [--only NAME ...] [--trace FILE] [--output bench-results] [--docs docs/benchmarks.md]
+    python benchmarks/run_all.py [--quick] [--only NAME ...] [--trace FILE ...] [--output bench-results] [--docs FILE]
 
 ``OUTPUT/NAME.json`` holds the figures of a benchmark (its printed lines where it writes no file of its own), ``OUTPUT/NAME.md``
 what it printed. ``--docs`` puts the latter into a document, between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``. One
-benchmark that fails does not stop the others; the exit code is 1 then. ``--trace`` adds the replay of a trace, named
-``tiers_trace``. Run it on a machine that does nothing else.
+benchmark that fails does not stop the others; the exit code is 1 then. ``--trace`` adds the replay of traces, named
+``trace_`` and the file's name. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="smoke runs: figures without meaning")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of: {', '.join(names)}")
     parser.add_argument("--output", type=Path, default=Path("bench-results"), help="folder (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Mooncake trace to replay (tiers.py)")
+    parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE", help="traces to replay (tiers.py)")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="document to put the tables into")
     arguments = parser.parse_args()
     if arguments.quick and arguments.docs is not None:
         parser.error("--docs wants figures that mean something, without --quick")
     arguments.output.mkdir(parents=True, exist_ok=True)
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.only]
-    if arguments.trace is not None:
-        chosen.append(Benchmark("tiers_trace", script="tiers", arguments=("--trace", str(arguments.trace))))
+    for trace in arguments.trace:
+        chosen.append(Benchmark(f"trace_{trace.stem}", script="tiers", arguments=("--trace", str(trace))))
     results = [run(benchmark, arguments.output, arguments.quick) for benchmark in chosen]
     if arguments.docs is not None:
         put_into(arguments.docs, results)
