@@ -67,8 +67,9 @@ class KVPoolRegion:
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
     ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
-    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own. ``write_block`` copies the
-    bytes of a whole block from host memory into a pool on a device, by any thread; None for a pool in host memory.
+    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own. ``new_copier`` returns
+    what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
+    host memory into it, by any thread; both are None for a pool in host memory.
     """
 
     base_address: int

@@ -28,6 +28,7 @@ import torch
 from core.attention.base import KVLayout, PagedKVCache
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester, digest_tensor
+from core.engine.block_copier import cuda_block_copier
 from core.errors import ConfigError
 from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows, seal_memory_bytes
 from core.kv.spec import KVCacheConfig
@@ -117,6 +118,7 @@ def allocate_kv_pool(
         memory_fd=memory_fd,
         seals=_allocate_seals(info, config.num_blocks, incarnation, _digester(pool) if makes_digests else None),
         new_digester=partial(_digester, pool),
+        new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
         write_block=None if buffer is not None else partial(_write_block, pool.flatten(1).view(torch.uint8)),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
