@@ -30,3 +30,12 @@ def test_aggregated_engine_continues_the_text(run_example):
     printed = run_example("aggregated_engine.py", "The three primary colours are")
     assert printed.startswith("The three primary colours are")
     assert "red" in printed
+
+
+@pytest.mark.e2e
+@pytest.mark.full
+def test_conversation_computes_only_what_is_new(run_example):
+    turns = [line for line in run_example("shared_store_chat.py").splitlines() if line.startswith("turn")]
+    assert len(turns) == 3
+    assert turns[0].split()[3] != turns[1].split()[3], "the second turn lands on a worker that has not seen the first"
+    assert all(int(line.split()[-2]) < 110 for line in turns[1:])
