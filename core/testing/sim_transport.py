@@ -142,6 +142,13 @@ class SimTransport(Transport):
         """Reads that are not terminal."""
         return len(self._reads)
 
+    def staged_bytes(self) -> list[range]:
+        """Return which bytes of the staging area an open read may still write."""
+        reads = [read for read in self._reads.values() if self._watched(read) == len(self._regions)]
+        return [
+            range(row * read.target.row_bytes, (row + 1) * read.target.row_bytes) for read in reads for row in read.local_rows
+        ]
+
     def unavailable_reason(self) -> str | None:
         """Nothing is needed."""
         return None

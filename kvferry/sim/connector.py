@@ -61,7 +61,18 @@ class WriteWatch(LandingWatch, Protocol):
 
 @dataclass(slots=True)
 class _WatchedStaging(StagingArea):
+    """Rows that are taken are nobody else's any more, and what is converted belongs to the load."""
+
     watch: WriteWatch | None = None
+    transports: Sequence[SimTransport] = ()
+
+    def take(self, num_rows: int, row_bytes: int) -> StagedRows | None:
+        staged = StagingArea.take(self, num_rows, row_bytes)
+        if staged is not None:
+            start, end = staged.span
+            late = [span for transport in self.transports for span in transport.staged_bytes()]
+            assert all(end <= span.start or span.stop <= start for span in late), f"{staged} may still be written"
+        return staged
 
     def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
         assert self.watch is not None
@@ -70,11 +81,11 @@ class _WatchedStaging(StagingArea):
         StagingArea.convert(self, staged, remote_rows, copies)
 
 
-def _watched_staging(pool: KVPoolRegion, watch: WriteWatch) -> StagingArea:
+def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence[SimTransport]) -> StagingArea:
     """Return a staging area in which reads have to wait for each other. A ``HashModel`` keeps its slots side by side."""
     area = map_staging_area(pool, STAGED_TOKENS * SLOT_BYTES)
     assert area is not None
-    return _WatchedStaging(pool, area.region, 1, watch=watch)
+    return _WatchedStaging(pool, area.region, 1, watch=watch, transports=transports)
 
 
 class SimConnector:
@@ -121,7 +132,7 @@ class SimConnector:
             return transport
 
         settings = TransportSettings(ids=self._ids, engine_id=self._identity.engine_id, bind_address="")
-        self._staging = _watched_staging(pool, watch)
+        self._staging = _watched_staging(pool, watch, self._transports)
         opened = open_transports(
             self.transports, regions_of(pool), settings, bool(self._control_address), create, self._staging.region
         )

@@ -24,14 +24,18 @@ from connectors.p2p.leases import LeaseTable
 from connectors.p2p.load import Load
 from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.staging import StagingArea
 from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.verification import Verdict
 from connectors.p2p.worker import P2PConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.worker_state import WorkerState
-from core.kv.manager import KVCacheManager
+from core.kv.coordinator import KVCacheCoordinator
+from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import SEAL_BYTES
+from core.kv.single_type import RecyclingManager
+from core.kv.spec import SlidingWindowSpec
 from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.plan import draw_plan, draw_race_plan
@@ -95,21 +99,21 @@ def break_seals_when_the_step_has_run(patch: Patch) -> None:
 
 def read_seals_before_the_data(patch: Patch) -> None:
     real_post, real_ended = TransferExecutor._post, TransferExecutor._ended
-    early: dict[tuple[TransferExecutor, int], bytes] = {}
+    early: dict[tuple[TransferExecutor, int], bytes] = {}  # by the owner's block: race plans have one owner
 
     def post(self, command):
         transport = self._peers.get(command.peer)
         if isinstance(command, PostRead) and transport is not None:
             seals = transport._peers[command.peer].regions[1].buffer
-            for remote, local in zip(command.remote_rows, command.local_rows, strict=True):
-                early[self, local] = bytes(seals[remote * SEAL_BYTES : (remote + 1) * SEAL_BYTES])
+            for remote in command.remote_rows:
+                early[self, remote] = bytes(seals[remote * SEAL_BYTES : (remote + 1) * SEAL_BYTES])
         real_post(self, command)
 
-    def ended(self, read_id, read, error):
-        found = real_ended(self, read_id, read, error)
+    def ended(self, read, error):
+        found = real_ended(self, read, error)
         if not found.seals:
             return found
-        return dataclasses.replace(found, seals=tuple(early[self, local] for local in read.seals_of.local_rows))
+        return dataclasses.replace(found, seals=tuple(early[self, remote] for remote in read.command.remote_rows))
 
     patch(TransferExecutor, "_post", post)
     patch(TransferExecutor, "_ended", ended)
@@ -227,6 +231,69 @@ def lose_a_block_when_freeing(patch: Patch) -> None:
         real(self, list(ordered_blocks)[1:])
 
     patch(BlockPool, "free_blocks", free_blocks)
+
+
+# ---- groups and sizes of blocks
+
+
+def load_a_group_into_the_blocks_of_another(patch: Patch) -> None:
+    real = P2PConnectorScheduler._pull_request
+
+    def pull_request(self, request, offer, blocks, num_external_tokens):
+        return real(self, request, offer, KVCacheBlocks(tuple(reversed(blocks.blocks))), num_external_tokens)
+
+    patch(P2PConnectorScheduler, "_pull_request", pull_request)
+
+
+def forget_a_token_of_the_window_too_early(patch: Patch) -> None:
+    real = SlidingWindowSpec.num_skipped_tokens
+
+    def num_skipped_tokens(self, num_computed_tokens):
+        return min(num_computed_tokens, real(self, num_computed_tokens) + 1)
+
+    patch(SlidingWindowSpec, "num_skipped_tokens", num_skipped_tokens)
+
+
+def hand_over_less_than_the_window(patch: Patch) -> None:
+    real = P2PConnectorScheduler._describe_group
+
+    def describe_group(self, group_id, ids, hashes):
+        first = next((position for position, block_id in enumerate(ids) if block_id), 0)
+        is_window = first > 0 and first + 1 < len(hashes)
+        return real(self, group_id, [*[0] * (first + 1), *ids[first + 1 :]] if is_window else ids, hashes)
+
+    patch(P2PConnectorScheduler, "_describe_group", describe_group)
+
+
+def hash_a_block_that_lacks_its_first_tokens(patch: Patch) -> None:
+    patch(RecyclingManager, "withhold_first_block", returns(None))
+
+
+def go_back_to_where_a_group_holds_nothing(patch: Patch) -> None:
+    patch(KVCacheCoordinator, "find_boundary", lambda self, _, num_tokens: self.floor_to_boundary(num_tokens))
+
+
+def give_back_staged_rows_of_cancelled_reads(patch: Patch) -> None:
+    real = TransferExecutor._cancel
+
+    def cancel(self, read_id):
+        real(self, read_id)
+        read = self._reads.get(read_id)
+        if read is not None and read.staged is not None:
+            self._staging.give_back(read.staged)
+            read.staged = None
+
+    patch(TransferExecutor, "_cancel", cancel)
+
+
+def take_the_tokens_of_a_block_one_too_far(patch: Patch) -> None:
+    real = StagingArea.convert
+
+    def convert(self, staged, remote_rows, copies):
+        shifted = [copy._replace(remote_start=max(0, copy.remote_start - 1)) for copy in copies]
+        real(self, staged, remote_rows, shifted)
+
+    patch(StagingArea, "convert", convert)
 
 
 # ---- engine and worker
@@ -362,6 +429,13 @@ MUTANTS = (
     Mutant("offer a failed load again", (Fault.READ_ERROR,), offer_a_failed_load_again),
     Mutant("share blocks that are loading", (), share_blocks_that_are_loading),
     Mutant("lose a block when freeing", (), lose_a_block_when_freeing),
+    Mutant("load a group into the blocks of another", (), load_a_group_into_the_blocks_of_another),
+    Mutant("forget a token of the window too early", (), forget_a_token_of_the_window_too_early),
+    Mutant("hand over less than the window", (), hand_over_less_than_the_window),
+    Mutant("hash a block that lacks its first tokens", (), hash_a_block_that_lacks_its_first_tokens),
+    Mutant("go back to where a group holds nothing", (Fault.READ_ERROR,), go_back_to_where_a_group_holds_nothing),
+    Mutant("give back staged rows of cancelled reads", _LATE, give_back_staged_rows_of_cancelled_reads),
+    Mutant("take the tokens of a block one too far", (), take_the_tokens_of_a_block_one_too_far),
     Mutant("forget to wake the engine", (), forget_to_wake_the_engine),
     Mutant("sleep with work", (), sleep_with_work),
     Mutant("sleep while others load", (), sleep_while_others_load),
