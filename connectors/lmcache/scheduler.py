@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from connectors.lmcache.actions import (
+    BlockMove,
     LMCacheMPConnectorMetadata,
     Load,
     Lookup,
@@ -24,6 +25,7 @@ from connectors.lmcache.wire import TokenSpan, wire_salt
 from core.config import HASH_BLOCK_SIZE
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.ids import IdSource, new_hex_id
+from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.seals import decode_seal
 from core.kv.spec import KVCacheGroup
@@ -224,15 +226,29 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
                 tracker.forget_stored(chunks.start, save.transfer.server.geometry.chunk_size)
 
     def _is_sealed(self, save: Save) -> bool:
-        pool = self._bound_manager.block_pool
-        assert pool.seals is not None, "the connector does not start without seals"
+        """Say whether all blocks of a save are sealed as what they were copied for.
+
+        A block that has left its group's window since, and may be somebody else's, was complete: only what lies behind tokens
+        that have been processed leaves.
+        """
+        chunks, manager = save.transfer.chunks, self._bound_manager
+        tables = manager.get_block_ids(chunks.request_id)
+        first_block = chunks.start // save.transfer.server.geometry.block_size
         for move in save.transfer.moves:
-            seal = decode_seal(pool.seals.row(move.block_id))
-            if seal is None or seal.generation != pool.blocks[move.block_id].generation:
-                return False
-            if (seal.group_id, seal.block_hash) != (move.identity.group_id, move.identity.block_hash):
+            held = tables[move.identity.group_id][first_block + move.index :][:1]
+            if held != [NULL_BLOCK_ID] and not self._has_seal(move):
                 return False
         return True
+
+    def _has_seal(self, move: BlockMove) -> bool:
+        pool = self._bound_manager.block_pool
+        assert pool.seals is not None, "the connector does not start without seals"
+        seal = decode_seal(pool.seals.row(move.block_id))
+        return (
+            seal is not None
+            and seal.generation == pool.blocks[move.block_id].generation
+            and (seal.group_id, seal.block_hash) == (move.identity.group_id, move.identity.block_hash)
+        )
 
     # ---- details ---------------------------------------------------------------------------------------------------
 

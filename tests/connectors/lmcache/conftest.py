@@ -44,6 +44,8 @@ from core.sched.scheduler import Scheduler
 from core.testing.connector_engine import call_if_open
 from core.testing.hash_model import (
     DEFAULT_VOCAB_SIZE,
+    FULL,
+    HashAttention,
     HashModel,
     expected_kv,
     expected_tokens,
@@ -64,14 +66,22 @@ class HashEngine:
     ``outputs`` are the tokens of every request, ``usage`` what its load has cost, if it had one.
     """
 
-    def __init__(self, settings: LMCacheSection, fingerprint: bytes, incarnation: int, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        settings: LMCacheSection,
+        fingerprint: bytes,
+        incarnation: int,
+        num_blocks: int = NUM_BLOCKS,
+        attentions: Sequence[HashAttention] = FULL,
+    ) -> None:
+        self.attentions = attentions
         self.connector = LMCacheConnector(
             ConnectorContext(
                 role="decode",
                 engine_id=f"engine-{incarnation}",
                 incarnation=incarnation,
                 model_fingerprint=fingerprint,
-                layout=hash_model_layout(BLOCK_SIZE),
+                layout=hash_model_layout(BLOCK_SIZE, len(attentions)),
                 config=ConnectorSection(name="lmcache", lmcache=settings, transfer_deadline_s=5.0),
                 control_address="tcp://127.0.0.1:0",
                 advertise_host="",
@@ -80,9 +90,9 @@ class HashEngine:
                 metrics=CollectorRegistry(),
             )
         )
-        self.model = HashModel(num_blocks, BLOCK_SIZE, self.connector.worker, incarnation=incarnation)
+        self.model = HashModel(num_blocks, BLOCK_SIZE, self.connector.worker, incarnation=incarnation, attentions=attentions)
         self.manager = KVCacheManager(
-            hash_model_kv_config(num_blocks, BLOCK_SIZE),
+            hash_model_kv_config(num_blocks, BLOCK_SIZE, attentions),
             MAX_MODEL_LEN,
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=HASH_BLOCK_SIZE,
@@ -153,7 +163,8 @@ class HashEngine:
 
     def check(self, request_id: str, prompt: Sequence[int]) -> None:
         tokens = self.outputs[request_id]
-        assert tokens == expected_tokens(prompt, len(tokens)), f"{request_id} was computed on wrong KV"
+        expected = expected_tokens(prompt, len(tokens), attentions=self.attentions)
+        assert tokens == expected, f"{request_id} was computed on wrong KV"
 
     def counts(self) -> dict[str, int]:
         """Return what the connector has counted."""
@@ -204,8 +215,12 @@ def start_engine(settings, fingerprint) -> Callable[..., object]:
     incarnations = iter(range(1, 100))
 
     @asynccontextmanager
-    async def start(num_blocks: int = NUM_BLOCKS, **changed: object) -> AsyncIterator[HashEngine]:
-        engine = HashEngine(msgspec.structs.replace(settings, **changed), fingerprint, next(incarnations), num_blocks)
+    async def start(
+        num_blocks: int = NUM_BLOCKS, attentions: Sequence[HashAttention] = FULL, **changed: object
+    ) -> AsyncIterator[HashEngine]:
+        engine = HashEngine(
+            msgspec.structs.replace(settings, **changed), fingerprint, next(incarnations), num_blocks, attentions
+        )
         await engine.connector.start()
         try:
             yield engine

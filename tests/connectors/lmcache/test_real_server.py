@@ -12,7 +12,7 @@ import pytest
 
 from connectors.lmcache.wire import Operation
 from core.request import NewRequest, Request
-from core.testing.hash_model import expected_kv, expected_tokens
+from core.testing.hash_model import HashAttention, expected_kv, expected_tokens
 from core.wire.sampling import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
@@ -127,6 +127,47 @@ async def test_a_preempted_request_comes_back_with_what_was_saved(start_engine):
             engine.check(request_id, prompt)
         assert engine.counts()["loads"]
         await engine.settled()
+
+
+# ---- several KV cache groups -------------------------------------------------------------------------------------------
+
+LONG = list(range(2000, 2700))
+HYBRIDS = {
+    "windows": (HashAttention(), HashAttention(window=100), HashAttention(window=100)),
+    "a window below a chunk": (HashAttention(window=20), HashAttention()),
+    "windows of two sizes": (HashAttention(window=150), HashAttention(window=40), HashAttention()),
+    "local chunks": (HashAttention(chunk=128), HashAttention()),
+    "nothing but windows": (HashAttention(window=70),),
+}
+
+
+@pytest.mark.parametrize("attentions", HYBRIDS.values(), ids=HYBRIDS)
+async def test_each_group_gets_back_what_the_next_token_needs(start_engine, attentions):
+    async with start_engine(attentions=attentions) as writer:
+        await writer.run("a", LONG)
+        await writer.settled()
+        for num_common in (700, 640, 300):
+            async with start_engine(attentions=attentions) as reader:
+                usage = await reader.run("b", [*LONG[:num_common], *OTHER[:50]])
+                assert usage.transferred_tokens == num_common // CHUNK * CHUNK
+                assert not usage.fallback_reason
+                await reader.settled()
+
+
+@pytest.mark.parametrize("attentions", HYBRIDS.values(), ids=HYBRIDS)
+async def test_s4_what_windows_have_left_behind_is_not_saved_as_something(start_engine, raw_client, attentions):
+    """Saved from local hits: windowed groups have null blocks there. A shorter prompt must not take these for its own."""
+    async with start_engine(attentions=attentions) as writer:
+        await writer.run("a", LONG)
+        await writer.settled()
+        raw_client.call(Operation.CLEAR, True)
+        await writer.run("b", [*LONG, 1, 2, 3])
+        await writer.settled()
+        for num_common in (300, 130, 700):
+            async with start_engine(attentions=attentions) as reader:
+                usage = await reader.run("c", [*LONG[:num_common], *OTHER[:50]])
+                assert usage is None or not usage.fallback_reason
+                await reader.settled()
 
 
 # ---- what the server remembers of us ---------------------------------------------------------------------------------
