@@ -16,7 +16,7 @@ import numpy as np
 
 from core.clock import Clock
 from core.ids import IdSource
-from kvstore.client_machine import ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
 from kvstore.front import StoreFront
 from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine
 from kvstore.messages import Parcel, ToStore
@@ -86,15 +86,20 @@ class EmbeddedStore(StoreFront):
             if store_actions:
                 self._follow_store(store_actions.popleft())
             else:
-                action = client_actions.popleft()
-                if isinstance(action, SendToStore):
-                    store_actions.extend(self._to_store(action.parcel))
-                elif isinstance(action, CopyIn):
-                    self._copies.put(action)
-                elif isinstance(action, MapArena) and self.machine.memory is not None:
-                    self._machine.on_mapped(self.machine.memory.arena)
+                store_actions.extend(self._follow_client(client_actions.popleft()))
             client_actions.extend(self._machine.take_actions())
         self._progress.notify_all()
+
+    def _follow_client(self, action: ClientAction) -> Sequence[Action]:
+        """Carry out what the client's machine wants; return what the store's machine wants in turn."""
+        match action:
+            case SendToStore():
+                return self._to_store(action.parcel)
+            case CopyIn():
+                self._copies.put(action)
+            case MapArena():
+                self._machine.on_mapped(None if self.machine.memory is None else self.machine.memory.arena)
+        return ()
 
     def _to_store(self, parcel: Parcel[ToStore]) -> list[Action]:
         return self.machine.on_parcel(_SELF, parcel.message, parcel.blocks, self._clock.now())

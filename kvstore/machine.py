@@ -426,24 +426,29 @@ def _slots_of(query: Query) -> GetReply:
 def _parts_of(query: Query) -> list[tuple[GetReply, list[Resident]]]:
     """Return the answer to a client elsewhere, in messages of bounded size."""
     parts: list[tuple[GetReply, list[Resident]]] = []
-    first, num_keys = 0, len(query.residents)
-    while first < num_keys or not parts:
-        end, num_bytes, found = first, 0, list[Resident]()
-        while end < num_keys:
-            resident = query.residents[end]
-            if resident is not None:
-                if found and num_bytes + resident.num_bytes > MAX_BLOCKS_BYTES:
-                    break
-                found.append(resident)
-                num_bytes += resident.num_bytes
-            end += 1
+    first = 0
+    while first < len(query.residents) or not parts:
+        end = _end_of_part(query.residents, first)
+        found = [resident for resident in query.residents[first:end] if resident is not None]
         reply = GetReply(
             number=query.number,
             present=bytes(resident is not None for resident in query.residents[first:end]),
             seals=b"".join(resident.seal for resident in found),
             first=first,
-            is_last=end >= num_keys,
+            is_last=end >= len(query.residents),
         )
         parts.append((reply, found))
         first = end
     return parts
+
+
+def _end_of_part(residents: Sequence[Resident | None], first: int) -> int:
+    """Return up to where the blocks from ``first`` on fit one message; at least one does."""
+    num_bytes = 0
+    for index in range(first, len(residents)):
+        resident = residents[index]
+        size = 0 if resident is None else resident.num_bytes
+        if num_bytes and num_bytes + size > MAX_BLOCKS_BYTES:
+            return index
+        num_bytes += size
+    return len(residents)

@@ -78,7 +78,7 @@ def _register_memory(registry: CollectorRegistry, machine: StoreMachine) -> None
     read_counter(
         registry,
         "kvstore_dropped_saves",
-        "Blocks that were not handed to lower tiers, since too many were under way.",
+        "Blocks that were evicted before their turn to be handed to lower tiers.",
         lambda: 0 if machine.tiering is None else machine.tiering.num_dropped_saves,
     )
 

@@ -66,6 +66,7 @@ class Tiering:
         self._promotions: dict[bytes, _Promotion] = {}
         self._locations: dict[LocateJob, _Location] = {}
         self._saves: dict[bytes, _Save] = {}
+        self._backlog: dict[bytes, Resident] = {}  # write-through: waits for its turn, and may be evicted meanwhile
         self._num_save_jobs = [0] * len(tiers)
         self._jobs: list[TierJob] = []
         self.num_dropped_saves = 0
@@ -78,8 +79,8 @@ class Tiering:
 
     @property
     def num_saving(self) -> int:
-        """How many blocks are on their way down."""
-        return len(self._saves)
+        """How many blocks are on their way down, or wait for it."""
+        return len(self._saves) + len(self._backlog)
 
     def take_jobs(self) -> list[TierJob]:
         """Return the jobs that have come up since the last call."""
@@ -122,10 +123,10 @@ class Tiering:
 
     def on_new(self, resident: Resident) -> None:
         """Take note of a block that has just been committed to memory by a client."""
-        if not self._write_back:
-            self._save(resident)
-        elif self._tiers:
+        if self._write_back:
             self._demote()
+        elif not self._save(resident):
+            self._backlog[resident.key] = resident
 
     @property
     def makes_dirty(self) -> bool:
@@ -213,7 +214,6 @@ class Tiering:
             return True
         takers = [index for index, tier in enumerate(self._tiers) if tier.knows(resident.key) is not True]
         if any(self._num_save_jobs[index] >= MAX_SAVE_JOBS for index in takers):
-            self.num_dropped_saves += not resident.is_dirty
             return False
         if not takers:
             self._memory.mark_clean(resident)
@@ -236,9 +236,22 @@ class Tiering:
             self._memory.unpin(save.resident)
             if self._write_back:
                 self._demote()
+            else:
+                self._save_backlog()
+
+    def _save_backlog(self) -> None:
+        while self._backlog:
+            key, resident = next(iter(self._backlog.items()))
+            is_there = self._memory.find(key) is resident
+            if is_there and not self._save(resident):
+                return
+            self.num_dropped_saves += not is_there
+            del self._backlog[key]
 
     def _demote(self) -> None:
         """Write-back: hand down the next to be evicted while too few slots are free or clean."""
+        if not self._tiers:
+            return
         num_slots = self._memory.arena.num_slots
         max_dirty = num_slots - math.ceil(CLEAN_SHARE * num_slots)
         num_wanted = self._memory.num_dirty - max_dirty - len(self._saves)

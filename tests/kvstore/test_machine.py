@@ -303,6 +303,29 @@ def test_write_through_hands_down_at_once():
     assert store.arena.num_pinned == 0
 
 
+def test_write_through_hands_down_all_of_a_long_prompt(monkeypatch):
+    monkeypatch.setattr("kvstore.tiering.MAX_SAVE_JOBS", 2)
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    store.put(b"a", blocks_of(*range(NUM_SLOTS)))
+    assert len(store.jobs) == store.arena.num_pinned == 2
+    store.finish_jobs()
+    assert (len(tier.values), store.arena.num_pinned, store.machine.tiering.num_saving) == (NUM_SLOTS, 0, 0)
+
+
+def test_what_is_evicted_before_its_turn_is_counted(monkeypatch):
+    monkeypatch.setattr("kvstore.tiering.MAX_SAVE_JOBS", 2)
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    store.put(b"a", blocks_of(*range(NUM_SLOTS)))
+    store.put(b"a", blocks_of(50, 51, 52))
+    store.finish_jobs()
+    assert len(tier.values) == NUM_SLOTS
+    assert store.machine.tiering.num_dropped_saves == 3
+
+
 def test_write_back_hands_down_when_clean_slots_get_few_and_loses_nothing():
     tier = DictTier()
     store = Store(tiers=[tier], write_back=True)

@@ -15,6 +15,8 @@ from kvstore.messages import Corrupt, Release, encode_to_store
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, copy_of, get, lookup, put, read, wait_for
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 
 CLIENT = """
@@ -107,7 +109,7 @@ def test_a_reader_that_lost_its_pins_notices_a_reused_slot(store_process, client
     server.close()
 
 
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["arena", "frames"])
+@pytest.mark.parametrize("shares_memory", [True, pytest.param(False, marks=pytest.mark.full)], ids=["arena", "frames"])
 def test_a_killed_store_is_a_miss_and_its_successor_is_used(server, client_of, shares_memory):
     blocks = [make_block(index) for index in range(3)]
     keys = [block.key for block in blocks]
