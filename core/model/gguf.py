@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 
 from core.errors import ConfigError
+from core.model.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from core.model.gguf_tokenizer import write_tokenizer
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the output for the same file changes
@@ -79,25 +78,18 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     Raises:
         ConfigError: the file is no GGUF, or its architecture, rope, tokenizer or a tensor is not supported.
     """
-    reader = _open(gguf_path)
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
-    config = _hf_config(metadata, reader)
+    file = read_gguf(gguf_path)
+    config = _hf_config(file)
     generation: dict[str, Any] = {key: config[key] for key in config if key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    write_tokenizer(metadata, gguf_path, folder)
-    _write_safetensors(folder / "model.safetensors", _hf_tensors(reader, config))
+    write_tokenizer(file.metadata, gguf_path, folder)
+    _write_safetensors(folder / "model.safetensors", _hf_tensors(file, config))
 
 
-def _open(path: Path) -> GGUFReader:
-    try:
-        return GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a GGUF file: {error}", param="model") from error
-
-
-def _hf_config(metadata: Mapping[str, Any], reader: GGUFReader) -> dict[str, Any]:
+def _hf_config(file: GGUFFile) -> dict[str, Any]:
     """Derive a Hugging Face ``config.json`` from GGUF metadata."""
+    metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(sorted(_ARCHITECTURES))
@@ -111,12 +103,12 @@ def _hf_config(metadata: Mapping[str, Any], reader: GGUFReader) -> dict[str, Any
             raise ConfigError(f"GGUF metadata lacks {name}", param=name)
         return metadata[name]
 
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     num_heads = required("attention.head_count")
     theta = metadata.get(f"{architecture}.rope.freq_base", 10000.0)
     config = {
         "model_type": _ARCHITECTURES[architecture],
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": required("embedding_length"),
         "intermediate_size": required("feed_forward_length"),
         "num_hidden_layers": required("block_count"),
@@ -161,7 +153,7 @@ def _gemma3_fields(config: Mapping[str, Any], sliding_window: int) -> dict[str, 
     }
 
 
-def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if kind == "linear":
         return {"rope_type": "linear", "factor": _shortest(metadata[f"{architecture}.rope.scaling.factor"])}
@@ -169,7 +161,7 @@ def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mappi
         key = f"{architecture}.rope.scaling.type"
         raise ConfigError(f"GGUF {key}={kind!r} is not supported; supported: none, linear", param=key)
     if _ROPE_FREQS in tensors:
-        factors = np.asarray(tensors[_ROPE_FREQS].data, dtype=np.float32)
+        factors = tensors[_ROPE_FREQS].dequantized()
         return _llama3_rope(factors, metadata.get(f"{architecture}.rope.freq_base", 10000.0))
     return {"rope_type": "default"}
 
@@ -193,23 +185,23 @@ def _llama3_rope(factors: Array, theta: float) -> dict[str, Any]:
     }
 
 
-def _hf_tensors(reader: GGUFReader, config: Mapping[str, Any]) -> list[_Tensor]:
+def _hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[_Tensor]:
     """Describe every output tensor, sorted by name so that the file is the same on every machine."""
     head_counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     is_gemma = config["model_type"] == "gemma3_text"
     layer_names = _GEMMA3_LAYER_NAMES if is_gemma else _LAYER_NAMES
     permuted = config["model_type"] in _PERMUTED
     tensors = []
-    for source in reader.tensors:
+    for source in file.tensors:
         if source.name == _ROPE_FREQS:
             continue
         stem, name = _hf_name(source.name, layer_names)
-        values = partial(_values, source)
+        values: Callable[[], Array] = source.dequantized
         if permuted and stem in head_counts:
             values = partial(_halves, source, head_counts[stem])
         elif is_gemma and stem.endswith("norm"):
             values = partial(_less_one, source)
-        tensors.append(_Tensor(name, tuple(int(size) for size in reversed(source.shape)), values))
+        tensors.append(_Tensor(name, source.shape, values))
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
@@ -225,20 +217,14 @@ def _hf_name(gguf_name: str, layer_names: Mapping[str, str]) -> tuple[str, str]:
     raise ConfigError(f"GGUF tensor {gguf_name!r} belongs to no architecture supported here", param="model")
 
 
-def _values(source: ReaderTensor) -> Array:
-    """Dequantize to fp32."""
-    values: Array = dequantize(source.data, source.tensor_type).astype(np.float32, copy=False)
-    return values
-
-
-def _less_one(source: ReaderTensor) -> Array:
+def _less_one(source: GGUFTensor) -> Array:
     """Return what Gemma stores of a norm's weight: llama.cpp has added the one that its code adds."""
-    return _values(source) - np.float32(1.0)
+    return source.dequantized() - np.float32(1.0)
 
 
-def _halves(source: ReaderTensor, num_heads: int) -> Array:
+def _halves(source: GGUFTensor, num_heads: int) -> Array:
     """Dequantize, and turn interleaved rope pairs ``(d/2, 2)`` into halves ``(2, d/2)``."""
-    values = _values(source)
+    values = source.dequantized()
     rows = values.shape[0]
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
