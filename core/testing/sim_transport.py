@@ -29,11 +29,12 @@ class TransportTraits:
     is_one_sided: bool  # the owner's memory can be read while its process is frozen
     has_late_bytes: bool  # cancelling a read does not stop it
     outlives_owner: bool  # memory that is mapped can be read after its owner's death
+    shares_errors: bool = False  # an error is one of the connection: all reads of the peer end by it
 
 
 TRAITS = {
     "tcp": TransportTraits(name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False),
-    "nixl": TransportTraits(name="nixl", is_one_sided=True, has_late_bytes=True, outlives_owner=False),
+    "nixl": TransportTraits(name="nixl", is_one_sided=True, has_late_bytes=True, outlives_owner=False, shares_errors=True),
     "shm": TransportTraits(name="shm", is_one_sided=True, has_late_bytes=False, outlives_owner=True),
 }
 
@@ -270,9 +271,19 @@ class SimTransport(Transport):
         if self._watch is not None:
             self._watch.on_landing(read.handle, self._watched(read), row)
         read.num_rows_left -= 1
-        if not read.num_rows_left:
-            error = TransferError("the read failed on the way") if read.fails else None
-            self._process.call_later(self._hop_s(), lambda: self._end(read, error))
+        if read.num_rows_left:
+            return
+        if read.fails and self._traits.shares_errors:
+            self._process.call_later(self._hop_s(), lambda: self._end_all_of(read.peer))
+            return
+        error = TransferError("the read failed on the way") if read.fails else None
+        self._process.call_later(self._hop_s(), lambda: self._end(read, error))
+
+    def _end_all_of(self, peer: PeerId) -> None:
+        """The connection to a peer has failed; until it is opened anew nothing can be read of it."""
+        self._peers.pop(peer, None)
+        for read in [read for read in self._reads.values() if read.peer == peer]:
+            self._end(read, PeerUnreachable(f"the connection to {peer.address} has failed"))
 
     def _on_owner_death(self, read: _Read) -> None:
         """What is under way may still land; then the read is found broken."""

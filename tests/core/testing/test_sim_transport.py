@@ -183,13 +183,27 @@ def test_partition_holds_the_bytes_back():
 
 
 def test_failing_read_ends_in_an_error_with_its_bytes_written():
-    pair = Pair("nixl")
+    pair = Pair("tcp")
     pair.fabric.weather.error_rate = 1.0
     pair.read(0, 1)
     pair.run()
     (result,) = pair.reader.poll()
     assert isinstance(result.error, TransferError)
     assert sorted(pair.watch.landed) == [0, 1]
+
+
+def test_failing_read_of_a_connection_ends_all_reads_of_the_peer():
+    """As NIXL's agents do: a peer with which a transfer has failed is lost."""
+    pair = Pair("nixl")
+    pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 1e6
+    pair.read(4)
+    pair.fabric.weather.stall_rate, pair.fabric.weather.error_rate = 0.0, 1.0
+    pair.read(0, 1)
+    pair.run(10.0)
+    results = pair.reader.poll()
+    assert [type(result.error) for result in results] == [PeerUnreachable, PeerUnreachable]
+    with pytest.raises(PeerUnreachable):
+        pair.read(2)
 
 
 @pytest.mark.parametrize("corrupts_data", [True, False])
