@@ -1,0 +1,139 @@
+"""The threads and sockets around the two machines: who gets in, what is refused, and what the end of a thread means."""
+
+import contextlib
+import logging
+import threading
+import time
+
+import pytest
+
+from core.clock import SystemClock
+from core.config import KVStoreSection
+from core.errors import ConfigError, PeerUnreachable
+from core.ids import RandomIds
+from core.wire.curve import derive_keys, new_cluster_key
+from kvstore.build import machine_options, make_tiers
+from kvstore.client import StoreClient, connect_store, own_process, process_start_ticks
+from kvstore.client_machine import ClientOptions
+from kvstore.server import StoreServer
+from kvstore.testing.blocks import BLOCK_BYTES, make_block
+from kvstore.testing.store_suite import NUM_SLOTS, put, read
+
+DEADLINE_S = 30.0
+
+
+def eventually(condition, what):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(keys=None, on_death=None, **settings):
+    ids = RandomIds()
+    config = KVStoreSection(**{"memory_bytes": (NUM_SLOTS + 2) * BLOCK_BYTES, **settings})
+    deaths = []
+    server = StoreServer(machine_options(config, ids), make_tiers(config, ids), SystemClock(), on_death or deaths.append, keys)
+    try:
+        yield server, server.start("tcp://127.0.0.1:0")
+    finally:
+        server.stop()
+    assert deaths == []
+
+
+@contextlib.contextmanager
+def client_at(address, keys=None, block_bytes=BLOCK_BYTES):
+    config = KVStoreSection(address=address, heartbeat_interval_s=0.05, request_timeout_s=0.5)
+    client = connect_store(config, "test", block_bytes, SystemClock(), RandomIds(), keys)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def test_only_holders_of_the_key_get_in():
+    keys, others = (derive_keys(new_cluster_key(RandomIds())) for _ in range(2))
+    block = make_block(1)
+    with serving(keys) as (server, address), client_at(address, keys) as member:
+        assert member.wait_until_connected(DEADLINE_S)
+        assert put(member, [block]).stored == [True]
+        assert read(member, [block.key]) == [bytes(block.content)]
+        with client_at(address, others) as stranger, client_at(address) as anonymous:
+            assert not stranger.wait_until_connected(0.5)
+            assert not anonymous.is_connected
+            assert server.machine.num_clients == 1
+
+
+def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_told_once(caplog):
+    with serving() as (_, address), client_at(address) as fitting:
+        assert fitting.wait_until_connected(DEADLINE_S)
+        with caplog.at_level(logging.WARNING), client_at(address, block_bytes=2 * BLOCK_BYTES) as large:
+            eventually(lambda: "kvstore.block_bytes" in caplog.text, "nobody is told")
+            assert not large.wait_until_connected(0.3)
+        assert caplog.text.count("kvstore_refused") == 1
+
+
+def test_an_arena_that_cannot_be_mapped_means_frames(monkeypatch):
+    def refuse(*_):
+        raise PeerUnreachable("not here")
+
+    monkeypatch.setattr("kvstore.client.map_arena", refuse)
+    block = make_block(1)
+    with serving() as (_, address), client_at(address) as client:
+        assert client.wait_until_connected(DEADLINE_S)
+        assert not client.is_local
+        put(client, [block])
+        assert read(client, [block.key]) == [bytes(block.content)]
+
+
+def test_a_process_that_is_another_one_by_now_does_not_count_as_alive():
+    pid, start_ticks = own_process()
+    options = ClientOptions("impostor", BLOCK_BYTES, process=(pid, start_ticks + 1))
+    with serving() as (server, address):
+        client = StoreClient(address, options, SystemClock(), RandomIds())
+        eventually(lambda: server.machine.memory is not None and server.machine.num_clients == 0, "it counts as alive")
+        client.close()
+
+
+def test_the_start_of_a_process_is_read_from_the_system():
+    assert process_start_ticks(own_process()[0]) == own_process()[1] > 0
+    assert process_start_ticks(2**22 + 5) is None
+
+
+def test_an_address_in_use_is_refused(tmp_path):
+    with serving() as (_, address):
+        config = KVStoreSection(disk_path=str(tmp_path))
+        ids = RandomIds()
+        second = StoreServer(machine_options(config, ids), make_tiers(config, ids), SystemClock(), pytest.fail)
+        with pytest.raises(ConfigError, match="cannot bind"):
+            second.start(address)
+        second.stop()
+    for tier in make_tiers(config, ids):  # the folder was given back
+        tier.close()
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"kvstore\.address"):
+        connect_store(KVStoreSection(address="nonsense"), "test", BLOCK_BYTES, SystemClock(), RandomIds())
+
+
+def test_a_fault_of_ours_ends_the_server_visibly(monkeypatch):
+    deaths, died = [], threading.Event()
+
+    def on_death(error):
+        deaths.append(error)
+        died.set()
+
+    with serving(on_death=on_death) as (server, _):
+        assert server.is_serving
+        monkeypatch.setattr(server.machine, "on_timer", lambda now: 1 / 0)
+        assert died.wait(DEADLINE_S)
+        eventually(lambda: not server.is_serving, "it still looks alive")
+    assert isinstance(deaths[0], ZeroDivisionError)
+
+
+def test_no_thread_or_descriptor_is_left():
+    with serving() as (_, address), client_at(address) as client:
+        client.wait_until_connected(DEADLINE_S)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvstore")]
