@@ -190,6 +190,12 @@ class HashEngine:
 
 
 @pytest.fixture
+def make_engine() -> type[HashEngine]:
+    """The engine, for tests that start it themselves."""
+    return HashEngine
+
+
+@pytest.fixture
 def fingerprint(request) -> bytes:
     """A model of the test's own: what others have saved is none of its business."""
     return hashlib.blake2b(request.node.nodeid.encode(), digest_size=16).digest()

@@ -321,6 +321,13 @@ async def test_a_full_server_costs_hits_and_nothing_else(start_engine, raw_clien
         await other.settled()
 
 
+async def test_memory_that_is_not_there_costs_hits_and_nothing_else(start_engine):
+    async with start_engine(staging_bytes=500) as engine:
+        assert not engine.connector.is_connected
+        assert await engine.run("a", PROMPT) is None
+        await engine.settled()
+
+
 async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmcache_server):
     async with start_engine(request_timeout_s=1.0, lookup_timeout_s=0.5) as engine:
         await engine.run("before", PROMPT)

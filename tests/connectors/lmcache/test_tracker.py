@@ -170,12 +170,12 @@ def test_a_load_that_failed_counts_as_nothing():
 # ---- any sequence ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_chunk_is_saved_once_and_only_when_it_is_computed(data):
     blocks_per_chunk = data.draw(st.integers(1, 4))
     geometry = ChunkGeometry(16 * blocks_per_chunk, 16)
-    num_tokens = data.draw(st.integers(1, 400))
+    num_tokens = data.draw(st.integers(1, 250))
     tracker = tracker_of(num_tokens)
     num_found = geometry.floor(data.draw(st.integers(0, num_tokens)))
     num_local = data.draw(st.integers(0, num_tokens - 1)) // 16 * 16
