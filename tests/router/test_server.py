@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from core.config import RouterSection
 from core.errors import ConfigError
 from router.main import _serve
 from router.served import ServedModel
-from router.server import Router
+from router.server import Router, _listen
 
 BODY = {"prompt": "p", "max_tokens": 50}
 
@@ -38,6 +39,13 @@ async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router
 async def test_workers_port_that_other_machines_reach_is_warned_about(start_router, caplog, address, num_warnings):
     await start_router(worker_address=address)
     assert sum("setting=router.worker_address" in record.message for record in caplog.records) == num_warnings
+
+
+def test_answers_do_not_wait_for_the_acknowledgement_of_the_ones_before():
+    with _listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_a_taken_http_port_is_a_configuration_error(start_router):
