@@ -1,0 +1,175 @@
+"""The transfer executor with peers whose blocks have another size: staged, digested, converted, and never too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, PostSealRead, ReadEnded, TokenCopy
+from connectors.p2p.staging import StagingArea
+from connectors.p2p.transfer import TransferExecutor
+from core.connector import KVPoolRegion
+from core.digest import BlockDigester
+from core.errors import LayoutMismatch, PeerUnreachable, TransferError
+from core.kv.seals import ExpectedSeal, SealTable, decode_seal, map_seal_memory, num_landing_rows
+from core.testing.hash_model import SLOT_BYTES, hash_model_layout
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+from core.testing.transport_owner import HostRows, row_content
+from core.transport import PeerId, RowRegion
+
+PEER = PeerId("tcp://10.0.0.1:5600", 1)
+NUM_ROWS, THEIR_SIZE, OUR_SIZE = 16, 16, 32
+THEIR_BYTES, OUR_BYTES = THEIR_SIZE * SLOT_BYTES, OUR_SIZE * SLOT_BYTES
+PAIR = (TokenCopy(3, 0, 5, 0, THEIR_SIZE), TokenCopy(9, 0, 5, THEIR_SIZE, THEIR_SIZE))  # blocks 3 and 9 become our block 5
+
+
+def seal_table(incarnation: int, block_size: int) -> SealTable:
+    memory = map_seal_memory(NUM_ROWS, num_landing=num_landing_rows(block_size))
+    return SealTable(memory, incarnation, layout_version=5)
+
+
+class World:
+    """An owner with short blocks, a reader with long ones, whose slots lie side by side."""
+
+    def __init__(self, late_bytes: bool, num_staged: int) -> None:
+        self.fabric = InprocFabric()
+        self.theirs, self.ours = HostRows(NUM_ROWS, THEIR_BYTES), HostRows(NUM_ROWS, OUR_BYTES)
+        self.staged_rows = HostRows(num_staged, THEIR_BYTES)
+        self.theirs.fill(1)
+        self.their_seals, our_seals = seal_table(1, THEIR_SIZE), seal_table(2, OUR_SIZE)
+        self.owner = InprocTransport(self.fabric)
+        self.owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
+        layout = hash_model_layout(OUR_SIZE)
+        pool = KVPoolRegion(0, NUM_ROWS, OUR_BYTES, layout, buffer=self.ours.region.buffer)
+        self.staging = StagingArea(pool, self.staged_rows.region.cut(1), num_planes=1)
+        self.transport = InprocTransport(self.fabric, late_bytes)
+        self.transport.register([self.ours.region, RowRegion.of_seals(our_seals)], self.staging.region)
+        self.events: list[ReadEnded | PeerFailed] = []
+        self.executor = TransferExecutor(
+            {"inproc": self.transport}, our_seals, self.no_digest, self.events.append, self.staging
+        )
+        self.executor.execute(OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, THEIR_BYTES))
+
+    def no_digest(self, block_id: int) -> int:
+        raise AssertionError(f"block {block_id} holds what was converted: its digest says nothing")
+
+    def read(self, read_id: int, copies: tuple[TokenCopy, ...] = PAIR, *, wants_digests: bool = False) -> None:
+        remote = tuple(dict.fromkeys(copy.remote_row for copy in copies))
+        local = tuple(dict.fromkeys(copy.local_row for copy in copies))
+        self.executor.execute(PostRead(read_id, PEER, remote, local, copies, wants_digests))
+
+    def poll(self) -> dict[int, type | None]:
+        """Poll until nothing comes any more; return the errors of the reads that ended since."""
+        while self.executor.poll():
+            pass
+        found = {event.read_id: type(event.error) if event.error else None for event in self.events}
+        self.events.clear()
+        return found
+
+    def holds_pair(self, local: int = 5) -> bool:
+        wanted = np.concatenate([row_content(1, 3, THEIR_BYTES), row_content(1, 9, THEIR_BYTES)])
+        return np.array_equal(self.ours.rows[local], wanted)
+
+    def freeze(self, is_frozen: bool = True) -> None:
+        self.fabric.set_frozen(self.owner.number, is_frozen)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.owner.close()
+        for memory in (self.theirs, self.ours, self.staged_rows):
+            memory.close()
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(late_bytes: bool = False, num_staged: int = 4) -> World:
+        worlds.append(World(late_bytes, num_staged))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def test_blocks_are_converted_before_the_read_is_reported(make_world):
+    world = make_world()
+    world.read(1)
+    assert world.poll() == {1: None}
+    assert world.holds_pair()
+    assert world.staging.num_taken_bytes == 0
+
+
+def test_digests_are_taken_of_the_owners_blocks(make_world):
+    world = make_world()
+    world.read(1, wants_digests=True)
+    while world.executor.poll():
+        pass
+    digester = BlockDigester(THEIR_BYTES)
+    assert world.events[0].digests == tuple(digester.digest(row_content(1, row, THEIR_BYTES)) for row in (3, 9))
+
+
+def test_seals_of_several_blocks_land_beside_the_one_they_became(make_world):
+    world = make_world()
+    for row in (3, 9):
+        world.their_seals.seal(row, ExpectedSeal(row, 0, bytes([row]) * 16, THEIR_SIZE))
+    world.executor.execute(PostSealRead(1, PEER, (3, 9), (5,), wants_digests=False))
+    while world.executor.poll():
+        pass
+    assert [decode_seal(seal).generation for seal in world.events[0].seals] == [3, 9]
+
+
+def test_reads_wait_for_room_in_their_order(make_world):
+    world = make_world(num_staged=3)
+    world.freeze()
+    world.read(1)
+    world.read(2, tuple(copy._replace(local_row=6) for copy in PAIR))
+    world.read(3, (TokenCopy(1, 0, 7, 0, THEIR_SIZE),))
+    assert world.poll() == {}
+    assert world.staging.num_taken_bytes == 2 * THEIR_BYTES, "the third has room, but is not before the second"
+    world.freeze(False)
+    assert world.poll() == {1: None, 2: None, 3: None}
+    assert world.holds_pair(5)
+    assert world.holds_pair(6)
+
+
+def test_read_that_never_has_room_says_so(make_world):
+    world = make_world(num_staged=1)
+    world.read(1)
+    assert world.poll() == {1: LayoutMismatch}
+
+
+def test_waiting_read_that_is_cancelled_is_over_at_once(make_world):
+    world = make_world(num_staged=2)
+    world.freeze()
+    world.read(1)
+    world.read(2)
+    world.executor.execute(CancelRead(2))
+    assert world.poll() == {2: TransferError}
+
+
+def test_waiting_reads_end_with_their_peer(make_world):
+    world = make_world(num_staged=2)
+    world.freeze()
+    world.read(1)
+    world.read(2)
+    world.executor.execute(ClosePeer(PEER))
+    assert world.poll() == {1: PeerUnreachable, 2: PeerUnreachable}
+    assert world.staging.num_taken_bytes == 0
+
+
+def test_late_bytes_of_a_cancelled_read_reach_no_block_of_ours_and_keep_their_rows_until_then(make_world):
+    world = make_world(late_bytes=True)
+    before = world.ours.rows.copy()
+    world.freeze()
+    world.read(1)
+    world.executor.execute(CancelRead(1))
+    assert world.poll() == {}
+    assert world.staging.num_taken_bytes == 2 * THEIR_BYTES
+    world.freeze(False)
+    assert world.poll() == {1: None}
+    assert np.array_equal(world.ours.rows, before)
+    assert world.staging.num_taken_bytes == 0
