@@ -237,6 +237,7 @@ class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Log output."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    format: Literal["text", "json"] = "text"  # a line of key=value pairs, or one JSON object
 
 
 class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,19 +30,19 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
     check_exposure(role, config)
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    announce = announcer(ready_fd)
+    announce, is_json = announcer(ready_fd), config.log.format == "json"
     if role == "router":
         from router.main import run as run_router
 
-        configure_logging(config.log.level, "router")
+        configure_logging(config.log.level, "router", is_json=is_json)
         return run_router(config, announce)
     if role == "kvstore":
         from kvferry.store_role import run_store
 
-        configure_logging(config.log.level, "kvstore")
+        configure_logging(config.log.level, "kvstore", is_json=is_json)
         return run_store(config.kvstore, announce, derive_keys(config.security.cluster_key))
     config = _named(role, config)
-    configure_logging(config.log.level, config.worker.engine_id)
+    configure_logging(config.log.level, config.worker.engine_id, is_json=is_json)
     if role == "prefill":
         from prefill.worker import run as run_prefill
 

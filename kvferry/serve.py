@@ -28,7 +28,7 @@ def serve_forever(config: KVFerryConfig) -> int:
         ConfigError: a setting is wrong, or the model cannot be found.
         StartFailed: a process did not become ready.
     """
-    configure_logging(config.log.level, "serve")
+    configure_logging(config.log.level, "serve", is_json=config.log.format == "json")
     is_leaving = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """Log lines can be read back and cannot be forged by what they quote."""
 
 import io
+import json
 import logging
 
 import pytest
@@ -49,6 +50,25 @@ def test_second_configuration_replaces_the_first(stream):
     logging.getLogger("x").warning(event("once"))
     assert stream.getvalue() == ""
     assert second.getvalue().count("event=once") == 1
+
+
+def test_json_line_holds_the_same_with_types_and_cannot_be_forged(stream):
+    configure_logging("INFO", "decode-0", stream, is_json=True)
+    logging.getLogger("x").info(event("finished", request_id='a"\nb', prompt_tokens=12, process="forged", path=io))
+    (line,) = stream.getvalue().splitlines()
+    found = json.loads(line)
+    assert (found["event"], found["request_id"], found["prompt_tokens"]) == ("finished", 'a"\nb', 12)
+    assert (found["process"], found["level"], found["logger"]) == ("decode-0", "info", "x")
+
+
+def test_json_line_of_an_error_holds_its_traceback(stream):
+    configure_logging("INFO", "decode-0", stream, is_json=True)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("x").exception(event("engine_died"))
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: broken" in json.loads(line)["traceback"]
 
 
 def test_traceback_is_indented_below_the_line(stream):
