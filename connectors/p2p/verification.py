@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from connectors.p2p.actions import PullRequest
+from connectors.p2p.actions import PullRequest, ReadUnit
 from connectors.p2p.load import RowSlice
 from core.errors import CorruptBlock, StaleBlock
 from core.kv.seals import decode_seal, find_mismatch
@@ -46,21 +47,27 @@ def check_seals(
     seal_of = iter(seals)
     for index in rows.indices:
         unit = request.units[index]
-        stale = corrupt = None
-        for remote_row, expected in zip(unit.remote_rows, unit.expected, strict=True):
-            seal = next(seal_of)
-            mismatch = find_mismatch(seal, expected, check.incarnation, check.layout_version)
-            if mismatch is not None:
-                stale = stale or StaleBlock(f"the owner's block {remote_row}: {mismatch}")
-            elif check.wants_digests:
-                corrupt = corrupt or _find_corruption(remote_row, seal, digests[remote_row])
-        if stale is not None:
-            verdict.stale[index] = ErrorInfo.of(stale)
-        elif corrupt is not None:
-            verdict.corrupt[index] = ErrorInfo.of(corrupt)
-        else:
+        problem = _find_problem(check, unit, list(islice(seal_of, len(unit.remote_rows))), digests)
+        if problem is None:
             verdict.good.append(index)
+        else:
+            found = verdict.corrupt if isinstance(problem, CorruptBlock) else verdict.stale
+            found[index] = ErrorInfo.of(problem)
     return verdict
+
+
+def _find_problem(
+    check: SealCheck, unit: ReadUnit, seals: Sequence[bytes], digests: Mapping[int, int]
+) -> StaleBlock | CorruptBlock | None:
+    """Return what is wrong with a unit: what reading again does not mend comes first."""
+    corrupt = None
+    for remote_row, seal, expected in zip(unit.remote_rows, seals, unit.expected, strict=True):
+        mismatch = find_mismatch(seal, expected, check.incarnation, check.layout_version)
+        if mismatch is not None:
+            return StaleBlock(f"the owner's block {remote_row}: {mismatch}")
+        if check.wants_digests and corrupt is None:
+            corrupt = _find_corruption(remote_row, seal, digests[remote_row])
+    return corrupt
 
 
 def _find_corruption(remote_row: int, row: bytes, digest: int) -> CorruptBlock | None:
