@@ -208,6 +208,8 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
+    max_requests_per_key: NonNegative = 0  # open at once with one API key; more are refused with 429; 0 = no such limit
+    max_prompt_tokens: NonNegative = 0  # longer prompts are refused with 400; 0 = what the model allows
     max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost

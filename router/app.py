@@ -31,6 +31,7 @@ from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
 from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http_errors import ErrorBody, RequestFailure, error_response
+from router.key_limit import KeyLimit
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
 from router.responses import ChatCompletion, Completion
@@ -74,10 +75,11 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """Bytes of one request's body, and of the bodies of all requests together."""
+    """Bytes of one request's body and of the bodies of all requests together; and how many requests one key may have."""
 
     max_body_bytes: int = 8 << 20
     max_upload_bytes: int = 256 << 20
+    max_requests_per_key: int = 0  # open at once; 0 = any number
 
 
 def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits: BodyLimits | None = None) -> ASGIApp:
@@ -104,7 +106,10 @@ def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits:
     paths = frozenset(route.path for route in app.routes)
     uploads = UploadLimit(app, limits.max_upload_bytes)
     endpoints.metrics.watch("upload_bytes", "Bytes of request bodies that are held.", lambda: uploads.num_bytes)
-    return Edge(uploads, endpoints.metrics, paths)
+    app_with_limits: ASGIApp = uploads
+    if limits.max_requests_per_key and api_key:
+        app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
+    return Edge(app_with_limits, endpoints.metrics, paths)
 
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:

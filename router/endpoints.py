@@ -72,6 +72,7 @@ class Endpoints:
         service: RouterService,
         metrics: RouterMetrics,
         ids: IdSource,
+        max_prompt_tokens: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.model = model.name
@@ -83,6 +84,7 @@ class Endpoints:
         self._reader = PromptReader(model.tokenizer)
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
+        self._max_prompt_tokens = max_prompt_tokens
         self._wall_clock = wall_clock
         self.created = int(wall_clock())
 
@@ -177,6 +179,7 @@ class Endpoints:
             raise NoWorker(reason)
         return ModelLimits(
             max_model_len=self.service.machine.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
             vocab_size=self._tokenizer.vocab_size,
             defaults=self._defaults,
         )

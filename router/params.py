@@ -47,6 +47,7 @@ class ModelLimits:
 
     max_model_len: int
     vocab_size: int
+    max_prompt_tokens: int = 0  # the operator's limit; 0 = none
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
 
 
@@ -145,6 +146,7 @@ def sampling_params(
         check_token_ids(field, getattr(request, field) or (), limits.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty: no token could be generated", param="allowed_token_ids")
+    _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
     max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
     if (request.min_tokens or 0) > max_tokens:
         raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
@@ -255,6 +257,16 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if "" in strings:
         raise InvalidRequest("stop holds an empty string, which would match everywhere", param="stop")
     return strings
+
+
+def _check_prompt_length(
+    request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_prompt_tokens: int
+) -> None:
+    if max_prompt_tokens and num_prompt_tokens > max_prompt_tokens:
+        raise ContextTooLong(
+            f"The prompt has {num_prompt_tokens} tokens, this server takes at most {max_prompt_tokens}.",
+            param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
+        )
 
 
 def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:

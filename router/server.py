@@ -57,8 +57,14 @@ class Router:
         self._model = model
         self._keys = keys
         self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
-        self.endpoints = Endpoints(model=model, service=self.service, metrics=metrics, ids=ids)
-        limits = BodyLimits(max_body_bytes=config.max_body_bytes, max_upload_bytes=config.max_upload_bytes)
+        self.endpoints = Endpoints(
+            model=model, service=self.service, metrics=metrics, ids=ids, max_prompt_tokens=config.max_prompt_tokens
+        )
+        limits = BodyLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_upload_bytes=config.max_upload_bytes,
+            max_requests_per_key=config.max_requests_per_key,
+        )
         self.app = create_app(self.endpoints, version=kvferry_version(), api_key=config.api_key, limits=limits)
         self._socket: socket.socket | None = None
         self._server: _Server | None = None

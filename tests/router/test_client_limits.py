@@ -1,0 +1,63 @@
+"""What an operator allows a client: so many requests at once per key, and prompts of so many tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def complete(under_test, name: str):
+    async with under_test.client() as client:
+        return await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=key(name))
+
+
+async def test_one_key_cannot_take_the_places_of_another(start_router):
+    under_test = await start_router(has_http=False, api_key="busy,calm", max_requests_per_key=2)
+    await under_test.pair(is_silent=True)
+    calls = [asyncio.create_task(complete(under_test, "busy")) for _ in range(2)]
+    await under_test.until(lambda: under_test.router.service.num_requests == 2)
+    refused = await complete(under_test, "busy")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "overloaded"
+    calls.append(asyncio.create_task(complete(under_test, "calm")))
+    await under_test.until(lambda: under_test.router.service.num_requests == 3)
+    async with under_test.client() as client:
+        assert (await client.get("/v1/models", headers=key("busy"))).status_code == 200
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_key_s_places_are_free_again_once_its_requests_have_ended(start_router):
+    under_test = await start_router(has_http=False, api_key="only", max_requests_per_key=1)
+    await under_test.pair()
+    for _ in range(3):
+        assert (await complete(under_test, "only")).status_code == 200
+
+
+async def test_a_wrong_key_is_told_so_and_not_that_it_is_busy(start_router):
+    under_test = await start_router(has_http=False, api_key="only", max_requests_per_key=1)
+    assert (await complete(under_test, "wrong")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "prompt"),
+    [
+        ("/v1/completions", "prompt", "a text that is longer than that"),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a text that is longer than that"}]),
+    ],
+)
+async def test_prompt_beyond_the_operator_s_limit_is_refused(start_router, path, field, prompt):
+    under_test = await start_router(max_prompt_tokens=8)
+    await under_test.pair()
+    async with under_test.client() as client:
+        refused = await client.post(path, json={field: prompt, "max_tokens": 1})
+        served = await client.post("/v1/completions", json={"prompt": "short", "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert "at most 8" in refused.json()["error"]["message"]
+    assert served.status_code == 200
