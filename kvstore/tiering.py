@@ -19,7 +19,7 @@ from kvstore.memory import MemoryTier, Resident
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob
 
 CLEAN_SHARE = 0.25  # of the slots that write-back keeps free or clean, at least one
-MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned
+MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned, so also at most a quarter of the slots
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +63,7 @@ class Tiering:
         self._memory = memory
         self._tiers = tiers
         self._write_back = write_back
+        self._max_saves = max(1, min(MAX_SAVE_JOBS, memory.arena.num_slots // 4))
         self._promotions: dict[bytes, _Promotion] = {}
         self._locations: dict[LocateJob, _Location] = {}
         self._saves: dict[bytes, _Save] = {}
@@ -213,7 +214,7 @@ class Tiering:
         if resident.key in self._saves:
             return True
         takers = [index for index, tier in enumerate(self._tiers) if tier.knows(resident.key) is not True]
-        if any(self._num_save_jobs[index] >= MAX_SAVE_JOBS for index in takers):
+        if any(self._num_save_jobs[index] >= self._max_saves for index in takers):
             return False
         if not takers:
             self._memory.mark_clean(resident)

@@ -98,7 +98,7 @@ def written(tmp_path_factory):
     return folder, ends
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(choice=st.data())
 def test_a_cut_at_any_byte_costs_only_what_was_cut(written, tmp_path_factory, choice):
     source, ends = written
@@ -121,7 +121,7 @@ def test_a_cut_at_any_byte_costs_only_what_was_cut(written, tmp_path_factory, ch
     shutil.rmtree(folder)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(choice=st.data())
 def test_a_changed_byte_is_never_served_and_costs_at_most_its_own_block(written, tmp_path_factory, choice):
     source, ends = written
