@@ -127,6 +127,7 @@ class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     request_timeout_s: Seconds = 5.0  # a server that says nothing for so long is given up until it answers again
     heartbeat_interval_s: Seconds = 2.0
     retry_interval_s: Seconds = 1.0  # between attempts to reach the server
+    handover_wait_s: Seconds = 0.25  # how long a decode worker waits for what the prefill worker is still saving
     save_decode_cache: bool = True  # blocks of generated tokens too
 
 
@@ -213,7 +214,9 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
-    api_key: str = msgspec.field(default_factory=default_api_key)  # if set, clients send one as a bearer token; several: by commas
+    api_key: str = msgspec.field(
+        default_factory=default_api_key
+    )  # if set, clients send one as a bearer token; several: by commas
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

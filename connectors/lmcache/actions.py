@@ -46,11 +46,14 @@ class Transfer:
     moves: tuple[BlockMove, ...]
 
     def page_lists(self, pages: Sequence[int]) -> list[list[int]]:
-        """Return the pages of each group in chunk order, the null page where nothing is moved. ``pages[i]`` is of move i."""
+        """Return the pages of each group, in the server's order of groups, the null page where nothing is moved.
+
+        ``pages[i]`` is of move i.
+        """
         lists = [[NULL_PAGE] * len(ids) for ids in self.chunks.block_ids]
         for move, page in zip(self.moves, pages, strict=True):
             lists[move.identity.group_id][move.index] = page
-        return lists
+        return [lists[group_id] for group_id in self.server.geometry.server_order]
 
 
 def moves_of(

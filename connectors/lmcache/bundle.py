@@ -60,7 +60,12 @@ class LMCacheConnector(Connector):
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._settings = context.config.lmcache
-        self.scheduler = LMCacheMPConnectorScheduler(context.ids, saves_output=self._settings.save_decode_cache)
+        self.scheduler = LMCacheMPConnectorScheduler(
+            context.ids,
+            context.clock,
+            saves_output=self._settings.save_decode_cache,
+            handover_wait_s=self._settings.handover_wait_s,
+        )
         self.worker = LMCacheMPConnectorWorker(
             lambda metadata: self._call_soon(self._on_metadata, metadata), lambda saves: self._call_soon(self._on_copied, saves)
         )

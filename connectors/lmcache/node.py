@@ -220,9 +220,9 @@ class LMCacheNode:
                 engine_group_id=index,
                 layer_indices=(index,),
                 tokens_per_block=settings.block_size,
-                sw_size_tokens=geometry.declared_window(window),
+                sw_size_tokens=geometry.declared_window(settings.windows[group_id]),
             )
-            for index, window in enumerate(settings.windows)
+            for index, group_id in enumerate(geometry.server_order)
         ]
         calls.act(Connect(calls.attempt))
         calls.send(

@@ -22,6 +22,7 @@ from connectors.lmcache.actions import (
 )
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata, LMCacheMPRequestState, LMCacheMPRequestTracker
 from connectors.lmcache.wire import TokenSpan, wire_salt
+from core.clock import Clock
 from core.config import HASH_BLOCK_SIZE
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.ids import IdSource, new_hex_id
@@ -42,14 +43,17 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     prompts only.
     """
 
-    def __init__(self, ids: IdSource, *, saves_output: bool) -> None:
+    def __init__(self, ids: IdSource, clock: Clock, *, saves_output: bool, handover_wait_s: float) -> None:
         self._ids = ids
+        self._clock = clock
+        self._handover_wait_s = handover_wait_s
         self._saves_output = saves_output
         self._manager: KVCacheManager | None = None
         self.server: ServerSession | None = None
         self._answers: dict[str, int] = {}  # by session
         self._trackers: dict[str, LMCacheMPRequestTracker] = {}  # by request id
         self._servers: dict[str, ServerSession] = {}  # by session: the one that it lives on
+        self._waiting_since: dict[str, float] = {}  # by request id: for what a prefill worker may be saving still
         self._loading: set[str] = set()
         self._unproven: dict[str, list[Save]] = {}  # by request id: copied, and not known to be good yet
         self._num_saves = 0
@@ -79,6 +83,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         num_tokens = self._answers.get(tracker.session_id)
         if num_tokens is None:
             return None, False
+        if self._is_being_saved(request, tracker, num_tokens):
+            self._end_session(tracker)
+            self._look_up(request)
+            return None, False
         tracker.found(num_tokens, num_computed_tokens)
         count = max(0, num_tokens - num_computed_tokens)
         return count, count > 0
@@ -89,6 +97,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         if tracker is None or tracker.state is not LMCacheMPRequestState.PREFETCHING:
             return
         self._answers.pop(tracker.session_id, None)
+        self._waiting_since.pop(request.request_id, None)
         if num_external_tokens and tracker.needs_retrieve():
             tracker.state = LMCacheMPRequestState.WAITING_FOR_LOAD
             self._load(request, tracker, num_external_tokens)
@@ -111,14 +120,34 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             return self._look_up(request)
         return tracker
 
+    def _is_being_saved(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> bool:
+        """Say whether the prefill worker that has just computed the prompt may not have saved all of it yet.
+
+        A request that comes with its first token, but without a hand-over: the server is the only way from there to here. Its
+        last chunks take a moment longer than the message does.
+        """
+        server = self._servers.get(tracker.session_id)
+        is_first_try = request.num_preemptions == 0 and request.kv_handoff is None
+        if server is None or server is not self.server or not is_first_try or request.num_output_tokens == 0:
+            return False
+        num_expected = min(server.geometry.floor(request.num_prompt_tokens), self._num_loadable(server))
+        now = self._clock.now()
+        return (
+            num_tokens < num_expected and now < self._waiting_since.setdefault(request.request_id, now) + self._handover_wait_s
+        )
+
+    @staticmethod
+    def _num_loadable(server: ServerSession) -> int:
+        """Return how many tokens one load can have."""
+        geometry = server.geometry
+        pages_per_chunk = geometry.blocks_per_chunk * len(geometry.windows)
+        return server.staging.load_capacity // pages_per_chunk * geometry.chunk_size
+
     def _look_up(self, request: Request) -> LMCacheMPRequestTracker:
         server = self.server
         if server is None:
             return self._bypass(request)
-        geometry = server.geometry
-        pages_per_chunk = geometry.blocks_per_chunk * len(geometry.windows)
-        num_loadable = server.staging.load_capacity // pages_per_chunk * geometry.chunk_size
-        num_tokens = geometry.floor(min(request.num_tokens, num_loadable))
+        num_tokens = server.geometry.floor(min(request.num_tokens, self._num_loadable(server)))
         if not num_tokens:
             return self._bypass(request)
         tracker = self._track(request, LMCacheMPRequestState.PREFETCHING, server)
@@ -167,6 +196,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         """End the request's session and its load. Its blocks are not needed: what is saved has been copied."""
         self._judge(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
+        self._waiting_since.pop(request.request_id, None)
         if request.request_id in self._loading:
             self._next.aborts.append(request.request_id)
         if tracker is not None:

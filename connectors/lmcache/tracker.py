@@ -52,6 +52,19 @@ class ChunkGeometry:
         """Round down to whole chunks."""
         return num_tokens - num_tokens % self.chunk_size
 
+    @property
+    def server_order(self) -> tuple[int, ...]:
+        """Groups in the order in which the server is told of them.
+
+        It keeps those with windows of as many chunks in one object, and takes for granted that they follow each other.
+        """
+
+        def num_chunks(group_id: int) -> int:
+            window = self.windows[group_id]
+            return -1 if window < 0 else -(-window // self.chunk_size)
+
+        return tuple(sorted(range(len(self.windows)), key=lambda group_id: (num_chunks(group_id), group_id)))
+
     def declared_window(self, window: int) -> int:
         """Return the window as the server is told: one below a chunk must be whole blocks."""
         return window if window < 0 or window >= self.chunk_size else -(-window // self.block_size) * self.block_size

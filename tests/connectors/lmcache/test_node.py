@@ -181,14 +181,14 @@ def test_a_server_without_windows_may_keep_all_groups_together():
 
 
 def test_every_group_is_registered_with_its_window():
-    played = Played((-1, 40, 512))
+    played = Played((512, 40, -1, 500))
     (probe,) = played.tick()
     staging = Staging(f"{SHM_PREFIX}test_{RandomIds().bits(64):x}", 1 << 16, 256, 32)
     staging.unlink()
     played.do(played.node.on_probed(probe.attempt, FACTS, staging))
     groups = played.asks(Operation.REGISTER_KV_CACHE)[6]
-    assert [group["sw_size_tokens"] for group in groups] == [-1, 64, 512]
-    assert [group["layer_indices"] for group in groups] == [[0], [1], [2]]
+    assert [group["sw_size_tokens"] for group in groups] == [-1, 64, 512, 500], "those of one object side by side"
+    assert [group["layer_indices"] for group in groups] == [[0], [1], [2], [3]]
 
 
 def test_a_registration_without_an_answer_is_given_up():

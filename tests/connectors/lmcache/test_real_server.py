@@ -134,6 +134,7 @@ async def test_a_preempted_request_comes_back_with_what_was_saved(start_engine):
 LONG = list(range(2000, 2700))
 HYBRIDS = {
     "windows": (HashAttention(), HashAttention(window=100), HashAttention(window=100)),
+    "a full group between windows": (HashAttention(window=100), HashAttention(), HashAttention(window=90)),
     "a window below a chunk": (HashAttention(window=20), HashAttention()),
     "windows of two sizes": (HashAttention(window=150), HashAttention(window=40), HashAttention()),
     "local chunks": (HashAttention(chunk=128), HashAttention()),

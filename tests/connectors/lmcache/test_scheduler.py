@@ -59,24 +59,24 @@ class Bench:
     """An engine whose LMCache server is the test."""
 
     def __init__(self, num_blocks: int = 64, staging_bytes: int = 1 << 18, saves_output: bool = True) -> None:
-        self.side = LMCacheMPConnectorScheduler(SeededIds(1), saves_output=saves_output)
+        self.clock = FakeClock()
+        self.side = LMCacheMPConnectorScheduler(SeededIds(1), self.clock, saves_output=saves_output, handover_wait_s=0.25)
         self.worker = Recorder()
         self.model = HashModel(num_blocks, BLOCK, self.worker, incarnation=3)
         self.manager = KVCacheManager(
             hash_model_kv_config(num_blocks, BLOCK), 1024, BLOCK, HASH_BLOCK_SIZE, seals=self.model.seals
         )
-        scheduler = Scheduler(SchedulerSection(max_num_batched_tokens=128), self.manager, 1024, self.side, FakeClock())
+        scheduler = Scheduler(SchedulerSection(max_num_batched_tokens=128), self.manager, 1024, self.side, self.clock)
         self.core = EngineCore(scheduler, self.model, BlockHasher(b"model", HASH_BLOCK_SIZE), DEFAULT_VOCAB_SIZE)
         self.outputs: dict[str, list[int]] = {}
         self.staging = Staging(f"{SHM_PREFIX}test_{os.getpid()}", staging_bytes, BLOCK * SLOT_BYTES, BLOCK)
         self.staging.unlink()
         self.side.server = ServerSession(1, self.staging, ChunkGeometry(CHUNK, BLOCK))
 
-    def add(self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 3) -> None:
+    def add(self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 3, output: tuple[int, ...] = ()) -> None:
         self.outputs[name] = []
-        self.core.add_request(
-            NewRequest(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=num_tokens))
-        )
+        sampling = SamplingParams(max_tokens=num_tokens)
+        self.core.add_request(NewRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, output_token_ids=output))
 
     def step(self) -> LMCacheMPConnectorMetadata:
         """Run a step and return what the worker side was told."""
@@ -292,3 +292,38 @@ def test_a_save_without_room_is_tried_again_with_the_next_step(bench):
     bench.staging.give_back(taken)
     assert saved([bench.step()]) == [(0, 192)]
     bench.finish()
+
+
+def test_a_prompt_that_was_computed_elsewhere_is_waited_for_a_moment(bench):
+    bench.add("a", output=(7,))
+    sessions = []
+    for num_found in (0, 64, 128):
+        (lookup,) = bench.step().lookups
+        sessions.append(lookup.span.session_id)
+        bench.answer(sessions[-1], num_found)
+        bench.clock.advance(0.05)
+    metadata = bench.step()
+    assert (metadata.loads, metadata.ended) == ([], [sessions[-1]]), "a part of it is there"
+    bench.answer(metadata.lookups[0].span.session_id, 192)
+    (load,) = bench.step().loads
+    assert load.num_tokens == 192
+    assert len({*sessions, load.transfer.chunks.span.session_id}) == 4
+
+
+def test_what_does_not_come_in_a_moment_is_computed(bench):
+    bench.add("a", output=(7,))
+    (lookup,) = bench.step().lookups
+    bench.answer(lookup.span.session_id, 64)
+    (lookup,) = bench.step().lookups
+    bench.clock.advance(0.25)
+    bench.answer(lookup.span.session_id, 64)
+    metadata = bench.step()
+    assert metadata.lookups == []
+    assert metadata.loads[0].num_tokens == 64
+    assert not bench.side._waiting_since
+
+
+def test_a_prompt_that_nobody_has_computed_is_not_waited_for(bench):
+    bench.look_up("a", 0)
+    assert bench.step().lookups == []
+    assert bench.core.scheduler.running
