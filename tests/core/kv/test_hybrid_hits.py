@@ -1,7 +1,7 @@
 """Hits over several groups: the longest prefix behind which every group can go on, found as it is defined."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.kv.coordinator import get_kv_cache_coordinator
@@ -77,7 +77,7 @@ def caches(draw):
     return found, cached
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cache_state=caches(), max_length=st.integers(0, NUM_TOKENS))
 def test_hit_is_the_longest_prefix_behind_which_every_group_can_go_on(cache_state, max_length):
     specs, cached = cache_state
