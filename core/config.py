@@ -214,9 +214,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
-    api_key: str = msgspec.field(
-        default_factory=default_api_key
-    )  # if set, clients send one as a bearer token; several: by commas
+    api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,138 @@
+"""The command lines, settings and hooks that the Helm chart renders run a real cluster."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from core.config import default_cache_dir
+from core.ids import RandomIds
+from core.wire.curve import new_cluster_key
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
+
+CHART = Path(__file__).parents[2] / "helm" / "kvferry"
+PORTS = ("http", "workers", "control", "data", "ops", "store")
+ROUTERS = "kvferry-router-workers.llm.svc.cluster.local"
+SETTINGS = ("config.cache.memory_bytes=536870912", "config.worker.drain_timeout_s=20", "prefill.resources.requests.cpu=1")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody has at the moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [found.getsockname()[1] for found in sockets]
+    for found in sockets:
+        found.close()
+    return ports
+
+
+@dataclass(slots=True)
+class Container:
+    """The main container of a role and its settings, for a machine without Kubernetes."""
+
+    args: list[str]
+    pre_stop: list[str]
+    readiness_path: str
+
+
+class Installed:
+    """Runs what the chart renders, with names and addresses of this machine in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = new_cluster_key(RandomIds())
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.container = functools.cache(self._container)
+        self.ports: dict[str, dict[str, int]] = {}
+        shared = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        for role in ("router", "prefill", "decode"):
+            self.ports[role] = shared | {"ops": free_ports(1)[0]}  # pods have one each, here they share a machine
+
+    def _container(self, role: str) -> Container:
+        """Render the chart, and return what it says of a role."""
+        helm = shutil.which(str(Path(sys.executable).parent / "helm")) or "helm"
+        sets = [*SETTINGS, *(f"ports.{name}={port}" for name, port in self.ports[role].items())]
+        command = [helm, "template", "kvferry", str(CHART), "--namespace", "llm"]
+        text = subprocess.run(
+            [*command, *(part for value in sets for part in ("--set", value))], capture_output=True, text=True, check=True
+        ).stdout
+        manifests = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(text) if item}
+        settings = manifests["ConfigMap", f"kvferry-{role}"]["data"]["config.yaml"]
+        path = self._folder / f"{role}.yaml"
+        path.write_text(
+            settings.replace(ROUTERS, "127.0.0.1")
+            .replace("0.0.0.0", "127.0.0.1")
+            .replace("/var/cache/kvferry", default_cache_dir())
+        )
+        main = manifests["Deployment", f"kvferry-{role}"]["spec"]["template"]["spec"]["containers"][0]
+        here = {"/etc/kvferry/config.yaml": str(path), "$(POD_NAME)": f"{role}-0", "$(POD_IP)": "127.0.0.1"}
+        return Container(
+            args=[here.get(argument, argument) for argument in main["args"]],
+            pre_stop=main["lifecycle"]["preStop"]["exec"]["command"],
+            readiness_path=main["readinessProbe"]["httpGet"]["path"],
+        )
+
+    def start(self, role: str) -> None:
+        environment = os.environ | {"KVFERRY_CLUSTER_KEY": self._key}
+        command = [sys.executable, "-P", "-m", "kvferry", *self.container(role).args]
+        with (self._folder / f"{role}.log").open("wb") as log:
+            self._processes[role] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run one of kvferry's commands."""
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "kvferry", *command], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    def is_ready(self, role: str) -> bool:
+        assert self._processes[role].poll() is None, (self._folder / f"{role}.log").read_text()[-2000:]
+        port = self.ports[role]["http" if role == "router" else "ops"]
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{self.container(role).readiness_path}").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait(self, role: str) -> int:
+        return self._processes[role].wait(timeout=60)
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def installed(tmp_path):
+    found = Installed(tmp_path)
+    yield found
+    found.stop()
+
+
+def test_rendered_chart_serves_by_verified_handover_and_drains(installed, eventually):
+    for role in ("router", "prefill", "decode"):
+        installed.start(role)
+    eventually(lambda: installed.is_ready("router"), "a ready router", 120.0)
+    probe = installed.run("probe", f"http://127.0.0.1:{installed.ports['router']['http']}", "--expect-handover")
+    assert probe.returncode == 0, probe.stderr
+    assert "handed over and verified by tcp" in probe.stdout
+    for role in ("prefill", "decode"):
+        program, *arguments = installed.container(role).pre_stop
+        assert program == "kvferry"
+        hook = installed.run(*arguments)
+        assert (hook.returncode, hook.stdout) == (0, "the worker has left\n")
+        assert installed.wait(role) == 0
