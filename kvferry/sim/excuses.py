@@ -18,10 +18,8 @@ _BAD_TIMING = frozenset(
         Fault.SHORT_LEASE,
         Fault.DRIFT,
         Fault.JUMP,
-        Fault.SLOW,
         Fault.STALL,
         Fault.DELAY,
-        Fault.PRESSURE,
         Fault.DEADLINE,
     }
 )
@@ -38,7 +36,7 @@ _OUTCOMES: dict[str, frozenset[Fault]] = {
 }
 # why KV was not used → kinds of faults of which the run must have one
 _FALLBACKS: dict[str, frozenset[Fault]] = {
-    "stale": _LOST_WORKERS | _BAD_TIMING | {Fault.CORRUPT},
+    "stale": _LOST_WORKERS | _BAD_TIMING | {Fault.CORRUPT, Fault.PRESSURE},  # who waits long for blocks outlives its lease
     "digest": frozenset({Fault.CORRUPT}),
     "peer_lost": _LOST_WORKERS | _BAD_TIMING | {Fault.READ_ERROR},
     "deadline": _LOST_WORKERS | _BAD_TIMING,
