@@ -8,6 +8,7 @@ good, and whose it is. Runs on the engine thread, inside the scheduler; knows no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 from connectors.lmcache.actions import (
@@ -50,6 +51,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         self._saves_output = saves_output
         self._manager: KVCacheManager | None = None
         self.server: ServerSession | None = None
+        self._arrived: deque[tuple[str, int]] = deque()  # answers, as the event loop has put them
         self._answers: dict[str, int] = {}  # by session
         self._trackers: dict[str, LMCacheMPRequestTracker] = {}  # by request id
         self._servers: dict[str, ServerSession] = {}  # by session: the one that it lives on
@@ -71,7 +73,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
 
     def on_lookup_answer(self, session_id: str, num_tokens: int) -> None:
         """Take what the server has, for the next time that the scheduler asks. Any thread."""
-        self._answers[session_id] = num_tokens
+        self._arrived.append((session_id, num_tokens))
 
     # ---- lookups and loads -----------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         tracker = self._tracker_of(request)
         if tracker.state is not LMCacheMPRequestState.PREFETCHING:
             return 0, False
-        num_tokens = self._answers.get(tracker.session_id)
+        num_tokens = self._answer_of(tracker)
         if num_tokens is None:
             return None, False
         if self._is_being_saved(request, tracker, num_tokens):
@@ -119,6 +121,14 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             self._end_session(tracker)
             return self._look_up(request)
         return tracker
+
+    def _answer_of(self, tracker: LMCacheMPRequestTracker) -> int | None:
+        """Return what the server has of a request, None if it has not said so yet. Answers that nobody awaits are dropped."""
+        while self._arrived:
+            session_id, num_tokens = self._arrived.popleft()
+            if session_id in self._servers:
+                self._answers[session_id] = num_tokens
+        return self._answers.get(tracker.session_id)
 
     def _is_being_saved(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> bool:
         """Say whether the prefill worker that has just computed the prompt may not have saved all of it yet.

@@ -150,7 +150,7 @@ class HashEngine:
     async def answered(self) -> None:
         """Wait, without a step, until the server has answered a lookup."""
         async with asyncio.timeout(10.0):
-            while not self.connector.scheduler._answers:
+            while not self.connector.scheduler._arrived:
                 self._wake.clear()
                 await self._wake.wait()
 
