@@ -39,7 +39,7 @@ class RedisTier(Tier):
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, protocol=2
             )
         except ValueError as error:
-            raise ConfigError(f"kvstore.redis_url = {url!r}: {error}", param="kvstore.redis_url") from None
+            raise ConfigError(f"kvstore.redis_url: {error}", param="kvstore.redis_url") from None  # it may hold a password
         self._failures = (redis.RedisError, OSError)
         self._ttl_ms = round(1000 * ttl_s) or None
         self._clock = clock or SystemClock()

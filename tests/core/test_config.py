@@ -161,6 +161,10 @@ def test_cache_dir_follows_the_environment(monkeypatch):
         (["connector.lease_renew_interval_s=30"], "connector.lease_renew_interval_s = 30 must be below connector.lease_s = 30"),
         (["connector.lease_s=601"], "connector.lease_s = 601 must be at most connector.lease_max_s = 600"),
         (["router.heartbeat_interval_s=5"], "router.heartbeat_interval_s = 5 must be below router.heartbeat_timeout_s = 5"),
+        (
+            ["kvstore.heartbeat_interval_s=5"],
+            "kvstore.heartbeat_interval_s = 5 must be below kvstore.client_timeout_s = 5",
+        ),
         (["worker.host_slot=1"], "worker.host_slot = 1 must be below worker.workers_on_host = 1"),
     ],
 )
