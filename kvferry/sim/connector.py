@@ -65,9 +65,12 @@ class _WatchedStaging(StagingArea):
 
     watch: WriteWatch | None = None
     transports: Sequence[SimTransport] = ()
+    num_refusals: int = 0  # for lack of room; the read waits
+    num_converted: int = 0  # blocks of ours
 
     def take(self, num_rows: int, row_bytes: int) -> StagedRows | None:
         staged = StagingArea.take(self, num_rows, row_bytes)
+        self.num_refusals += staged is None
         if staged is not None:
             start, end = staged.span
             late = [span for transport in self.transports for span in transport.staged_bytes()]
@@ -78,10 +81,11 @@ class _WatchedStaging(StagingArea):
         assert self.watch is not None
         for block_id in dict.fromkeys(copy.local_row for copy in copies):
             self.watch.on_conversion(block_id)
+            self.num_converted += 1
         StagingArea.convert(self, staged, remote_rows, copies)
 
 
-def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence[SimTransport]) -> StagingArea:
+def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence[SimTransport]) -> _WatchedStaging:
     """Return a staging area in which reads have to wait for each other. A ``HashModel`` keeps its slots side by side."""
     area = map_staging_area(pool, STAGED_TOKENS * SLOT_BYTES)
     assert area is not None
@@ -191,6 +195,7 @@ class SimConnector:
         counts = self.node.counts()
         names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late"}
         happened = {name: counts[key] for name, key in names.items()}
+        happened |= {"converted_blocks": self._staging.num_converted, "waits_for_staging": self._staging.num_refusals}
         return happened | {name: counts[name] for name in ("fenced_peers", "blocks_read_again")} | self._ended_loads
 
     # ---- what happens ------------------------------------------------------------------------------------------------

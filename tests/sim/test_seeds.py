@@ -64,6 +64,7 @@ def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
     "happening",
     [
         "blocks_read_again",
+        "converted_blocks",
         "corrupted_reads",
         "expired_leases",
         "failed_reads",
@@ -83,6 +84,7 @@ def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
         "retry_prefill",
         "retry_replay",
         "stalled_reads",
+        "waits_for_staging",
     ],
 )
 def test_what_is_to_be_survived_does_happen(happening, mixed_runs):
