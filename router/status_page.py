@@ -104,12 +104,15 @@ look();
 """
 
 
+_NUMBERS = {"running", "waiting", "leased blocks", "ms", "count"}
+
+
 def _tile(name: str, title: str) -> str:
     return f'<div class="tile"><b id="{name}">–</b><span class="muted">{title}</span></div>'
 
 
 def _table(name: str, title: str, *columns: str) -> str:
-    heads = "".join(f"<th>{column}</th>" for column in columns)
+    heads = "".join(f'<th class="number">{column}</th>' if column in _NUMBERS else f"<th>{column}</th>" for column in columns)
     return f'<section><h2>{title}</h2><table><thead><tr>{heads}</tr></thead><tbody id="{name}"></tbody></table></section>'
 
 
