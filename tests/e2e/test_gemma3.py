@@ -25,7 +25,7 @@ PAIRS = {  # transport, and the size of a block at the prefill and at the decode
 }
 CELLS = [pytest.param(name, id=name, marks=() if name == "shm" else pytest.mark.full) for name in PAIRS]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]  # an answer that is not kept takes minutes
 
 
 @pytest.fixture(scope="module")
