@@ -279,11 +279,11 @@ class ClientMachine:
             self._lose("silent")
         if now < self._next_beat:
             return
+        self._next_beat = now + self._options.heartbeat_interval_s
         if self.state is LinkState.UP:
             held = (*self._calls, *self._pinned)
             if len(held) <= MAX_KEYS:
                 self._send(Heartbeat(last=self._last_number, held=held))
-            self._next_beat = now + self._options.heartbeat_interval_s
         elif self.state is LinkState.DOWN:
             self._greet(now)
 
@@ -321,7 +321,8 @@ class ClientMachine:
         if call is not None:
             self._close(call, message.code)
         elif self.state is LinkState.GREETING:
-            self.on_link_lost(now)
+            self._lose("refused")  # and try again by the timer: the link is there
+            self._next_beat = now + self._options.heartbeat_interval_s
         elif self.state is LinkState.ATTACHING:
             self.state = LinkState.UP
 

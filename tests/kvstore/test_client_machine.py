@@ -82,6 +82,19 @@ def test_before_it_is_connected_every_call_is_a_miss_at_once():
     assert client.said() == []
 
 
+def test_a_client_that_is_refused_asks_again_by_its_timer_only():
+    client = Client()
+    client.after(0)
+    client.said()
+    client.hear(m.Refused(code="layout", message="too large"))
+    assert not client.machine.waits_for_link  # the link is there: that would be an endless loop
+    client.after(BEAT_S - 0.01)
+    assert client.said() == []
+    client.after(0.02)
+    client.greet()
+    assert client.machine.state is LinkState.UP
+
+
 def test_an_arena_that_cannot_be_mapped_means_frames():
     client = Client(is_local=True)
     client.after(0)
@@ -98,6 +111,19 @@ def test_a_nonce_that_is_refused_means_frames():
     client.machine.on_mapped(own_arena())
     client.hear(m.Refused(code="protocol_error", message="no"))
     assert (client.machine.state, client.machine.is_local) == (LinkState.UP, False)
+
+
+@pytest.mark.parametrize("state", list(LinkState))
+def test_the_next_timer_is_never_over_when_timers_have_run(state):
+    client = Client()
+    client.after(0)
+    if state is LinkState.UP:
+        client.greet()
+        client.machine.lookup(KEYS, client.now)
+    client.machine.state = state
+    for _ in range(12):
+        client.after(BEAT_S)
+        assert client.machine.next_timer() > client.now  # or its thread would never sleep
 
 
 def test_a_welcome_to_an_earlier_hello_is_ignored():
