@@ -17,6 +17,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 # Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.
 LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/lmcache-0.5.6
+LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))
 
 .PHONY: demo test test-full sim check lint bench chart install install-test install-lmcache check-redis clean
 
@@ -76,11 +77,11 @@ chart: install-test
 		--values helm/kvferry/ci/$$preset-values.yaml > tests/helm/golden/$$preset.yaml; done
 
 # An environment of its own, because its pins do not belong beside ours; but the 750 MB of torch are shared.
-install-lmcache: $(LMCACHE)/.installed
+install-lmcache: $(LMCACHE_STAMP)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$(echo $(LMCACHE)/lib/python3*/site-packages)/shared.pth
 
-$(LMCACHE)/.installed: .ci/lmcache.txt | $(VENV)/.installed-test
+$(LMCACHE_STAMP): | $(VENV)/.installed-test
 	rm -rf $(LMCACHE)
 	$(BIN)/python -m venv $(LMCACHE)
 	$(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement .ci/lmcache.txt

@@ -14,7 +14,7 @@ CHUNK = 64
 def start_with_server(start_cluster, lmcache_server):
     """Start a cluster whose workers share the server."""
 
-    def start(*assignments: str, supervise: bool = False):
+    def start(*assignments: str):
         return start_cluster(
             "connector.name=lmcache",
             f"connector.lmcache.server_address={lmcache_server.server_address}",
@@ -25,7 +25,6 @@ def start_with_server(start_cluster, lmcache_server):
             "connector.lmcache.heartbeat_interval_s=0.5",
             "connector.lmcache.retry_interval_s=0.2",
             *assignments,
-            supervise=supervise,
         )
 
     return start
@@ -86,4 +85,22 @@ def test_a_hybrid_model_s_prompt_passes_through_the_server(start_with_server, se
         assert transfer["transport"] == "lmcache"
         assert transfer["transferred_tokens"] >= 8 * CHUNK
         assert not transfer.get("fallback_reason")
+        eventually(lambda: not served.held())
+
+
+@pytest.mark.full
+def test_behind_p2p_a_prefill_worker_finds_again_what_it_has_computed_in_a_former_life(
+    start_with_server, serve, corpus, assert_token_identical, eventually
+):
+    prompt = corpus[200 : 200 + 4 * CHUNK + 20]
+    cluster = start_with_server("connector.name=multi", "connector.connectors=[p2p,lmcache]")
+    with serve("multi", cluster) as served:
+        body = served.complete(prompt, max_tokens=6)
+        assert body["usage"]["kv_transfer"]["transport"] in ("shm", "tcp"), "p2p comes first"
+        eventually(lambda: events(served, "prefill-0").get("saved_tokens", 0) >= 4 * CHUNK)
+        cluster.restart("prefill-0", grace_s=0.0)
+        again = served.complete(prompt, max_tokens=6)
+        assert_token_identical(prompt, again["choices"][0]["token_ids"])
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 4 * CHUNK
+        assert events(served, "prefill-0")["loaded_tokens"] >= 4 * CHUNK
         eventually(lambda: not served.held())
