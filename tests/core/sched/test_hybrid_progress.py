@@ -1,5 +1,7 @@
 """Nothing that fits waits for ever, nothing that can never fit waits at all: several KV cache groups under the real scheduler.
 
+Some prompts are loaded, in part or whole, and some loads fail.
+
 The runner of these tests has no model. It keeps in every slot what was written there, the group and the prefix, and demands of
 every query that all it attends to is there. So a block given back too early, or a table that is wrong, is an error at once.
 """
@@ -21,9 +23,11 @@ from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheCo
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequest, Request
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
+from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 
 BLOCK = 16
+LOAD_ERROR = ErrorInfo(code="peer_lost", message="the peer went away", http_status=502, retryable=True)
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_dim": 8, "dtype_bytes": 2}
 HASHER = BlockHasher(b"hybrid")
 MOST_EMPTY_STEPS = 2  # a step may preempt the last running request, and the next one only settle who holds blocks
@@ -78,6 +82,7 @@ class Engine:
     options: dict = field(default_factory=dict)
     is_capped: bool = True
     checks_content: bool = True
+    outcomes: dict = field(default_factory=dict)  # of loads: blocks at the end that are bad, 0 = all failed, -1 = none
 
     def __post_init__(self):
         groups = tuple(KVCacheGroup((number,), spec) for number, spec in enumerate(self.specs))
@@ -97,6 +102,7 @@ class Engine:
         )
         self.scheduler = Scheduler(section, self.manager, self.max_model_len, self.loads, FakeClock())
         self.arrived = set()
+        self.report = KVConnectorOutput()
         self.rows = {}
         self.content = {}  # (block id, offset) -> what was written there last
         self.finished = []
@@ -125,7 +131,7 @@ class Engine:
             self.compute(self.rows[request_id], request.num_computed_tokens - num_tokens, request.num_computed_tokens)
             if request.num_computed_tokens == request.num_tokens:
                 sampled[request_id] = [request.num_tokens % 7]
-        report, self.arrived = KVConnectorOutput(finished_recving=self.arrived), set()
+        report, self.report, self.arrived = self.report, KVConnectorOutput(), set()
         self.most_running = max(self.most_running, len(scheduler.running))
         for output in scheduler.update_from_output(step, ModelRunnerOutput(sampled, kv_connector_output=report)):
             if output.finish_reason is not None:
@@ -148,6 +154,21 @@ class Engine:
         assert table[position // BLOCK], f"a write to the null block, group {number}, position {position}"
         self.content[table[position // BLOCK], position % BLOCK] = (number, hash(tuple(token_ids[: position + 1])))
 
+    def fail_load(self, request_id, num_bad):
+        """End a load that brings nothing, or (``num_bad``) everything but the last blocks of each table."""
+        if num_bad:
+            _, tables, start, _ = self.loads.loading[request_id]
+            bad = {block_id for table in tables for block_id in table[start // BLOCK :][-num_bad:] if block_id}
+            self.end_load(request_id)
+            for key in [key for key in self.content if key[0] in bad]:
+                del self.content[key]
+            self.report.invalid_block_ids |= bad
+            return
+        del self.loads.loading[request_id]
+        self.report.failed_recving[request_id] = LOAD_ERROR
+        self.report.finished_recving.add(request_id)
+        self.arrived.add(request_id)
+
     def end_load(self, request_id):
         """Bring the tokens of a load, as far as the tables have blocks for them."""
         request, tables, start, end = self.loads.loading.pop(request_id)
@@ -155,6 +176,7 @@ class Engine:
             for position in range(start, end):
                 if table[position // BLOCK]:
                     self.write(number, table, list(request.all_token_ids), position)
+        self.report.finished_recving.add(request_id)
         self.arrived.add(request_id)
 
     def run(self):
@@ -162,7 +184,12 @@ class Engine:
         num_empty = 0
         while self.scheduler.has_unfinished_requests():
             if self.loads.loading:
-                self.end_load(min(self.loads.loading))
+                request_id = min(self.loads.loading)
+                outcome = self.outcomes.get(request_id, -1)
+                if outcome < 0:
+                    self.end_load(request_id)
+                else:
+                    self.fail_load(request_id, outcome)
             num_empty = 0 if self.step() or self.loads.loading or self.arrived else num_empty + 1
             assert num_empty <= MOST_EMPTY_STEPS, list(self.scheduler.requests.values())
             if self.checks_content:
@@ -179,8 +206,8 @@ requests = st.lists(
         st.integers(0, 1),  # family: prompts of one family are prefixes of each other
         st.integers(1, 400),  # prompt
         st.integers(1, 40),  # output
-        st.integers(0, 400),  # tokens that can be loaded
-        st.booleans(),
+        st.sampled_from([0, 0, 0, 10, 100, 400]),  # tokens that can be loaded
+        st.sampled_from([-1, -1, 0, 1, 3]),  # what becomes of the load: good, failed, or blocks at its end are bad
     ),
     min_size=1,
     max_size=6,
@@ -202,14 +229,15 @@ def test_whatever_fits_ends_and_whatever_cannot_is_refused_at_once(
     options = {"enable_caching": enable_caching, "watermark": watermark}
     engine = Engine(specs, num_blocks, max_num_batched_tokens, options=options)
     accepted = []
-    for number, (family, num_prompt, num_output, num_remote, is_remote) in enumerate(requests):
+    engine.outcomes = {f"r{number}": request[-1] for number, request in enumerate(requests)}
+    for number, (family, num_prompt, num_output, num_remote, _) in enumerate(requests):
         source = random.Random(family)
         prompt = [source.randrange(100) for _ in range(num_prompt)]
         if num_prompt >= engine.manager.max_tokens_that_fit:  # there must be room for a token of output
             with pytest.raises(ContextTooLong, match=f"has {num_prompt} tokens.* {engine.scheduler.max_model_len} tokens"):
                 engine.add(f"r{number}", prompt)
             continue
-        engine.add(f"r{number}", prompt, num_output, min(num_remote, num_prompt) if is_remote else 0)
+        engine.add(f"r{number}", prompt, num_output, min(num_remote, num_prompt))
         accepted.append(f"r{number}")
     engine.run()
     assert sorted(engine.finished) == accepted
