@@ -197,3 +197,24 @@ def test_equal_lease_bounds_are_allowed_and_survive_the_round_trip(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(dump_config(config))
     assert load_config(path) == config
+
+
+def test_several_connectors_are_named_in_order():
+    config = load_config(assignments=["connector.name=multi", "connector.connectors=[p2p,store]"])
+    assert config.connector.names == ("p2p", "store")
+    assert load_config().connector.names == ("p2p",)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["connector.name=multi"], "needs connector.connectors"),
+        (["connector.connectors=[p2p,store]"], "is for connector.name = multi"),
+        (["connector.name=multi", "connector.connectors=[p2p,p2p]"], "'p2p' is named twice"),
+        (["connector.name=multi", "connector.connectors=[p2p,multi]"], "one of its own parts"),
+        (["connector.name=multi", "connector.connectors=[p2p]", "connector.transports=[pigeon]"], "'pigeon' is not"),
+    ],
+)
+def test_connectors_that_cannot_be_meant_are_refused(assignments, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(assignments=assignments)
