@@ -66,6 +66,15 @@ def test_tiers_measures_every_way_to_a_store(run_benchmark, tmp_path):
             assert figures[f"{way}_{what}_ms"][0] > 0
 
 
+@pytest.mark.full
+def test_tiers_connector_computes_and_loads_the_same_prompts(run_benchmark, tmp_path):
+    run_benchmark("tiers_connector", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    for tier in ("offload", "store"):
+        assert len(figures[f"{tier}_computed_ms"]) == len(figures[f"{tier}_loaded_ms"]) == 1
+    assert all(figures[f"{what}_ms"][0] > 0 for what in ("plain", "save", "load", "digest"))
+
+
 def test_tiers_replays_a_trace_beside_the_clairvoyant_bound(run_benchmark, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n{"hash_ids": [1, 2]}\n')
