@@ -53,7 +53,7 @@ BENCHMARKS = (
     Benchmark("transport"),
     Benchmark("handover"),
     Benchmark("tiers"),
-    Benchmark("tiers_connector", ("--repeats", "2"), True, False),
+    Benchmark("tiers_connector"),
     Benchmark("through_router"),
     Benchmark("cluster"),
 )
