@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from core.config import default_cache_dir
+from core.ids import RandomIds
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
+from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
 from kvferry.local import LocalCluster
 
 MODEL = "smollm2-135m"
@@ -104,6 +107,35 @@ def served(request, cluster_config, tmp_path_factory, eventually) -> Iterator[Se
     if request.session.testsfailed > failures_before:
         for path in sorted(logs.glob("*.log")):
             print(f"---- {path.name}\n{path.read_text(errors='replace')[-4000:]}")
+
+
+@dataclass(slots=True)
+class Secured:
+    """Two pairs of workers that talk tcp with a cluster key and are restarted when they end; where their router meets them."""
+
+    cluster: LocalCluster
+    worker_address: str
+    keys: ClusterKeys
+
+
+@pytest.fixture(scope="session")
+def secured(cluster_config, tmp_path_factory) -> Iterator[Secured]:
+    """A cluster as an operator runs it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    key = new_cluster_key(RandomIds())
+    settings = (
+        f"security.cluster_key={key}",
+        f"router.worker_address={address}",
+        "connector.transports=[tcp]",
+        "local.num_prefill=2",
+        "local.num_decode=2",
+        "worker.drain_timeout_s=60",
+    )
+    keys = derive_keys(key)
+    assert keys is not None
+    with LocalCluster(cluster_config(*settings), supervise=True, log_dir=tmp_path_factory.mktemp("secured")) as cluster:
+        yield Secured(cluster, address, keys)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from connectors.p2p.transport.tcp import FORMAT_VERSION, ChunkRequest
 from core.errors import ProtocolError
 from core.wire.codec import decode_worker_frame
 from core.wire.sockets import SocketOptions, dealer_socket
-from kvferry.local import LocalCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -50,16 +49,10 @@ HEADS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def attacked(cluster_config, tmp_path_factory):
-    config = cluster_config("connector.transports=[tcp]")
-    with LocalCluster(config, log_dir=tmp_path_factory.mktemp("fuzz")) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def served(attacked, serve, eventually):
+def served(secured, serve, eventually):
     """A client of the cluster, whose answer, processes and resources must be the same after the test."""
+    attacked = secured.cluster
     with serve("fuzz", attacked) as client:
         before, processes = ask(client), [psutil.Process(pid) for pid in attacked.pids.values()]
         usage = {process.pid: (process.num_fds(), process.memory_info().rss) for process in processes}
@@ -119,14 +112,15 @@ def listening(cluster) -> list[int]:
     return sorted(connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN)
 
 
-def test_malformed_frames_on_every_port(attacked, served):
+def test_malformed_frames_on_every_port(secured, served):
     rng = random.Random(6)
-    ports = listening(attacked)
-    assert len(ports) == 6  # router: clients, workers; prefill: control, data, operations; decode: operations
+    ports = listening(secured.cluster)
+    assert len(ports) == 10  # router: clients, workers; two of prefill: control, data, operations; two of decode: operations
     frames = nonsense_frames(rng)
     with zmq.Context() as context:
         while frames:
-            sender = dealer_socket(context, SocketOptions(max_message_bytes=1 << 26))
+            keys = rng.choice((secured.keys, secured.keys, secured.keys, None))  # a member that is broken, or a stranger
+            sender = dealer_socket(context, SocketOptions(max_message_bytes=1 << 26, keys=keys))
             sender.setsockopt(zmq.IMMEDIATE, 0)
             sender.connect(f"tcp://127.0.0.1:{rng.choice(ports)}")
             for _ in range(min(FRAMES_PER_CONNECTION, len(frames))):
@@ -137,16 +131,16 @@ def test_malformed_frames_on_every_port(attacked, served):
             sender.close(linger=200)
 
 
-def test_bytes_that_are_no_protocol_on_every_port(attacked, served):
+def test_bytes_that_are_no_protocol_on_every_port(secured, served):
     rng = random.Random(7)
-    for port in listening(attacked):
+    for port in listening(secured.cluster):
         for _ in range(NUM_CONNECTIONS):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger, contextlib.suppress(OSError):
                 stranger.sendall(spoil(rng.choice(HEADS), rng))
 
 
 @pytest.mark.parametrize("num_bodies", [1_000, pytest.param(10_000, marks=pytest.mark.full)])
-def test_malformed_bodies(attacked, served, num_bodies):
+def test_malformed_bodies(served, num_bodies):
     rng = random.Random(8)
     for _ in range(num_bodies):
         which = rng.randrange(len(BODIES))

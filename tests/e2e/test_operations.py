@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from dataclasses import dataclass
 
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from core.ids import RandomIds
-from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.curve import derive_keys
 from core.wire.sockets import SocketOptions, dealer_socket
-from kvferry.local import LocalCluster
 from kvferry.operate import drain_worker
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -22,12 +18,6 @@ NUM_CLIENTS = 3
 NUM_TOKENS = 24
 DRAIN_S = 60.0
 HUNG_UP = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-SETTINGS = (
-    "connector.transports=[tcp]",
-    "local.num_prefill=2",
-    "local.num_decode=2",
-    "worker.drain_timeout_s=60",
-)
 
 
 class Load:
@@ -63,23 +53,6 @@ class Load:
                 self.transports.add(answer["usage"]["kv_transfer"]["transport"])
             except Exception as error:  # whatever a client sees
                 self.errors.append(repr(error))
-
-
-@dataclass(slots=True)
-class Secured:
-    """A cluster with a key, and where its router meets workers."""
-
-    cluster: LocalCluster
-    worker_address: str
-
-
-@pytest.fixture(scope="module")
-def secured(cluster_config, tmp_path_factory):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    settings = (f"security.cluster_key={new_cluster_key(RandomIds())}", f"router.worker_address={address}", *SETTINGS)
-    with LocalCluster(cluster_config(*settings), supervise=True, log_dir=tmp_path_factory.mktemp("secured")) as cluster:
-        yield Secured(cluster, address)
 
 
 @pytest.mark.parametrize(
