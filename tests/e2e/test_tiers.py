@@ -94,6 +94,7 @@ def test_every_turn_computes_only_what_is_new_on_whichever_worker_it_lands(start
     eventually(lambda: not served.held(), f"release of {served.held()}")
 
 
+@pytest.mark.full
 def test_worker_finds_in_its_host_memory_what_its_pool_has_lost(start, corpus, eventually, assert_token_identical):
     served = start(
         "offload",
