@@ -6,25 +6,18 @@ Owns the command and how findings are shown. Exit code 0: nothing stands in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from core.config import KVFerryConfig
-from kvferry import doctor_checks, options
-from kvferry.doctor_checks import Finding
+from kvferry import options
 from kvferry.doctor_memory import memory
 
+if TYPE_CHECKING:
+    from kvferry.doctor_checks import Finding
+
 _MARKS = {"ok": "ok  ", "warning": "WARN", "failure": "FAIL"}
-_CHECKS = (
-    doctor_checks.check_versions,
-    doctor_checks.check_model,
-    doctor_checks.check_memory,
-    doctor_checks.check_transports,
-    doctor_checks.check_ports,
-    doctor_checks.check_peers,
-    doctor_checks.check_security,
-)
 
 doctor = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -52,7 +45,9 @@ doctor.command()(memory)
 
 def findings_of(config: KVFerryConfig, url: str = "") -> Iterator[Finding]:
     """Return what all checks find, in a fixed order."""
-    for check in _CHECKS:
+    from kvferry import doctor_checks  # when asked: every process of a cluster imports the command line
+
+    for check in doctor_checks.CHECKS:
         yield from check(config)
     if url:
         yield from doctor_checks.check_clock(url)

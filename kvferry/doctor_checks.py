@@ -245,3 +245,14 @@ def check_clock(url: str) -> Iterator[Finding]:
     difference = abs(time.time() - theirs)
     is_off = difference > MAX_CLOCK_DIFFERENCE_S
     yield Finding("clock", "warning" if is_off else "ok", f"{difference:.0f} s from the router's", "run NTP on both machines")
+
+
+CHECKS = (
+    check_versions,
+    check_model,
+    check_memory,
+    check_transports,
+    check_ports,
+    check_peers,
+    check_security,
+)

@@ -1,21 +1,24 @@
 """The commands of operators beside the processes: make a cluster key, drain a worker and wait for its end, probe a cluster.
 
 Owns what they print and when they give up. They are clients: of a worker's operations port, and of the router's HTTP API.
+The HTTP client is imported when one of them runs: every process of a cluster imports the command line.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from core.config import default_api_key
 from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
+
+if TYPE_CHECKING:
+    import httpx
 
 POLL_INTERVAL_S = 0.2
 _REQUEST_TIMEOUT_S = 60.0
@@ -50,6 +53,8 @@ def probe(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for a good answer.", min=0.0)] = 60.0,
 ) -> None:
     """Send one request through a router and say how it was served; $KVFERRY_API_KEY is its API key."""
+    import httpx
+
     key = default_api_key().partition(",")[0]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers) as client:
@@ -58,6 +63,8 @@ def probe(
 
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Start the drain, once, and return whether the worker has gone within the time. One that is gone already has."""
+    import httpx
+
     deadline = time.monotonic() + timeout_s
     ask: tuple[str, str] = ("POST", "/drain")
     with httpx.Client(base_url=ops_address, timeout=5.0) as client:
@@ -82,6 +89,8 @@ def probe_cluster(
     Raises:
         ProbeFailed: there is no good answer within the time, or the request was not served as expected.
     """
+    import httpx
+
     deadline = time.monotonic() + timeout_s
     while True:
         try:

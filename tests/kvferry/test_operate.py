@@ -26,7 +26,7 @@ def worker_that_leaves(monkeypatch, answers):
         return httpx.Response(outcome)
 
     make = httpx.Client
-    monkeypatch.setattr(operate.httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
+    monkeypatch.setattr(httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
     return asked
 
 

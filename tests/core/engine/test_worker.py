@@ -115,6 +115,9 @@ class RecordingConnector:
     def num_leased_blocks(self):
         return 0
 
+    def num_saving_blocks(self):
+        return 0
+
     def longest_lease_s(self):
         return 0.0
 
