@@ -57,7 +57,7 @@ def derive_keys(cluster_key: str) -> ClusterKeys | None:
 
 
 def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will bind refuse everybody without the cluster's keys; does nothing without. Set its limits before."""
+    """Make a socket that will bind refuse all without the cluster's keys; does nothing without. Set its limits before."""
     if keys is not None:
         bound.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
         bound.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
@@ -66,7 +66,7 @@ def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
 
 
 def secure_client(connecting: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will connect talk to holders of the cluster's keys only; does nothing without. Set its limits before."""
+    """Make a socket that will connect talk to holders of the keys only; does nothing without. Set its limits before."""
     if keys is not None:
         connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)

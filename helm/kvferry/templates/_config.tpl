@@ -26,6 +26,9 @@
       "ops_host" (trimPrefix "[" $any | trimSuffix "]")
       "ops_port" $ports.ops
       "disk_path" (ternary "/var/lib/kvferry" "" (ne $role.disk.size "")) -}}
+{{- if and $role.disk.size (not (dig "kvstore" "disk_bytes" 0 $config)) -}}
+{{- $_ := set $store "disk_bytes" (mulf 0.9 (include "kvferry.bytes" $role.disk.size | float64) | floor | int64) -}}
+{{- end -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" $store) -}}
 {{- else if and $root.Values.kvstore.enabled (has .role (list "prefill" "decode" "aggregated")) -}}
 {{- $address := printf "tcp://%s-kvstore.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.store -}}
