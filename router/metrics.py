@@ -66,6 +66,9 @@ class RouterMetrics:
             f"{PREFIX}http_connections_cut", "Connections ended by a limit, by its kind.", ["reason"], registry=registry
         )
         self._malformed = Counter(f"{PREFIX}rejected_frames", "Worker frames that could not be understood.", registry=registry)
+        self._refused_handshakes = Counter(
+            f"{PREFIX}refused_handshakes", "Connections to the workers' port without the cluster key.", registry=registry
+        )
         self._lost = Counter(f"{PREFIX}workers_lost", "Workers that left without a goodbye.", ["role"], registry=registry)
 
     def watch(self, name: str, documentation: str, read: Callable[[], float], **labels: str) -> None:
@@ -134,6 +137,10 @@ class RouterMetrics:
     def count_malformed(self) -> None:
         """Count a frame that was refused."""
         self._malformed.inc()
+
+    def count_refused_handshake(self) -> None:
+        """Count a connection that was not let in."""
+        self._refused_handshakes.inc()
 
     def count_lost(self, role: str) -> None:
         """Count a worker that left without a goodbye."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from core.clock import Clock
 from core.config import RouterSection
@@ -31,6 +32,8 @@ from router.policy import unpaired
 logger = logging.getLogger(__name__)
 
 _FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+STRANGER_WARNING_INTERVAL_S = 60.0
 RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
 _ROLES = ("prefill", "decode", "aggregated")
 
@@ -101,6 +104,7 @@ class RouterService:
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
         self._keys = keys
+        self._next_stranger_warning = 0.0
         self._clock = clock
         self._metrics = metrics
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
@@ -131,7 +135,7 @@ class RouterService:
         except KVFerryError:
             self._close()
             raise
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         work = (self._receive(self._socket), self._tick(), self._watch_connections(self._monitor))
         self._death = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(task) for task in work]
@@ -246,11 +250,22 @@ class RouterService:
         ZeroMQ tells that a connection was lost, but not whose; sending to that worker fails from then on.
         """
         while True:
-            await monitor.recv_multipart()
+            self._note_event(await monitor.recv_multipart())
             await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
-                await monitor.recv_multipart()
+                self._note_event(await monitor.recv_multipart())
             self._guard(self.machine.greet_all)
+
+    def _note_event(self, parts: list[bytes]) -> None:
+        """Tell an operator of strangers: a worker with another cluster key never gets further, and tries for ever."""
+        found = parse_monitor_message(parts)
+        if not found["event"] & _HANDSHAKE_FAILED:
+            return
+        self._metrics.count_refused_handshake()
+        now = self._clock.now()
+        if now >= self._next_stranger_warning:
+            self._next_stranger_warning = now + STRANGER_WARNING_INTERVAL_S
+            logger.warning(event("handshake_refused", reason="it has not the cluster key of this router, or is no worker"))
 
     def _on_parts(self, parts: list[bytes]) -> None:
         """Handle one message of a worker; nothing it sends may end the router."""
