@@ -77,35 +77,42 @@ class _Seen:
     """The entries of one group that later tokens see. ``entries`` are those from position ``first`` on."""
 
     def __init__(self, attention: HashAttention, first: int, entries: bytes) -> None:
-        self._attention = attention
+        self.attention = attention
+        self.all = hashlib.blake2b(entries, digest_size=SLOT_BYTES)  # of full attention
         self._first = first
         self._entries = bytearray() if attention.sees_all else bytearray(entries)
-        self._all = hashlib.blake2b(entries, digest_size=SLOT_BYTES)
 
     def append(self, entry: bytes) -> None:
         """Add the entry of the next position."""
-        if self._attention.sees_all:
-            self._all.update(entry)
+        if self.attention.sees_all:
+            self.all.update(entry)
         else:
             self._entries += entry
 
     def digest(self, position: int) -> bytes:
         """Return what a token at this position sees of what is here."""
-        if self._attention.sees_all:
-            return self._all.digest()
-        start = self._attention.first_seen(position) - self._first
+        if self.attention.sees_all:
+            return self.all.digest()
+        start = self.attention.first_seen(position) - self._first
         return hashlib.blake2b(self._entries[start * SLOT_BYTES :], digest_size=SLOT_BYTES).digest()
 
 
 class _Prefix:
-    """What is known before the next position: ``seen`` of each group."""
+    """What is known before the next position: ``seen`` of each group. One group that sees all takes one hash a token."""
 
     def __init__(self, seen: Sequence[_Seen], position: int) -> None:
         self._seen = seen
         self._position = position
+        self._only = seen[0].all if len(seen) == 1 and seen[0].attention.sees_all else None
 
     def append(self, token_id: int) -> list[bytes]:
         """Return the entries of the next position, which holds ``token_id``, one per group, and add them."""
+        if self._only is not None:
+            state = self._only.copy()
+            state.update(token_id.to_bytes(8, "little", signed=True))
+            entry = state.digest()
+            self._only.update(entry)
+            return [entry]
         base = hashlib.blake2b(token_id.to_bytes(8, "little", signed=True), digest_size=SLOT_BYTES)
         for seen in self._seen:
             base.update(seen.digest(self._position))

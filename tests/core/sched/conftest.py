@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from core.config import SchedulerSection
 from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
@@ -25,7 +26,7 @@ from core.request import (
 )
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
-from core.testing.hash_model import HashModel, expected_tokens, hash_model_kv_config
+from core.testing.hash_model import FULL, HashAttention, HashModel, expected_kv, expected_tokens, hash_model_kv_config
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
@@ -48,11 +49,16 @@ class Load:
 
     request_id: str
     token_ids: list[int]
-    block_ids: list[int]
+    tables: tuple[list[int], ...]  # per group
     start: int
     end: int
     is_async: bool
     is_corrupt: bool
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The table of the first group."""
+        return self.tables[0]
 
 
 @dataclass
@@ -72,6 +78,7 @@ class Script:
     calls: list[tuple] = field(default_factory=list)
     loading: dict[str, Load] = field(default_factory=dict)
     report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    attentions: Sequence[HashAttention] = FULL
 
     def named(self, name: str) -> list[tuple]:
         return [call[1:] for call in self.calls if call[0] == name]
@@ -111,7 +118,7 @@ class ScriptedScheduler(KVConnectorScheduler):
                 Load(
                     request.request_id,
                     request.all_token_ids.tolist(),
-                    blocks.get_block_ids()[0],
+                    blocks.get_block_ids(),
                     start,
                     start + num_external_tokens,
                     remote.is_async,
@@ -155,14 +162,18 @@ class ScriptedWorker(KVConnectorWorker):
         """Put the KV of tokens [start, end) into the blocks, or garbage."""
         block_size = self.pool.layout.block_size
         slot_bytes = self.pool.block_bytes // block_size
-        kv = kv_of(load.token_ids[: load.end])
-        for position in range(load.start, load.end):
-            entry = b"garbage!" if is_corrupt else kv[position * slot_bytes : (position + 1) * slot_bytes]
-            at = load.block_ids[position // block_size] * self.pool.block_bytes + position % block_size * slot_bytes
-            self.pool.buffer[at : at + slot_bytes] = entry
-        if is_corrupt:
-            first, last = load.start // block_size, -(-load.end // block_size)
-            self.script.report.invalid_block_ids |= set(load.block_ids[first:last])
+        for group_id, table in enumerate(load.tables):
+            kv = expected_kv(load.token_ids[: load.end], self.script.attentions, group_id)
+            for position in range(load.start, load.end):
+                block_id = table[position // block_size]
+                if block_id == NULL_BLOCK_ID:
+                    continue
+                entry = b"garbage!" if is_corrupt else kv[position * slot_bytes : (position + 1) * slot_bytes]
+                at = block_id * self.pool.block_bytes + position % block_size * slot_bytes
+                self.pool.buffer[at : at + slot_bytes] = entry
+            if is_corrupt:
+                first, last = load.start // block_size, -(-load.end // block_size)
+                self.script.report.invalid_block_ids |= set(table[first:last]) - {NULL_BLOCK_ID}
 
     def get_transfer_results(self, finished_req_ids):
         report, self.script.report = self.script.report, KVConnectorOutput()
@@ -200,6 +211,7 @@ class WorldConfig:
     with_connector: bool = False
     vocab_size: int = 50_000
     kv_load_failure_policy: str = "recompute"
+    attentions: Sequence[HashAttention] = FULL
 
 
 class World:
@@ -209,11 +221,13 @@ class World:
         self.config = config = WorldConfig(**config)
         self.clock = FakeClock()
         self.hasher = BlockHasher(b"test", config.hash_block_size)
-        self.script = Script()
+        self.script = Script(attentions=config.attentions)
         self.worker = ScriptedWorker(self.script) if config.with_connector else None
-        self.model = HashModel(config.num_blocks, config.block_size, self.worker, config.vocab_size, incarnation=1)
+        self.model = HashModel(
+            config.num_blocks, config.block_size, self.worker, config.vocab_size, incarnation=1, attentions=config.attentions
+        )
         self.manager = KVCacheManager(
-            hash_model_kv_config(config.num_blocks, config.block_size),
+            hash_model_kv_config(config.num_blocks, config.block_size, config.attentions),
             config.max_model_len,
             config.block_size,
             config.hash_block_size,
@@ -319,21 +333,21 @@ class World:
         self.script.report.invalid_block_ids = invalid
         self.script.report.finished_recving.add(request_id)
 
-    def end_load_partly(self, request_id: str, bad=(), late=(), error: ErrorInfo = LOAD_ERROR) -> list[int]:
-        """End a load of which the blocks at some positions are bad, and of which some may still be written.
+    def end_load_partly(self, request_id: str, bad=(), late=(), error: ErrorInfo = LOAD_ERROR, group_id: int = 0) -> list[int]:
+        """End a load of which a group's blocks at some positions are bad, and of which some may still be written.
 
         Returns the block ids of the load's table. Reported by the next step.
         """
         load = self.script.loading.pop(request_id)
         self.worker.write(load, False)
-        report = self.script.report
-        report.invalid_block_ids |= {load.block_ids[position] for position in bad}
-        report.quarantined_block_ids |= {load.block_ids[position] for position in late}
+        report, table = self.script.report, load.tables[group_id]
+        report.invalid_block_ids |= {table[position] for position in bad}
+        report.quarantined_block_ids |= {table[position] for position in late}
         report.load_errors[request_id] = error
         report.finished_recving.add(request_id)
         for position in {*bad, *late}:
-            self.spoil(load.block_ids[position])
-        return load.block_ids
+            self.spoil(table[position])
+        return table
 
     def spoil(self, *block_ids: int) -> None:
         """Let these blocks hold garbage, now."""
@@ -386,7 +400,7 @@ class World:
         assert find_violations(self.manager, Counter(self.scheduler._state.quarantined)) == []
 
     def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        return expected_tokens(token_ids, num_tokens, self.config.vocab_size)
+        return expected_tokens(token_ids, num_tokens, self.config.vocab_size, self.config.attentions)
 
     def assert_clean(self) -> None:
         """Nothing is left: no block in use, no request known, nothing to flush after one more step."""
