@@ -41,6 +41,11 @@ class TierCoordinator:
         """Most blocks, over all groups, that the steps in flight fill at a time."""
         return sum(-(-self.sizes.max_in_flight_tokens // spec.block_size) for spec in self._specs)
 
+    def max_tokens_of(self, num_keys: int) -> int:
+        """Return the longest range of tokens whose blocks, over all groups, are at most ``num_keys``."""
+        unit = self.sizes.scheduler_block_size
+        return num_keys // sum(unit // spec.block_size for spec in self._specs) * unit
+
     def floor(self, num_tokens: int) -> int:
         """Round down to where a hit may end."""
         return num_tokens - num_tokens % self.sizes.scheduler_block_size

@@ -25,6 +25,7 @@ from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock
 from core.kv.seals import Seal, SealTable, decode_seal, encode_seal
 from core.wire.messages import ErrorInfo, TransferUsage
 from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
+from kvstore.messages import MAX_KEYS
 
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
@@ -68,7 +69,7 @@ class TierMover:
         self._pool = pool
         self._seals = seals
         self._block_bytes = block_bytes
-        self._blocks_per_get = max(1, GET_BYTES // block_bytes)
+        self._blocks_per_get = min(max(1, GET_BYTES // block_bytes), MAX_KEYS)
         self._digester = BlockDigester(block_bytes)
         self._clock = clock
         self._loads: dict[str, _Load] = {}

@@ -24,6 +24,7 @@ from core.request import KVConnectorOutput, Request, SchedulerOutput
 from core.wire.kv import KVLayoutInfo
 from kvstore.base import BlockStore, LookupTicket
 from kvstore.key import StoreKey, layout_key
+from kvstore.messages import MAX_KEYS
 
 LAZY_STEPS = 4  # so many steps' worth of blocks before they are reused, they are saved
 ANSWER_LASTS_S = 1.0  # an answer that is older is asked for again: the tier may have changed
@@ -122,7 +123,8 @@ class TierConnectorScheduler(KVConnectorScheduler):
         )
         specs = [group.spec for group in manager.kv_cache_config.groups]
         self._coordinator = TierCoordinator(specs, sizes, layout_key(self._layout))
-        self._planner = SavePlanner(pool, self._coordinator, max(1, int(MAX_PINNED_SHARE * pool.num_usable_blocks)))
+        max_pinned = max(1, int(MAX_PINNED_SHARE * pool.num_usable_blocks))
+        self._planner = SavePlanner(pool, self._coordinator, min(max_pinned, MAX_KEYS))
 
     # ---- hits and loads ----------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         """Offer what the tier has behind the local hits; None until it has answered, or while another request loads it."""
         coordinator = self._bound
         end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, whatever the tier has
+        end = min(end, num_computed_tokens + coordinator.max_tokens_of(MAX_KEYS))
         if end <= num_computed_tokens or request.skip_reading_prefix_cache or request.has_failed_load:
             self._questions.pop(request.request_id, None)
             return 0, False

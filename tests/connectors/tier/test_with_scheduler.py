@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from connectors.tier import scheduler as scheduler_module
 from core.testing.hash_model import HashAttention
 
 HYBRID = (HashAttention(window=20), HashAttention(), HashAttention(window=40))
@@ -87,6 +88,18 @@ def test_equal_questions_are_asked_once(tier_engine, store):
     engine.step()
     assert store.num_lookups == 1
     engine.run()
+    engine.assert_is_right()
+
+
+def test_a_question_is_never_larger_than_a_store_takes(tier_engine, store, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MAX_KEYS", 7)
+    engine = tier_engine(attentions=(HashAttention(window=20), HashAttention()), num_blocks=80)
+    engine.add("a", prompt_of(1, 100))
+    engine.run()
+    engine.forget()
+    engine.add("b", prompt_of(1, 100))
+    engine.run()
+    assert engine.stats["b"].num_external_cached_tokens == 48
     engine.assert_is_right()
 
 
