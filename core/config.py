@@ -283,7 +283,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_order("router.max_body_bytes", router.max_body_bytes, "<=", "router.max_upload_bytes", router.max_upload_bytes)
         _check_connectors(connector)
         _check_transports(connector)
-        _check_address("connector.lmcache.server_address", connector.lmcache.server_address, lowest_port=1)
+        _check_lmcache(connector.lmcache)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
         _check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
@@ -335,6 +335,14 @@ def _check_transports(connector: ConnectorSection) -> None:
             f"connector.transports: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}",
             param="connector.transports",
         )
+
+
+def _check_lmcache(lmcache: LMCacheSection) -> None:
+    """Refuse addresses at which no LMCache server can be."""
+    _check_address("connector.lmcache.server_address", lmcache.server_address, lowest_port=1)
+    if not lmcache.http_address.startswith("http://"):
+        path = "connector.lmcache.http_address"
+        raise ConfigError(f"{path} = {lmcache.http_address!r}: expected http://host:port", param=path)
 
 
 def _check_address(path: str, address: str, lowest_port: int) -> None:

@@ -76,6 +76,7 @@ class LMCacheConnector(Connector):
         self._zmq: AsyncContext | None = None
         self._link: ServerLink | None = None
         self._copies: ThreadPoolExecutor | None = None
+        self._allocated: Staging | None = None  # the latest
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_tried = asyncio.Event()
 
@@ -125,9 +126,9 @@ class LMCacheConnector(Connector):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        server, self.scheduler.server = self.scheduler.server, None
-        if server is not None:
-            server.staging.unlink()
+        self.scheduler.server = None
+        if self._allocated is not None:
+            self._allocated.unlink()
         if self._link is not None:
             await self._link.close()
         if self._copies is not None:
@@ -222,16 +223,20 @@ class LMCacheConnector(Connector):
         staging: Staging | None = None
         found: ServerFacts | KVFerryError
         try:
-            address, timeout_s = self._settings.http_address, self._settings.request_timeout_s
+            address, timeout_s = self._settings.http_address.rstrip("/"), self._settings.request_timeout_s
             found = await asyncio.to_thread(fetch_facts, address, timeout_s)
-            name = new_hex_id(self._context.ids, SHM_PREFIX)
-            layout = self._context.layout
-            staging = await asyncio.to_thread(
-                Staging, name, self._settings.staging_bytes, layout.block_bytes, layout.block_size
-            )
+            staging = await asyncio.to_thread(self._allocate, new_hex_id(self._context.ids, SHM_PREFIX))
         except KVFerryError as error:
             found = error
         self._tell(lambda node: node.on_probed(attempt, found, staging))
+
+    def _allocate(self, name: str) -> Staging:
+        """Return new staging memory. Runs on a thread that nobody can stop, so ``stop`` may come in between."""
+        layout = self._context.layout
+        self._allocated = Staging(name, self._settings.staging_bytes, layout.block_bytes, layout.block_size)
+        if self._loop is None:
+            self._allocated.unlink()
+        return self._allocated
 
     def _connect(self, attempt: int) -> None:
         assert self._zmq is not None

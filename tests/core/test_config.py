@@ -102,6 +102,8 @@ def test_connector_extra_takes_any_keys():
         ("worker.control_address=", "worker.control_address", "expected tcp://host:port"),
         ("worker.router_addresses=tcp://r1:1,r2:1", "worker.router_addresses", "'r2:1': expected tcp://host:port"),
         ("worker.router_addresses=tcp://r1:0", "worker.router_addresses", "with port 1 to 65535"),
+        ("connector.lmcache.server_address=h:5555", "connector.lmcache.server_address", "expected tcp://host:port"),
+        ("connector.lmcache.http_address=127.0.0.1:8080", "connector.lmcache.http_address", "expected http://host:port"),
     ],
 )
 def test_wrong_key_or_value_is_refused_with_its_path_and_what_is_allowed(assignment, param, hint):

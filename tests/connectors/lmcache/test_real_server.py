@@ -10,6 +10,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from connectors.lmcache.staging import SHM_FOLDER
 from connectors.lmcache.wire import Operation
 from core.request import NewRequest, Request
 from core.testing.hash_model import HashAttention, expected_kv, expected_tokens
@@ -328,6 +329,14 @@ async def test_memory_that_is_not_there_costs_hits_and_nothing_else(start_engine
         assert not engine.connector.is_connected
         assert await engine.run("a", PROMPT) is None
         await engine.settled()
+
+
+async def test_nothing_has_a_name_in_shared_memory_once_the_server_has_mapped_it(start_engine):
+    async with start_engine() as engine:
+        assert not (SHM_FOLDER / engine.connector.scheduler.server.staging.pages.shm_name).exists()
+        assert (await engine.run("a", PROMPT)) is None
+        await engine.settled()
+        assert engine.counts()["saved_tokens"] == 4 * CHUNK
 
 
 async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmcache_server):
