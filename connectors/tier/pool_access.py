@@ -47,8 +47,8 @@ class HostPoolAccess(PoolAccess):
 
     @property
     def max_reads(self) -> int:
-        """Many: they cost no memory. Loads should not wait long behind a save."""
-        return 16
+        """Many: they cost no memory, and the store copies them beside the mover. What costs is their digests, so not all."""
+        return 32
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Return the blocks themselves."""
