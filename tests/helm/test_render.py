@@ -66,6 +66,28 @@ def test_renders_as_recorded(helm, path):
     assert helm.template(path.stem) == path.read_text(), "meant? then `make chart` records it, and the diff shows what changes"
 
 
+def notes(helm, preset, *sets):
+    arguments = [part for value in sets for part in ("--set", value)]
+    values = str(CHART / "ci" / f"{preset}-values.yaml")
+    done = helm.run("install", "--dry-run=client", "kvferry", str(CHART), "--values", values, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("\nNOTES:\n")[2]
+
+
+def test_notes_tell_the_effective_topology_and_what_is_open(helm):
+    closed = notes(helm, "ha", "networkPolicy.enabled=true")
+    assert "router     2 x Deployment" in closed
+    assert "decode     2 to 12 (keda) x Deployment, KV by p2p over tcp" in closed
+    assert "OPEN" not in closed
+    opened = notes(
+        helm, "external-redis", "networkPolicy.enabled=false", "security.clusterKey.existingSecret=", "security.insecure=true"
+    )
+    assert "KV by p2p and store over tcp" in opened
+    assert "NOT authenticated: security.insecure is set" in opened
+    assert opened.count("OPEN") == 2  # no API key, no network policy
+    assert "UCX        has no authentication" in notes(helm, "gpu-rdma")
+
+
 def test_older_kubernetes_is_refused(helm):
     done = helm.run("template", "kvferry", str(CHART), "--kube-version", "1.28")
     assert "incompatible with Kubernetes" in done.stderr
