@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from connectors.lmcache.bundle import LMCacheConnector
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
 from connectors.lmcache.wire import (
+    CacheKey,
     GroupInfo,
     Namespace,
     Operation,
@@ -181,12 +182,22 @@ class HashEngine:
             return is_idle and nothing_open and (server is None or server.staging.num_used_pages == 0)
 
         await self.until(is_settled)
+        await self.until(lambda: not self.connector.is_connected or not self._num_half_kept())
         pool = self.manager.block_pool
         assert pool.num_free_blocks == pool.num_usable_blocks
         assert not find_violations(self.manager)
         assert not self.connector.scheduler._trackers
         assert not self.connector.scheduler._servers
         assert not self.connector.scheduler._answers
+
+    def _num_half_kept(self) -> int:
+        """Count what the server has answered for and cannot find yet."""
+        return ask_status(self.connector._settings.http_address)["storage_manager"]["l1_manager"]["write_locked_count"]
+
+
+def ask_status(http_address: str) -> dict:
+    with urllib.request.urlopen(f"{http_address}/status", timeout=5) as response:
+        return json.load(response)
 
 
 @pytest.fixture
@@ -240,9 +251,12 @@ def start_engine(settings, fingerprint) -> Callable[..., object]:
 class RawClient:
     """A client of the server that obeys nothing but the wire: for what our own would never send."""
 
-    def __init__(self, server, fingerprint: bytes) -> None:
+    def __init__(self, server, fingerprint: bytes, block_bytes: int | None = None) -> None:
         layout = hash_model_layout(BLOCK_SIZE)
-        self.staging = Staging(f"{SHM_PREFIX}test_{RandomIds().bits(64):x}", 1 << 20, layout.block_bytes, BLOCK_SIZE)
+        if block_bytes is not None:
+            layout = msgspec.structs.replace(layout, block_bytes=block_bytes)
+        num_bytes = max(1 << 20, 20 * layout.block_bytes)
+        self.staging = Staging(f"{SHM_PREFIX}test_{RandomIds().bits(64):x}", num_bytes, layout.block_bytes, BLOCK_SIZE)
         self.namespace = Namespace.of(fingerprint, layout, PAGE_VERSION)
         self.sealer = PageSealer(77, layout_fingerprint(layout), BLOCK_SIZE, BlockDigester(layout.block_bytes))
         self.hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
@@ -284,6 +298,29 @@ class RawClient:
         key = self.key(session_id, token_ids)
         return is_done(self.ask(lambda uid: store_call(uid, key, self.instance_id, [list(pages)])))
 
+    def hoard(self, num_chunks: int, server_status: Callable[[], dict]) -> list[CacheKey]:
+        """Have chunks kept and locked, so many at a time, until the server drops some; return the keys of the locks."""
+        pages = self.staging.take_to_save(2 * num_chunks)
+        keys: list[CacheKey] = []
+        found = num_chunks
+        while found == num_chunks:
+            number = len(keys)
+            tokens = [number, *range(2 * BLOCK_SIZE * num_chunks - 1)]
+            key = self.key(f"hoard-{self.instance_id}-{number}", tokens, None)
+            assert self.store(key.request_id, tokens, pages), "it always says that it has kept them"
+            while server_status()["storage_manager"]["l1_manager"]["write_locked_count"]:
+                continue  # it answers before they can be found
+            self.call(Operation.LOOKUP, key, 1)
+            while (found := self.call(Operation.QUERY_PREFETCH_STATUS, key.request_id)) is None:
+                continue
+            keys.append(key)
+        return keys
+
+    def let_go(self, keys: Sequence[CacheKey]) -> None:
+        for key in keys:
+            self.call(Operation.FREE_LOOKUP_LOCKS, key, 1)
+            self.call(Operation.END_SESSION, key.request_id)
+
     def close(self) -> None:
         self.call(Operation.END_SESSION, "s")
         self.call(Operation.UNREGISTER_KV_CACHE, self.instance_id)
@@ -300,11 +337,26 @@ def raw_client(lmcache_server, fingerprint):
 
 
 @pytest.fixture
+def full_server(lmcache_server, server_status):
+    """Fill the server with what may not be evicted, to the last page; return what lets go of it."""
+    sizes = {4 << 20: 4, 1 << 20: 1, 32 << 10: 1, 256: 1}  # bytes of a block, and chunks at a time
+    clients = [RawClient(lmcache_server, b"hoard", block_bytes) for block_bytes in sizes]
+    keys = [client.hoard(count, server_status) for client, count in zip(clients, sizes.values(), strict=True)]
+
+    def let_go() -> None:
+        for client in clients:
+            client.let_go(keys.pop(0))
+        clients[0].call(Operation.CLEAR, True)
+
+    yield let_go
+    if keys:
+        let_go()
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
 def server_status(lmcache_server) -> Callable[[], dict]:
     """Return what the server says of itself."""
 
-    def ask() -> dict:
-        with urllib.request.urlopen(f"{lmcache_server.http_address}/status", timeout=5) as response:
-            return json.load(response)
-
-    return ask
+    return lambda: ask_status(lmcache_server.http_address)

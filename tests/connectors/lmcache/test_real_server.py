@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from connectors.lmcache.staging import SHM_FOLDER
@@ -310,18 +309,19 @@ async def test_what_is_gone_between_lookup_and_load_is_computed(start_engine, ra
         await reader.settled()
 
 
-async def test_a_full_server_costs_hits_and_nothing_else(start_engine, raw_client):
-    """It says that it has kept what it has not."""
-    big = raw_client.staging.take_to_save(512)
-    raw_client.staging.rows[big] = np.random.default_rng(1).integers(0, 256, raw_client.staging.rows[big].shape, np.uint8)
-    async with start_engine() as engine, start_engine() as other:
-        for number in range(3):
-            raw_client.store(f"fill{number}", list(range(number * 50_000, number * 50_000 + 512 * BLOCK)), big)
-            prompt = [token + 1000 * number for token in PROMPT]
-            await engine.run(f"a{number}", prompt)
-            await other.run(f"b{number}", prompt)
-        await engine.settled()
-        await other.settled()
+async def test_a_full_server_costs_hits_and_nothing_else(start_engine, full_server):
+    """It says that it has kept what it has not; and it is used again when it has room."""
+    async with start_engine() as writer, start_engine() as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        assert writer.counts()["saved_tokens"] == 4 * CHUNK, "so it says"
+        assert await reader.run("b", PROMPT) is None
+        assert reader.counts()["lookup_misses"] == 1
+        full_server()
+        await writer.run("c", [*OTHER, 1])
+        await writer.settled()
+        assert (await reader.run("d", [*OTHER, 2])).transferred_tokens == 4 * CHUNK
+        await reader.settled()
 
 
 async def test_memory_that_is_not_there_costs_hits_and_nothing_else(start_engine):
