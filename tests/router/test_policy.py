@@ -96,6 +96,30 @@ def test_an_idle_aggregated_worker_wins_over_a_pair_with_a_full_half():
     assert names(choose_route(workers, Demand(num_tokens=10))) == ["a0"]
 
 
+def with_blocks_of(block_size: int) -> KVLayoutInfo:
+    block_bytes = LAYOUT.block_bytes * block_size // LAYOUT.block_size
+    return msgspec.structs.replace(LAYOUT, block_size=block_size, block_bytes=block_bytes)
+
+
+def test_workers_whose_blocks_differ_in_size_only_are_paired_where_a_connector_converts_them():
+    prefill, decode = member("prefill", "p0"), member("decode", "d0", layout=with_blocks_of(16))
+    assert names(choose_route([prefill, decode], Demand(num_tokens=10))) == ["p0", "d0"]
+    plain = {"connector": "other", "transports": ()}
+    sides = [member("prefill", "p0", **plain), member("decode", "d0", **plain, layout=with_blocks_of(16))]
+    with pytest.raises(NoWorker, match="block_size 16 at the peer, 64 at p0"):
+        choose_route(sides, Demand(num_tokens=10))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [with_blocks_of(40), msgspec.structs.replace(LAYOUT, block_size=16)],
+    ids=["ends between two hashes", "other bytes for a token"],
+)
+def test_blocks_that_nobody_can_convert_are_refused(layout):
+    with pytest.raises(NoWorker, match="block_size"):
+        choose_route([member("prefill", "p0"), member("decode", "d0", layout=layout)], Demand(num_tokens=10))
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
@@ -129,7 +153,7 @@ SIDES = {
     "kv_verify": ["auto", "identity", "digest"],
     "has_digests": [False, True],
     "model_fingerprint": [b"w", b"other"],
-    "layout": [LAYOUT, msgspec.structs.replace(LAYOUT, dtype="bfloat16")],
+    "layout": [LAYOUT, msgspec.structs.replace(LAYOUT, dtype="bfloat16"), with_blocks_of(16)],
 }
 
 
