@@ -96,10 +96,6 @@ class Side:
         """Step until the connector has nothing to tell its worker side."""
         await self.engine.until(lambda: not self.connector.scheduler.has_pending_push_work())
 
-    async def saved(self) -> None:
-        """Step until no block is held for a copy."""
-        await self.engine.until(lambda: not self.connector.num_saving_blocks())
-
     async def close(self) -> None:
         """Stop the connector, then close the memory."""
         await self.connector.stop()
@@ -129,8 +125,8 @@ class Pair:
     async def drained(self) -> None:
         """Wait until the producer keeps nothing for readers, and check that it holds nothing else."""
         await self.consumer.settle()
-        await self.producer.engine.until(lambda: not self.producer.engine.parked)
-        await self.producer.saved()
+        producer = self.producer
+        await producer.engine.until(lambda: not (producer.engine.parked or producer.connector.num_saving_blocks()))
         assert self.producer.engine.num_used_blocks == 0
         assert self.producer.connector.num_leased_blocks() == 0
 
@@ -182,8 +178,8 @@ class ConnectorConformance:
 
     async def assert_consumer_is_empty(self, pair: Pair) -> None:
         """Wait for the end of quarantine, and check that neither blocks nor transfers are left."""
-        await pair.consumer.engine.until(lambda: not pair.consumer.engine.quarantined)
-        await pair.consumer.saved()
+        consumer = pair.consumer
+        await consumer.engine.until(lambda: not (consumer.engine.quarantined or consumer.connector.num_saving_blocks()))
         assert pair.consumer.engine.num_used_blocks == 0
         assert self.num_loading_blocks(pair.consumer.connector) == 0
 
