@@ -377,6 +377,7 @@ def end_twice(patch: Patch) -> None:
     patch(Flows, "abort", abort)
 
 
+_FROZEN = (Fault.STALL, Fault.FREEZE)
 _LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
 # ---- defects that the simulation has found in the real code, as they were
 
@@ -434,7 +435,7 @@ MUTANTS = (
     Mutant("hand over less than the window", (), hand_over_less_than_the_window),
     Mutant("hash a block that lacks its first tokens", (), hash_a_block_that_lacks_its_first_tokens),
     Mutant("go back to where a group holds nothing", (Fault.READ_ERROR,), go_back_to_where_a_group_holds_nothing),
-    Mutant("give back staged rows of cancelled reads", _LATE, give_back_staged_rows_of_cancelled_reads),
+    Mutant("give back staged rows of cancelled reads", _FROZEN, give_back_staged_rows_of_cancelled_reads, 200),
     Mutant("take the tokens of a block one too far", (), take_the_tokens_of_a_block_one_too_far),
     Mutant("forget to wake the engine", (), forget_to_wake_the_engine),
     Mutant("sleep with work", (), sleep_with_work),
