@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.local import LocalCluster
 
 BLOCK_SIZE = 64
-BOUND_S = 30.0  # of an answer whose store is dead; its calls take connector timeouts of 2 s at most
+BOUND_S = 30.0  # of an answer whose store is dead: a lookup or a save that is under way ends after 2 s
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -65,10 +65,10 @@ def test_every_turn_computes_only_what_is_new_on_whichever_worker_it_lands(start
         "local.kvstore=true",
         f"kvstore.memory_bytes={256 << 20}",
     )
-    history, num_known, landed = list(corpus[:300]), 0, []
-    for turn in range(4):
+    history, num_known, landed = list(corpus[:180]), 0, []
+    for turn in range(3):
         before = prefilled(served)
-        body = served.complete(history, max_tokens=40)
+        body = served.complete(history, max_tokens=24)
         output = body["choices"][0]["token_ids"]
         assert_token_identical(history, output)
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == num_known - num_known % BLOCK_SIZE
@@ -88,9 +88,9 @@ def test_every_turn_computes_only_what_is_new_on_whichever_worker_it_lands(start
     served.cluster.kill("kvstore")
     eventually(lambda: "kvstore" not in served.cluster.pids, "death of the store")
     started = time.monotonic()
-    body = served.complete(corpus[400:700], max_tokens=4)
+    body = served.complete(corpus[400:500], max_tokens=4)
     assert time.monotonic() - started < BOUND_S
-    assert_token_identical(corpus[400:700], body["choices"][0]["token_ids"])
+    assert_token_identical(corpus[400:500], body["choices"][0]["token_ids"])
     eventually(lambda: not served.held(), f"release of {served.held()}")
 
 
