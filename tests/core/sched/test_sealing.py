@@ -154,7 +154,7 @@ def test_a_block_whose_last_token_is_computed_again_is_unsealed_for_that_step(ma
     first, last = (world.manager.block_pool.blocks[block_id] for block_id in world.manager.get_block_ids("a")[0])
     assert world.schedule().num_scheduled_tokens == {"a": 1}
     assert sealed(world, "a") == [True, False]
-    assert (first.generation, last.generation) == (1, 2), "a reader that knows the loaded bytes must not take the others for them"
+    assert (first.generation, last.generation) == (1, 2), "who knows the loaded bytes must not take the others for them"
     assert last.block_hash is not None
     world.finish_step()
     assert sealed(world, "a") == [True, True]
