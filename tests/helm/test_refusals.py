@@ -28,11 +28,11 @@ CASES = {
     "no UCX ports": (["ports.ucx.first=30000"], "ports.ucx.first = 30000 must be at most"),
     "grace period too short": (
         ["prefill.terminationGracePeriodSeconds=30"],
-        "draining takes up to 60 s, so the pod would be killed in the middle of it; give at least 65",
+        "draining takes up to 90 s, so the pod would be killed in the middle of it; give at least 95",
     ),
     "lease longer than the grace period": (
         ["config.connector.lease_s=120", "prefill.terminationGracePeriodSeconds=90"],
-        "draining takes up to 120 s",
+        "draining takes up to 180 s",
     ),
     "shared memory across pods": (["config.connector.transports={shm,tcp}"], "shm works between processes of one pod only"),
     "RDMA without nixl": (["rdma.enabled=true"], "rdma.enabled: only transport nixl uses RDMA"),

@@ -91,7 +91,7 @@ matchExpressions:
 {{- default (printf "%s-models" (include "kvferry.fullname" .)) .Values.modelCache.existingClaim -}}
 {{- end -}}
 
-{{/* Seconds between the order to leave and the kill: drain or lease, whichever is longer, and what the process needs after it. */}}
+{{/* Seconds between the order to leave and the kill: drain, then the leases that its last requests leave, and what the process needs after it. */}}
 {{- define "kvferry.drainSeconds" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
 {{- if eq .role "router" -}}
@@ -99,7 +99,7 @@ matchExpressions:
 {{- else if eq .role "kvstore" -}}
 {{- 10 -}}
 {{- else -}}
-{{- max (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
+{{- add (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
 {{- end -}}
 {{- end -}}
 
