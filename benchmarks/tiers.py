@@ -136,8 +136,10 @@ def store_process(memory_bytes: int) -> Iterator[str]:
         os.close(writing)
         with os.fdopen(reading) as pipe:
             address = json.loads(pipe.readline())["store_address"]
-        yield address
-        process.terminate()
+        try:
+            yield address
+        finally:
+            process.terminate()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from kvferry import cli, operate
+from kvferry import cli
 from kvferry.operate import ProbeFailed, drain_worker, probe_cluster
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
