@@ -27,7 +27,7 @@ from kvstore.key import StoreKey, layout_key
 from kvstore.messages import MAX_KEYS
 
 LAZY_STEPS = 4  # so many steps' worth of blocks before they are reused, they are saved
-ANSWER_LASTS_S = 1.0  # an answer that is older is asked for again: the tier may have changed
+ANSWER_LASTS_S = 1.0  # an answer that was first used longer ago is asked for again: the tier may have changed
 MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
 
 
@@ -42,12 +42,15 @@ class TierSettings:
 
 @dataclass(slots=True)
 class _Question:
-    """What the tier was asked for a request: the blocks of the tokens [start, end)."""
+    """What the tier was asked for a request: the blocks of the tokens [start, end).
+
+    ``used_at`` is when the answer was first used, which is when it begins to age: a step may take longer than an answer lasts.
+    """
 
     start: int
     end: int
     ticket: LookupTicket
-    asked_at: float
+    used_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -145,6 +148,8 @@ class TierConnectorScheduler(KVConnectorScheduler):
             question = self._ask(request, num_computed_tokens, end)
         if not question.ticket.is_done:
             return None, False
+        if question.used_at is None:
+            question.used_at = self._clock.now()
         length = coordinator.find_hit(_hits(question.ticket), num_computed_tokens, end)
         if length <= num_computed_tokens:
             return 0, False
@@ -180,13 +185,13 @@ class TierConnectorScheduler(KVConnectorScheduler):
             if not ticket.is_done:
                 self._open_lookups[name] = ticket
                 self._watch(ticket)
-        question = self._questions[request.request_id] = _Question(start, end, ticket, self._clock.now())
+        question = self._questions[request.request_id] = _Question(start, end, ticket)
         return question
 
     def _is_outdated(self, question: _Question, start: int, end: int) -> bool:
         if (question.start, question.end) != (start, end):
             return True
-        return question.ticket.is_done and self._clock.now() - question.asked_at > ANSWER_LASTS_S
+        return question.used_at is not None and self._clock.now() - question.used_at > ANSWER_LASTS_S
 
     def _blocks_of(self, request: Request, start: int, end: int) -> list[tuple[StoreKey, int, int]]:
         """Return key, group and index of every block that a load of the tokens [start, end) brings."""

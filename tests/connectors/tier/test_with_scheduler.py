@@ -80,6 +80,35 @@ def test_a_lookup_that_is_not_answered_keeps_others_running(tier_engine, store):
     engine.assert_is_right()
 
 
+def test_an_answer_is_used_however_long_the_step_takes_in_which_it_comes(tier_engine, store):
+    engine = tier_engine(num_blocks=60)
+    store.answers_at_once = False
+    engine.add("busy", prompt_of(1, 50), max_tokens=60)
+    engine.step()
+    store.answer()
+    engine.step()
+    engine.add("b", prompt_of(2, 60))
+    for _ in range(10):
+        engine.step()
+        engine.clock.advance(1.2)
+        store.answer()
+        engine.move()
+    assert "busy" not in engine.finished, "else the steps are short again"
+    assert engine.finished["b"] == "length"
+    assert store.num_lookups <= 6, "one for each request, and those of saves"
+
+
+def test_an_answer_that_was_used_long_ago_is_asked_for_again(tier_engine, store):
+    engine = tier_engine()
+    engine.add("a", prompt_of(1, 100))
+    request = engine.core.scheduler.requests["a"]
+    for seconds, num_lookups in ((0, 1), (0.9, 1), (0.2, 2)):
+        engine.clock.advance(seconds)
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert store.num_lookups == num_lookups
+    engine.core.abort_requests(["a"])
+
+
 def test_equal_questions_are_asked_once(tier_engine, store):
     engine = tier_engine()
     store.answers_at_once = False
