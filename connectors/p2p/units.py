@@ -64,6 +64,7 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
     for positions in _unit_positions(extent, local_ids):
         local = {position: local_ids[position] for position in positions}
         copies: list[TokenCopy] = []
+        sources: dict[int, None] = {}  # positions of the owner's blocks, each once, in order
         for position, row in local.items():
             first, last = position * size, min((position + 1) * size, remote.end)
             held_from = remote.held_from(first, last)
@@ -71,8 +72,9 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
                 raise StaleBlock(f"the hand-over does not hold a block that group {extent.group_id} needs")
             found.is_partial |= held_from > first
             copies += remote.copies(held_from, last, row, first)
+            sources |= dict.fromkeys(range(held_from // remote.size, -(-last // remote.size)))
         if copies:  # else the window begins behind all that is loaded
-            found.units.append(remote.unit(tuple(local.values()), copies, positions))
+            found.units.append(remote.unit(list(sources), tuple(local.values()), copies, positions))
     return found
 
 
@@ -96,9 +98,14 @@ class _RemoteBlocks:
     block_hashes: Sequence[bytes]
 
     @property
+    def size(self) -> int:
+        """Tokens of one of the owner's blocks."""
+        return self.extent.remote_block_size
+
+    @property
     def end(self) -> int:
         """Where the owner's last block ends; behind the last token its slots are zero."""
-        return len(self.block_hashes) * self.extent.remote_block_size
+        return len(self.block_hashes) * self.size
 
     def row(self, position: int) -> int:
         """Return the block at this position, the null block if the owner has none."""
@@ -107,35 +114,41 @@ class _RemoteBlocks:
 
     def held_from(self, start: int, end: int) -> int:
         """Return from where on the owner holds all tokens up to ``end``, ``start`` at the least."""
-        size, position = self.extent.remote_block_size, -(-end // self.extent.remote_block_size)
+        size, position = self.size, -(-end // self.size)
         while position * size > start and self.row(position - 1) != NULL_BLOCK_ID:
             position -= 1
         return max(start, position * size)
 
     def copies(self, start: int, end: int, local_row: int, local_first: int) -> Iterator[TokenCopy]:
         """Yield what goes into one of our blocks, which begins at token ``local_first``."""
-        size = self.extent.remote_block_size
         while start < end:
-            position, offset = divmod(start, size)
-            num_tokens = min(end - start, size - offset)
+            position, offset = divmod(start, self.size)
+            num_tokens = min(end - start, self.size - offset)
             yield TokenCopy(self.row(position), offset, local_row, start - local_first, num_tokens)
             start += num_tokens
 
-    def unit(self, local_rows: tuple[int, ...], copies: Sequence[TokenCopy], local_positions: Sequence[int]) -> ReadUnit:
-        """Return the unit of these copies; blocks of the same size are taken as they are."""
-        extent, group = self.extent, self.group
-        index_of = {block_id: index for index, block_id in enumerate(group.block_ids)}
-        rows = tuple(dict.fromkeys(copy.remote_row for copy in copies))
-        local_size, is_alike = extent.local_block_size, extent.local_block_size == extent.remote_block_size
+    def unit(
+        self,
+        positions: Sequence[int],
+        local_rows: tuple[int, ...],
+        copies: Sequence[TokenCopy],
+        local_positions: Sequence[int],
+    ) -> ReadUnit:
+        """Return the unit of the owner's blocks at these positions; blocks of the same size are taken as they are.
+
+        What the seal of a block must be follows from the position that it fills here, whatever block the owner names for it.
+        """
+        extent = self.extent
+        local_size, is_alike = extent.local_block_size, extent.local_block_size == self.size
         return ReadUnit(
-            remote_rows=rows,
+            remote_rows=tuple(map(self.row, positions)),
             local_rows=local_rows,
-            expected=tuple(self._expected(index_of[row]) for row in rows),
+            expected=tuple(map(self._expected, positions)),
             num_tokens=sum(min(local_size, extent.end - position * local_size) for position in local_positions),
             copies=() if is_alike else tuple(copies),
         )
 
-    def _expected(self, index: int) -> ExpectedSeal:
-        position, size = self.group.first_block + index, self.extent.remote_block_size
-        num_tokens = min(size, self.extent.end - position * size)
-        return ExpectedSeal(self.group.generations[index], self.extent.group_id, self.block_hashes[position], num_tokens)
+    def _expected(self, position: int) -> ExpectedSeal:
+        num_tokens = min(self.size, self.extent.end - position * self.size)
+        generation = self.group.generations[position - self.group.first_block]
+        return ExpectedSeal(generation, self.extent.group_id, self.block_hashes[position], num_tokens)

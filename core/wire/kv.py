@@ -32,6 +32,8 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def __post_init__(self) -> None:
         if not len(self.block_ids) == len(self.generations) == len(self.block_hashes):
             raise ValueError("block_ids, generations and block_hashes differ in length")
+        if len(set(self.block_ids)) < len(self.block_ids):
+            raise ValueError("block_ids names a block twice: it can hold the tokens of one position only")
 
 
 class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import force_setattr
 
 from connectors.p2p.actions import TokenCopy
 from connectors.p2p.units import Extent, GroupUnits, group_units
@@ -148,3 +149,35 @@ def test_every_needed_token_comes_from_where_the_owner_has_it(data):
         assert len(named) == len(set(named)), "no two units share a block"
     read = {position // local for position in filled}
     assert sum(unit.num_tokens for unit in found.units) == sum(min(local, end - index * local) for index in read)
+
+
+@pytest.mark.parametrize("local", [16, 64])
+def test_what_a_seal_must_be_follows_from_the_position_that_its_block_fills(local):
+    group = owner_group(48, 16)
+    force_setattr(group, "block_ids", (500, 500, 502))  # cannot come over the wire
+    extent = Extent(group_id=2, start=0, end=48, local_block_size=local, remote_block_size=16)
+    found = group_units(extent, group, own_table(48, local), hashes(3))
+    expected = [seal for unit in found.units for seal in unit.expected]
+    assert [seal.block_hash for seal in expected] == list(hashes(3))
+    assert [seal.generation for seal in expected] == [7, 8, 9]
+
+
+def test_planning_a_long_prompt_looks_at_every_block_once():
+    class Counting(tuple):
+        looks = 0
+
+        def __getitem__(self, index):
+            Counting.looks += 1
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            for item in super().__iter__():
+                Counting.looks += 1
+                yield item
+
+    chain = Counting(bytes(16) for _ in range(2000))
+    group = GroupBlocks(group_id=9, block_ids=tuple(range(1, 2001)), generations=(1,) * 2000, block_hashes=(bytes(16),) * 2000)
+    force_setattr(group, "block_ids", Counting(group.block_ids))
+    extent = Extent(group_id=2, start=0, end=32_000, local_block_size=16, remote_block_size=16)
+    assert len(group_units(extent, group, list(range(1, 2001)), chain).units) == 2000
+    assert Counting.looks < 10 * 2000

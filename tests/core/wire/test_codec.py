@@ -172,6 +172,7 @@ def test_refuses_wrong_types_and_absurd_values(plane, name, changes):
     [
         {"block_ids": [-1, 4]},
         {"block_ids": [3]},
+        {"block_ids": [3, 3]},
         {"generations": [7]},
         {"generations": [7, -1]},
         {"block_hashes": [b"a" * 16]},
