@@ -18,7 +18,10 @@ from core.model.rope import Rope
 
 
 class RMSNorm:
-    """Divide by the root mean square over the last axis, times ``weight`` ``[hidden_size]`` (Zhang & Sennrich, 2019)."""
+    """Divide by the root mean square over the last axis, times ``weight`` ``[hidden_size]`` (Zhang & Sennrich, 2019).
+
+    A weight in fp32 is multiplied in fp32, whatever the dtype of the hidden states, and the result has theirs.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight
@@ -30,6 +33,8 @@ class RMSNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return ``hidden`` ``[T, hidden_size]`` normalized."""
+        if hidden.dtype != self._weight.dtype:
+            return F.rms_norm(hidden.float(), self._weight.shape, self._weight, self._eps).to(hidden.dtype)
         if not self._is_composed:
             return F.rms_norm(hidden, self._weight.shape, self._weight, self._eps)
         # torch composes rms_norm of eight operations on the CPU. These four make a step of one row 3 % shorter.

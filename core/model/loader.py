@@ -170,7 +170,8 @@ def _norm(tensors: _Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
 
 def _norm_weight(tensors: _Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:
     weight = tensors.take(f"{name}.weight", size)
-    return weight + 1.0 if _names(arch).norms_leave_one_out else weight
+    # In bf16, 1 + w would lose up to half of the bits that w has.
+    return weight.float() + 1.0 if _names(arch).norms_leave_one_out else weight
 
 
 def _qkv(tensors: _Checkpoint, arch: ModelArch, attention: str) -> Linear:

@@ -85,3 +85,14 @@ def test_silu_and_mul_gates_the_second_half_with_the_first():
     before = both.clone()
     torch.testing.assert_close(silu_and_mul(both), F.silu(gate) * up)
     assert torch.equal(both, before)
+
+
+def test_norm_whose_weight_leaves_one_out_rounds_as_transformers_does_in_bf16():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    theirs = Gemma3RMSNorm(64, eps=1e-6).bfloat16()
+    theirs.weight.data = torch.randn(64, generator=generator).bfloat16()
+    hidden = torch.randn(9, 64, generator=generator).bfloat16()
+    norm = RMSNorm(theirs.weight.data.float() + 1.0, 1e-6)
+    assert torch.equal(norm(hidden), theirs(hidden))
