@@ -56,6 +56,11 @@ def default_cluster_key() -> str:
     return os.environ.get("KVFERRY_CLUSTER_KEY", "")
 
 
+def default_redis_password() -> str:
+    """Return Redis's password: ``$KVFERRY_REDIS_PASSWORD``, which no list of processes shows; else none."""
+    return os.environ.get("KVFERRY_REDIS_PASSWORD", "")
+
+
 def set_default_environment(variable: str, value: str) -> None:
     """Set a variable that a library reads when it is loaded; what the user has set stays."""
     os.environ.setdefault(variable, value)
@@ -186,7 +191,8 @@ class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     disk_bytes: Positive = 8 << 30
     disk_segment_bytes: Positive = 64 << 20  # per file
     disk_sync: bool = False  # write through to the device, so that blocks survive a loss of power as well
-    redis_url: str = ""  # redis://host:port/db; empty = no such tier
+    redis_url: str = ""  # redis://[user@]host:port/db; empty = no such tier
+    redis_password: str = msgspec.field(default_factory=default_redis_password)  # as it is; in the address it is refused
     redis_timeout_s: Seconds = 0.5
     redis_ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # how long Redis keeps a block; 0 = as long as it has room
     request_timeout_s: Seconds = 2.0  # what a client waits for an answer; then it is a miss
@@ -251,8 +257,8 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerSection = SchedulerSection()
     worker: WorkerSection = WorkerSection()
     connector: ConnectorSection = ConnectorSection()
-    kvstore: KVStoreSection = KVStoreSection()
-    router: RouterSection = msgspec.field(default_factory=RouterSection)  # reads the environment when it is made
+    kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # reads the environment when it is made, as
+    router: RouterSection = msgspec.field(default_factory=RouterSection)  # this does
     local: LocalSection = LocalSection()
     security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()

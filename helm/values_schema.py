@@ -35,7 +35,7 @@ CHART_OWNED = {
         "kv_events_address",
     },
     "RouterSection": {"host", "port", "worker_address", "api_key"},
-    "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url"},
+    "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url", "redis_password"},
     "LMCacheSection": {"server_address", "http_address"},
 }
 CHART_OWNED_SECTIONS = {"local", "security"}

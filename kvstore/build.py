@@ -61,7 +61,7 @@ def make_tiers(config: KVStoreSection, ids: IdSource) -> list[Tier]:
     if config.redis_url:
         from kvstore.tiers.redis_tier import RedisTier
 
-        tiers.append(RedisTier(config.redis_url, config.redis_timeout_s, config.redis_ttl_s))
+        tiers.append(RedisTier(config.redis_url, config.redis_timeout_s, config.redis_ttl_s, password=config.redis_password))
     return tiers
 
 

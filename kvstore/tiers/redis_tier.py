@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from core.clock import Clock, SystemClock
 from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, Unavailable
@@ -24,22 +25,28 @@ T = TypeVar("T")
 class RedisTier(Tier):
     """Keeps blocks in a Redis server, for every store that uses it.
 
-    Raises: ConnectorUnavailable if the library is missing, ConfigError if the address is none.
+    Raises: ConnectorUnavailable if the library is missing, ConfigError if the address is none, or holds a password.
     """
 
     name = "redis"
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: float = 0.0, clock: Clock | None = None) -> None:
+    def __init__(self, url: str, timeout_s: float, ttl_s: float = 0.0, clock: Clock | None = None, password: str = "") -> None:
         try:
             import redis
         except ImportError:
             raise ConnectorUnavailable("kvstore.redis_url needs the redis library: pip install 'kvferry[redis]'") from None
+        _refuse_password(url)
         try:
             self._redis = redis.Redis.from_url(
-                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, decode_responses=False, protocol=2
+                url,
+                password=password or None,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                decode_responses=False,
+                protocol=2,
             )
-        except ValueError as error:
-            raise ConfigError(f"kvstore.redis_url: {error}", param="kvstore.redis_url") from None  # it may hold a password
+        except ValueError:
+            raise _bad_url() from None
         self._failures = (redis.RedisError, OSError)
         self._ttl_ms = round(1000 * ttl_s) or None
         self._clock = clock or SystemClock()
@@ -94,3 +101,21 @@ class RedisTier(Tier):
         except self._failures as error:
             self._resume_at = self._clock.now() + PAUSE_S
             raise Unavailable(f"Redis fails: {error}") from None
+
+
+def _refuse_password(url: str) -> None:
+    """Refuse an address that holds a password: it would be seen wherever the settings are."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise _bad_url() from None
+    if parts.password is not None or "password" in parse_qs(parts.query):
+        raise _bad_url()
+
+
+def _bad_url() -> ConfigError:
+    """Say what an address is, and nothing of what was given: any part of it may be a part of a password."""
+    return ConfigError(
+        "kvstore.redis_url: expected redis://[user@]host:port/db, and the password in $KVFERRY_REDIS_PASSWORD, as it is",
+        param="kvstore.redis_url",
+    )

@@ -140,6 +140,15 @@ def test_dump_is_read_back_equal(tmp_path):
     assert load_config(path) == config
 
 
+def test_redis_password_comes_from_the_environment_as_it_is(monkeypatch):
+    monkeypatch.setenv("KVFERRY_REDIS_PASSWORD", "a/b#c@d:e%f")
+    config = load_config(assignments=["kvstore.redis_url=redis://redis:6379/0"])
+    assert (config.kvstore.redis_password, config.kvstore.redis_url) == ("a/b#c@d:e%f", "redis://redis:6379/0")
+    assert load_config().kvstore.redis_password == "a/b#c@d:e%f"
+    monkeypatch.delenv("KVFERRY_REDIS_PASSWORD")
+    assert load_config().kvstore.redis_password == ""
+
+
 def test_api_key_comes_from_the_environment_unless_it_is_set(monkeypatch):
     monkeypatch.setenv("KVFERRY_API_KEY", "secret")
     assert load_config().router.api_key == "secret"

@@ -208,9 +208,28 @@ def test_store_is_told_its_tiers_and_workers_where_it_is(find):
     assert (store["bind_address"], store["disk_path"]) == ("tcp://0.0.0.0:5580", "/var/lib/kvferry")
     assert store["disk_bytes"] == (100 << 30) * 9 // 10  # of the volume
     container = main(find, "external-redis", "kvstore", kind="StatefulSet")["containers"][0]
-    assert container["args"][-1] == "kvstore.redis_url=redis://:$(KVFERRY_REDIS_PASSWORD)@redis.data.svc:6379/0"
+    assert container["args"][-1] == "kvstore.redis_url=redis://redis.data.svc:6379/0"
     address = config_of(find, "external-redis", "decode")["kvstore"]["address"]
     assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_secret_is_in_a_command_line(helm, preset):
+    for _, pod in pods(helm, preset):
+        for container in containers(pod):
+            secrets = {entry["name"] for entry in container.get("env", ()) if "secretKeyRef" in entry.get("valueFrom", {})}
+            commands = [container.get(name) for name in ("command", "args", "lifecycle", "livenessProbe", "readinessProbe")]
+            assert not secrets & set(re.findall(r"\$[({]?(\w+)", json.dumps(commands)))
+
+
+def test_redis_password_is_in_the_environment_of_the_store_alone(helm):
+    names = {
+        container["name"]
+        for _, pod in pods(helm, "external-redis")
+        for container in containers(pod)
+        if "KVFERRY_REDIS_PASSWORD" in json.dumps(container)
+    }
+    assert names == {"kvstore"}
 
 
 def test_model_on_a_read_only_claim_is_not_fetched(find):

@@ -121,6 +121,7 @@ class RedisProcess:
 
     def __init__(self, folder, program):
         self._folder, self._program = folder, program
+        self.password = ""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -132,6 +133,7 @@ class RedisProcess:
 
     def start(self):
         settings = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        settings += ["--requirepass", self.password] if self.password else []
         command = [self._program, *settings, "--dir", self._folder]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
@@ -151,7 +153,7 @@ class RedisProcess:
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
                 connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith(b"+PONG")
+                return connection.recv(16).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
 

@@ -137,8 +137,7 @@ volumeMounts:
 {{- end -}}
 {{- $redis := .root.Values.kvstore.redis -}}
 {{- if and (eq .role "kvstore") $redis.enabled -}}
-{{- $login := ternary ":$(KVFERRY_REDIS_PASSWORD)@" "" (ne $redis.existingSecret "") -}}
-{{- $command = concat $command (list "--set" (printf "kvstore.redis_url=redis://%s%s:%v/0" $login $redis.host $redis.port)) -}}
+{{- $command = concat $command (list "--set" (printf "kvstore.redis_url=redis://%s:%v/0" $redis.host $redis.port)) -}}
 {{- end -}}
 {{- toYaml $command -}}
 {{- end -}}

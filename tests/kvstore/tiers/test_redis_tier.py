@@ -133,6 +133,35 @@ def test_a_store_outlives_its_redis(redis_process, embedded_store):
         assert list(lookup(store, [blocks[1].key]).hits) == [False]
 
 
-def test_an_address_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="redis_url"):
-        RedisTier("http://somewhere", timeout_s=1.0)
+def test_a_password_of_any_letters_is_used_as_it_is(redis_process, embedded_store):
+    redis_process.kill()
+    redis_process.password = "/#@:%2F?&=[ é"
+    redis_process.start()
+    block = make_block(1)
+    with embedded_store(redis_url=redis_process.url, redis_password=redis_process.password) as store:
+        put(store, [block])
+        assert store.flush()
+        assert store.workers[0].statistics().saved_blocks == 1
+    with embedded_store(redis_url=redis_process.url, redis_password="another") as store:
+        assert read(store, [block.key]) == [None]
+    with embedded_store(redis_url=redis_process.url, redis_password=redis_process.password) as store:
+        assert read(store, [block.key]) == [bytes(block.content)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://somewhere",
+        "redis://:hunter/2@somewhere:6379/0",
+        "redis://:hunter#2@somewhere:6379/0",
+        "redis://user:hunter2@somewhere:6379/0",
+        "redis://[hunter2@somewhere",
+        "redis://somewhere:hunter2/0",
+        "redis://somewhere:6379/0?password=hunter2",
+    ],
+)
+def test_an_address_that_is_none_or_holds_a_password_is_refused_without_showing_it(url):
+    with pytest.raises(ConfigError, match="redis_url") as refusal:
+        RedisTier(url, timeout_s=1.0)
+    assert "hunter" not in str(refusal.value)
+    assert "KVFERRY_REDIS_PASSWORD" in str(refusal.value)
