@@ -22,12 +22,13 @@ from kvferry import options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One KV cache group: how its layers attend, which they are, and the most blocks that one request holds of it."""
+    """One KV cache group: how its layers attend, which they are, and the most that one request holds of it at a time."""
 
     attention: str
     layers: tuple[int, ...]
     bytes_per_token: int
     max_blocks_per_request: int
+    max_bytes_per_request: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +92,13 @@ def _report(model: str, dtype: str, sizing: KVCacheSizing, context: int) -> Memo
 
 
 def _group_report(group: KVCacheGroup, sizing: KVCacheSizing) -> GroupReport:
-    spec = group.spec
+    spec, bounds = group.spec, (sizing.max_in_flight_tokens, sizing.max_model_len)
     return GroupReport(
         attention=_attention_of(group),
         layers=group.layer_indices,
         bytes_per_token=len(group.layer_indices) * spec.page_size_bytes // spec.block_size,
-        max_blocks_per_request=spec.max_admission_blocks_per_request(sizing.max_in_flight_tokens, sizing.max_model_len),
+        max_blocks_per_request=spec.max_admission_blocks_per_request(*bounds),
+        max_bytes_per_request=len(group.layer_indices) * spec.max_memory_usage_bytes(*bounds),
     )
 
 
@@ -131,9 +133,10 @@ def show(report: MemoryReport) -> str:
     ]
     for number, group in enumerate(report.groups):
         layers = ", ".join(map(str, group.layers))
+        most = f"{group.max_blocks_per_request:,} blocks ({group.max_bytes_per_request / 2**20:,.1f} MiB)"
         lines.append(
-            f"group {number:<14} {group.attention:<16} {group.bytes_per_token:>9,} bytes per token, at most "
-            f"{group.max_blocks_per_request:,} blocks per request; layers {layers}"
+            f"group {number:<14} {group.attention:<16} {group.bytes_per_token:>9,} bytes per token, at most {most} per request; "
+            f"layers {layers}"
         )
     return "\n".join(
         [

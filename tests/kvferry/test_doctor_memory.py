@@ -63,6 +63,8 @@ def test_pool_is_the_one_that_the_engine_allocates(config, engine):
     assert [group.attention for group in report.groups] == ["full", "window of 64", "window of 64"]
     assert report.max_model_len == engine.max_model_len == engine.engine.scheduler.max_model_len
     assert report.tokens_that_fit == report.concurrency * report.max_model_len
+    bytes_per_block = [group.max_bytes_per_request // group.max_blocks_per_request for group in report.groups]
+    assert bytes_per_block == [pool.layout.block_bytes] * 3
 
 
 @pytest.mark.parametrize("context", [64, 200])
