@@ -135,8 +135,8 @@ def show(report: MemoryReport) -> str:
         layers = ", ".join(map(str, group.layers))
         most = f"{group.max_blocks_per_request:,} blocks ({group.max_bytes_per_request / 2**20:,.1f} MiB)"
         lines.append(
-            f"group {number:<14} {group.attention:<16} {group.bytes_per_token:>9,} bytes per token, at most {most} per request; "
-            f"layers {layers}"
+            f"group {number:<14} {group.attention:<16} {group.bytes_per_token:>9,} bytes per token, at most {most} per "
+            f"request; layers {layers}"
         )
     return "\n".join(
         [
