@@ -94,9 +94,16 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Load what was offered, or let go of it: somebody else may load, or nobody."""
+        """Load what was offered, or let go of it: somebody else may load, or nobody.
+
+        A request that this side was never asked about, since a connector before it has a hit, is tracked from here on, so that
+        what it computes is saved all the same.
+        """
         tracker = self._trackers.get(request.request_id)
-        if tracker is None or tracker.state is not LMCacheMPRequestState.PREFETCHING:
+        if tracker is None:
+            self._track(request, LMCacheMPRequestState.READY, self.server)
+            return
+        if tracker.state is not LMCacheMPRequestState.PREFETCHING:
             return
         self._answers.pop(tracker.session_id, None)
         self._waiting_since.pop(request.request_id, None)

@@ -25,8 +25,8 @@ Direction = Literal["STORE", "RETRIEVE"]
 class LMCacheMPRequestState(Enum):
     """How far a request is with the server.
 
-    PREFETCHING → WAITING_FOR_LOAD → READY, or PREFETCHING → READY if nothing is loaded; BYPASS_LMCACHE asks the server for
-    nothing, but may save.
+    PREFETCHING → WAITING_FOR_LOAD → READY, or PREFETCHING → READY if nothing is loaded; READY from the beginning if another
+    connector loads. BYPASS_LMCACHE asks the server for nothing, but may save.
     """
 
     PREFETCHING = auto()
