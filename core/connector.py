@@ -137,7 +137,7 @@ class KVConnectorScheduler(ABC):
     def has_pending_block_frees(self) -> bool:
         """True if blocks are about to come back, so that preempting would be premature.
 
-        The engine keeps stepping as long as it has requests and this is True, so it should not be for long.
+        The engine may sleep meanwhile: the connector wakes it when they have come back, as for any other news.
         """
         return False
 

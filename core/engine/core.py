@@ -112,9 +112,7 @@ class EngineCore:
     def schedule_step(self) -> ScheduledStep:
         """Decide what the next step computes. ``run_step`` and ``finish_step`` follow, with nothing else in between."""
         self._is_woken = self._is_stalled = False
-        connector = self.scheduler.connector
-        # Such blocks may come back within the step, behind the decision that lacked them; nobody would tell.
-        awaits_blocks = connector is not None and connector.has_pending_block_frees()
+        awaits_blocks = self._awaits_blocks()
         return ScheduledStep(self.scheduler.schedule(), awaits_blocks)
 
     def run_step(self, step: ScheduledStep) -> ModelRunnerOutput:
@@ -124,7 +122,9 @@ class EngineCore:
     def finish_step(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Digest what it produced; return the news of every request that has any."""
         outputs = self.scheduler.update_from_output(step.output, runner_output)
-        self._is_stalled = not outputs and not step.awaits_blocks and _nothing_happened(step.output, runner_output)
+        # Blocks may have come back within the step, behind the decision that lacked them; nobody would tell.
+        has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
+        self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
         self._update_gauges()
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.take_events())
@@ -167,6 +167,10 @@ class EngineCore:
         self._runner.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
+
+    def _awaits_blocks(self) -> bool:
+        connector = self.scheduler.connector
+        return connector is not None and connector.has_pending_block_frees()
 
     def _check_token_ids(self, new: NewRequest) -> None:
         """Refuse tokens that the model does not have: inside a batch they would end everybody's step."""
