@@ -5,6 +5,9 @@ process can be killed at any byte: what ``append`` has returned for is found aga
 next start cuts off. The digests of the file written last are checked at the start, those of the others when they are read.
 Knows no memory, tiers or clients. Called by ``kvstore.tiers.disk``, on one thread, except ``in`` and the counts.
 
+Only the file that is written stays open; another is opened for each read, which costs nothing beside reading a block. So the
+number of files has nothing to do with how many descriptors this process may have.
+
 Room is made by the oldest file: what has been read since it was written is copied to the end of the log, up to half of the
 file, and the file is deleted. That is a second chance as in CLOCK, and every round frees at least half a segment.
 """
@@ -16,7 +19,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +46,6 @@ _MIN_SEGMENTS = 4  # that the capacity is cut into at least
 class _Segment:
     number: int
     path: Path
-    fd: int
     nonce: bytes
     end: int
     records: dict[bytes, Record] = field(default_factory=dict)
@@ -71,17 +73,20 @@ class SegmentLog:
         self._index: dict[bytes, _Location] = {}
         self._segments: list[_Segment] = []  # the oldest first
         self._active: _Segment | None = None
+        self._active_fd = -1
         self._last_number = 0
         self.num_torn_bytes = 0  # cut off at the start
         self.num_dropped = 0  # blocks that went to make room
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock_fd = self._take_lock()
+        except OSError as error:
+            raise self._unusable(error) from None
+        try:
             self._recover()
         except OSError as error:
-            raise ConfigError(
-                f"kvstore.disk_path = {str(folder)!r} cannot be used: {error}", param="kvstore.disk_path"
-            ) from None
+            os.close(self._lock_fd)
+            raise self._unusable(error) from None
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index
@@ -116,12 +121,11 @@ class SegmentLog:
         location = self._index.get(key)
         if location is None or location.record.num_bytes > target.nbytes:
             return None
-        segment, offset = location.segment, location.record.offset
         location.is_used = True
         try:
-            return read_record(segment.fd, segment.nonce, offset, key, target[: location.record.num_bytes])
+            return _read(location.segment, location.record, target)
         except OSError as error:
-            raise Unavailable(f"{segment.path} cannot be read: {error}") from None
+            raise Unavailable(f"{location.segment.path} cannot be read: {error}") from None
 
     def remove(self, key: bytes) -> None:
         """Forget a block. Its bytes stay until its file goes; after a restart it is found again, and found corrupt again."""
@@ -131,12 +135,13 @@ class SegmentLog:
 
     def close(self) -> None:
         """Close the files and let others use the folder."""
-        for segment in self._segments:
-            os.close(segment.fd)
+        self._leave_active()
         self._segments.clear()
         self._index.clear()
-        self._active = None
         os.close(self._lock_fd)
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"kvstore.disk_path = {str(self._folder)!r} cannot be used: {error}", param="kvstore.disk_path")
 
     def _take_lock(self) -> int:
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -157,20 +162,19 @@ class SegmentLog:
             self._recover_file(number, path, is_last=position == len(found) - 1)
 
     def _recover_file(self, number: int, path: Path, *, is_last: bool) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        size = os.fstat(fd).st_size
-        nonce = decode_file_header(os.pread(fd, PAGE_BYTES, 0))
-        segment = _Segment(number, path, fd, nonce or b"", PAGE_BYTES)
-        for record in () if nonce is None else scan_records(fd, nonce, check_blocks=is_last):
-            segment.end = record.end
-            self._enter(segment, record)
-        self.num_torn_bytes += max(0, size - segment.end)
-        if not segment.records:
-            os.close(fd)
-            path.unlink()
-            return
-        os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
-        self._segments.append(segment)
+        with _opened(path, os.O_RDWR) as fd:
+            size = os.fstat(fd).st_size
+            nonce = decode_file_header(os.pread(fd, PAGE_BYTES, 0))
+            segment = _Segment(number, path, nonce or b"", PAGE_BYTES)
+            for record in () if nonce is None else scan_records(fd, nonce, check_blocks=is_last):
+                segment.end = record.end
+                self._enter(segment, record)
+            self.num_torn_bytes += max(0, size - segment.end)
+            if not segment.records:
+                path.unlink()
+                return
+            os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
+            self._segments.append(segment)
 
     def _enter(self, segment: _Segment, record: Record) -> None:
         earlier = self._index.get(record.key)
@@ -180,59 +184,66 @@ class SegmentLog:
         self._index[record.key] = _Location(segment, record)
 
     def _write(self, key: bytes, seal: bytes, block: memoryview) -> bool:
-        segment = self._segment_for(record_bytes(block.nbytes))
-        record = Record(segment.end, block.nbytes, key, seal)
-        padding = bytes(record.end - record.offset - RECORD_HEADER_BYTES - block.nbytes)
-        pieces: list[bytes | memoryview] = [encode_record_header(segment.nonce, record), block, padding]
         try:
-            num_written = os.pwritev(segment.fd, pieces, record.offset)
-            if num_written != record.end - record.offset:
-                raise OSError(errno.ENOSPC, "the disk is full")
-            if self._sync:
-                os.fdatasync(segment.fd)
+            segment = self._segment_for(record_bytes(block.nbytes))
+            record = Record(segment.end, block.nbytes, key, seal)
+            self._write_record(segment, record, block)
         except OSError as error:
-            self._cut_off(segment)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
-            raise Unavailable(f"{segment.path} cannot be written: {error}") from None
+            raise Unavailable(f"{self._folder} cannot be written: {error}") from None
         segment.end = record.end
         self._enter(segment, record)
         return True
 
-    def _cut_off(self, segment: _Segment) -> None:
-        """Remove what a failed write has left; if that fails as well, go on in another file."""
+    def _write_record(self, segment: _Segment, record: Record, block: memoryview) -> None:
+        """Write at the end of the active file. What a failed write has left is removed, or another file is begun."""
+        padding = bytes(record.end - record.offset - RECORD_HEADER_BYTES - block.nbytes)
+        pieces: list[bytes | memoryview] = [encode_record_header(segment.nonce, record), block, padding]
         try:
-            os.ftruncate(segment.fd, segment.end)
+            _write_whole(self._active_fd, pieces, record.offset)
+            if self._sync:
+                os.fdatasync(self._active_fd)
         except OSError:
-            self._active = None
+            try:
+                os.ftruncate(self._active_fd, segment.end)
+            except OSError:
+                self._leave_active()
+            raise
 
     def _segment_for(self, num_bytes: int) -> _Segment:
         """Return the file that is written; a full one is followed by a new one."""
         active = self._active
         if active is not None and active.end + num_bytes <= max(self._segment_bytes, PAGE_BYTES + num_bytes):
             return active
+        self._leave_active()
         self._last_number += 1
         path = self._folder / f"segment-{self._last_number:012}.kv"
-        nonce = self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
+        segment = _Segment(self._last_number, path, self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little"), PAGE_BYTES)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.pwrite(fd, encode_file_header(nonce), 0)
+            _write_whole(fd, [encode_file_header(segment.nonce)], 0)
             if self._sync:
                 self._sync_folder(fd)
-        except OSError as error:
-            raise Unavailable(f"{path} cannot be made: {error}") from None
-        self._active = _Segment(self._last_number, path, fd, nonce, PAGE_BYTES)
-        self._segments.append(self._active)
-        return self._active
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        self._active, self._active_fd = segment, fd
+        self._segments.append(segment)
+        return segment
+
+    def _leave_active(self) -> None:
+        """Write no more into the file that has been written until now."""
+        if self._active is not None:
+            self._active = None
+            os.close(self._active_fd)
 
     def _sync_folder(self, fd: int) -> None:
         """Make a new file's name survive a loss of power."""
         os.fsync(fd)
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with _opened(self._folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
             os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Delete the oldest files until a record fits, with room for what they hand on; False if it never fits."""
@@ -246,7 +257,7 @@ class SegmentLog:
     def _reclaim(self, segment: _Segment) -> None:
         """Hand on what was used, then delete the file. A crash in between leaves some blocks twice, which does no harm."""
         if segment is self._active:
-            self._active = None
+            self._leave_active()
         for block, record in self._survivors(segment):
             if not self._write(record.key, record.seal, block):
                 break
@@ -254,9 +265,7 @@ class SegmentLog:
         for key in segment.records:
             del self._index[key]
             self.num_dropped += 1
-        os.close(segment.fd)
-        with contextlib.suppress(FileNotFoundError):
-            segment.path.unlink()
+        segment.path.unlink(missing_ok=True)
 
     def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
         """Yield what is handed on, the newest first, up to half of a segment."""
@@ -267,7 +276,27 @@ class SegmentLog:
                 continue
             block = memoryview(bytearray(record.num_bytes))
             try:
-                read_record(segment.fd, segment.nonce, record.offset, record.key, block)
+                _read(segment, record, block)
             except (OSError, CorruptBlock):
                 continue
             yield block, record
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read(segment: _Segment, record: Record, target: memoryview) -> Record:
+    with _opened(segment.path, os.O_RDONLY) as fd:
+        return read_record(fd, segment.nonce, record.offset, record.key, target[: record.num_bytes])
+
+
+def _write_whole(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write all of it; a disk that takes only a part is full."""
+    if os.pwritev(fd, pieces, offset) != sum(memoryview(piece).nbytes for piece in pieces):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

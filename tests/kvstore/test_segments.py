@@ -1,5 +1,6 @@
 """Segment files: what was committed survives a kill or a cut at any byte, what was torn is refused, and room is made."""
 
+import errno
 import itertools
 import os
 import shutil
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import ConfigError, CorruptBlock
+from core.errors import ConfigError, CorruptBlock, Unavailable
 from core.ids import SeededIds
 from kvstore.seal_check import BlockVerifier
 from kvstore.segment_file import PAGE_BYTES, record_bytes
@@ -288,3 +289,65 @@ def test_a_full_disk_loses_only_the_block_that_did_not_fit(tmp_path, monkeypatch
     log = open_log(tmp_path)
     assert [served(log, block) for block in blocks] == [True, False, True]
     log.close()
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EDQUOT, "short"])
+def test_a_disk_without_room_for_a_new_file_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch, failure):
+    log, blocks = open_log(tmp_path), blocks_of(30)
+    before, real = descriptors(), os.pwritev
+
+    def full(fd, pieces, offset):
+        if failure == "short":
+            return real(fd, [bytes(pieces[0])[:100]], offset)
+        raise OSError(failure, os.strerror(failure))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    assert not any(append(log, block) for block in blocks)
+    assert (descriptors(), files_of(tmp_path), log.used_bytes) == (before, [], 0)
+    monkeypatch.undo()
+    assert all(append(log, block) for block in blocks)
+    log.close()
+    assert descriptors() == before - 1  # the lock
+
+
+def test_a_disk_that_fails_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch):
+    log, before = open_log(tmp_path), descriptors()
+
+    def broken(fd, pieces, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    for block in blocks_of(3):
+        with pytest.raises(Unavailable, match="cannot be written"):
+            append(log, block)
+    assert (descriptors(), files_of(tmp_path)) == (before, [])
+    log.close()
+
+
+MANY_FILES = """
+import resource, sys
+from pathlib import Path
+from core.ids import RandomIds
+from kvstore.segments import SegmentLog
+from kvstore.testing.blocks import make_block
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+blocks = [make_block(number, 4000) for number in range(200)]
+target = memoryview(bytearray(4000))
+for life in range(2):
+    log = SegmentLog(Path(sys.argv[1]), 1 << 30, 8192, RandomIds())
+    assert len(log) == 200 * life
+    for block in blocks:
+        assert log.append(block.key.pack(), block.seal, block.content)
+    for block in blocks:
+        assert log.read(block.key.pack(), target) and target == block.content
+    log.close()
+"""
+
+
+def test_more_files_than_descriptors_are_written_read_and_found_again(tmp_path):
+    subprocess.run([sys.executable, "-c", MANY_FILES, tmp_path], check=True, timeout=60)
+    assert len(files_of(tmp_path)) > 64
