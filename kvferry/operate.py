@@ -36,7 +36,7 @@ def keygen() -> None:
 
 def drain(
     ops_port: Annotated[int, typer.Option("--ops-port", help="The worker's operations port on this host.")],
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 90.0,
 ) -> None:
     """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
     has_left = drain_worker(f"http://localhost:{ops_port}", timeout)

@@ -1,7 +1,7 @@
 """What a store counts, as Prometheus metrics under ``kvferry_kvstore_``.
 
 Owns names and labels; everything is kept by the machine and the tiers' threads and read when ``/metrics`` is asked. Called by
-the process of a store server, and by a worker that has a store of its own.
+the process of a store server. A worker with a store of its own shows what its connector counts.
 """
 
 from __future__ import annotations
