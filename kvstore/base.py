@@ -14,7 +14,7 @@ digest, and then the slot's state once more.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,9 +62,14 @@ class LookupTicket(Ticket):
 
 @dataclass(slots=True, eq=False)
 class GetTicket(Ticket):
-    """``blocks[i]`` is the block of ``keys[i]`` or None. They are pinned in memory until the ticket is released."""
+    """``blocks[i]`` is the block of ``keys[i]`` or None. They are pinned in memory until the ticket is released.
+
+    ``withheld`` are indices of blocks that the store has and could not pin: too many are pinned, by this client or others. They
+    may be got once some of those are released.
+    """
 
     blocks: Sequence[StoredBlock | None] = ()
+    withheld: Collection[int] = ()
 
     @property
     def num_prefix_blocks(self) -> int:

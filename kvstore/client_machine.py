@@ -114,6 +114,7 @@ class _Call:
     blocks: list[StoredBlock | None] = field(default_factory=list)  # of a get that arrives in parts
     part: range = range(0)  # of a put: what the store has been sent last
     stored: list[bool] = field(default_factory=list)
+    withheld: set[int] = field(default_factory=set)  # of a get
 
 
 class ClientMachine:
@@ -363,8 +364,9 @@ class ClientMachine:
             call.blocks[index] = StoredBlock(ticket.keys[index], content, seal, is_current)
             self.counts["got_blocks"] += 1
             self.counts["got_bytes"] += content.nbytes
+        call.withheld |= {message.first + offset for offset, flag in enumerate(message.withheld) if flag}
         if message.is_last:
-            ticket.blocks = call.blocks
+            ticket.blocks, ticket.withheld = call.blocks, call.withheld
             if self._arena is not None:
                 self._pinned[ticket.number] = None
             self._close(call)

@@ -420,7 +420,14 @@ def _slots_of(query: Query) -> GetReply:
         present=bytes(resident is not None for resident in query.residents),
         seals=b"".join(resident.seal for resident in found),
         slots=tuple((resident.slot, resident.generation, resident.num_bytes) for resident in found),
+        withheld=_withheld_of(query, 0, len(query.keys)),
     )
+
+
+def _withheld_of(query: Query, first: int, end: int) -> bytes:
+    """Return which of some keys are there and not pinned: it would have been too many. Empty if there is none."""
+    flags = bytes(query.hits[index] and query.residents[index] is None for index in range(first, end))
+    return flags if any(flags) else b""
 
 
 def _parts_of(query: Query) -> list[tuple[GetReply, list[Resident]]]:
@@ -436,6 +443,7 @@ def _parts_of(query: Query) -> list[tuple[GetReply, list[Resident]]]:
             seals=b"".join(resident.seal for resident in found),
             first=first,
             is_last=end >= len(query.residents),
+            withheld=_withheld_of(query, first, end),
         )
         parts.append((reply, found))
         first = end

@@ -169,8 +169,9 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, tag="got", omit_defaul
     """Store → client: the blocks that are there, pinned.
 
     ``present`` has a byte for each key, ``seals`` a row for each present one. With the arena, ``slots`` holds (slot,
-    generation, num_bytes) of those; without it, they follow as frames. An answer may come in several messages; ``first`` is the
-    index of the first key that this one speaks of.
+    generation, num_bytes) of those; without it, they follow as frames. ``withheld`` has a byte for each key, 1 for what is not
+    present and is there, but cannot be pinned now; it is empty if there is none. An answer may come in several messages;
+    ``first`` is the index of the first key that this one speaks of.
     """
 
     number: Count
@@ -179,6 +180,7 @@ class GetReply(msgspec.Struct, frozen=True, kw_only=True, tag="got", omit_defaul
     slots: Slots = ()
     first: Count = 0
     is_last: bool = True
+    withheld: Flags = b""
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved", omit_defaults=True):

@@ -204,7 +204,8 @@ class Tiering:
             query.num_waiting -= 1
             if query.is_over:
                 continue
-            query.hits[index] = self._pin(query, index)
+            query.hits[index] = job.loaded is not None
+            self._pin(query, index)
             if query.num_waiting == 0:
                 answered.append(query)
         return answered

@@ -282,3 +282,13 @@ def test_keys_without_blocks_are_our_own_mistake(client):
         client.machine.put(KEYS, [], [], client.now)
     with pytest.raises(ProtocolError, match="seal"):
         client.machine.put(KEYS[:1], [BLOCKS[0].content], [b"short"], client.now)
+
+
+def test_what_the_store_withholds_is_told_by_its_index_over_all_parts(client):
+    ticket = client.machine.get(KEYS, client.now)
+    first = m.GetReply(number=ticket.number, present=b"\1", seals=BLOCKS[0].seal, is_last=False)
+    client.hear(first, [BLOCKS[0].content])
+    client.hear(m.GetReply(number=ticket.number, present=b"\0\0", seals=b"", first=1, withheld=b"\0\1"))
+    assert ticket.is_done
+    assert [block is not None for block in ticket.blocks] == [True, False, False]
+    assert set(ticket.withheld) == {2}

@@ -132,6 +132,44 @@ def test_a_long_answer_comes_in_parts(store, monkeypatch):
     ]
 
 
+def test_what_cannot_be_pinned_now_is_told_from_what_is_not_there(store):
+    store.put(b"a", blocks_of(1, 2, 3, 5, 6))
+    (reply,) = store.get(b"a", blocks_of(1, 2, 3), 7)
+    assert reply.message.withheld == b""
+    (reply,) = store.get(b"a", blocks_of(4, 5, 6), 8)  # half of the slots is for one client
+    assert (list(reply.message.present), list(reply.message.withheld)) == ([0, 1, 0], [0, 0, 1])
+    store.say(b"a", m.Release(numbers=(7,)))
+    (reply,) = store.get(b"a", blocks_of(6), 9)
+    assert (list(reply.message.present), reply.message.withheld) == ([1], b"")
+
+
+def test_what_cannot_be_pinned_in_a_long_answer_is_told_part_by_part(store, monkeypatch):
+    monkeypatch.setattr("kvstore.machine.MAX_BLOCKS_BYTES", 2 * BLOCK_BYTES)
+    store.greet(b"b", is_local=False)
+    store.put(b"a", blocks_of(1, 2, 3, 4, 5))
+    parts = store.get(b"b", blocks_of(1, 2, 3, 4, 5, 6), 7)
+    assert [(part.message.first, list(part.message.present), list(part.message.withheld)) for part in parts] == [
+        (0, [1, 1], []),
+        (2, [1, 1, 0, 0], [0, 0, 1, 0]),
+    ]
+
+
+@pytest.mark.parametrize("num_pinned", [3, 4])
+def test_a_block_that_comes_up_when_too_many_are_pinned_is_withheld(num_pinned):
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    lower = blocks_of(11, 12)
+    for block in lower:
+        tier.save(block.key.pack(), block.seal, block.content)
+    store.put(b"a", blocks_of(*range(num_pinned)))
+    store.get(b"a", blocks_of(*range(num_pinned)), 1)
+    replies = store.get(b"a", lower, 2) + store.finish_jobs()
+    message = replies[-1].message
+    num_present = 4 - num_pinned
+    assert (sum(message.present), sum(message.withheld)) == (num_present, 2 - num_present)
+
+
 @pytest.mark.parametrize("end", ["goodbye", "hello", "death"])
 def test_everything_a_client_held_ends_with_it(store, end):
     store.put(b"a", blocks_of(1, 2))
