@@ -18,7 +18,9 @@ NAME = "offload"
 
 def offload_connector(context: ConnectorContext) -> TierConnector:
     """Return the connector; its arena is allocated when it starts."""
-    settings = TierSettings(name=NAME, is_lazy=context.config.offload.mode == "lazy")
+    settings = TierSettings(
+        name=NAME, load_timeout_s=context.config.transfer_deadline_s, is_lazy=context.config.offload.mode == "lazy"
+    )
     return TierConnector(context, settings, lambda: open_arena(context))
 
 

@@ -20,7 +20,9 @@ CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts w
 
 def store_connector(context: ConnectorContext) -> TierConnector:
     """Return the connector; its store is opened when it starts."""
-    settings = TierSettings(name=NAME, saves_output=context.config.store.save_decode_cache)
+    settings = TierSettings(
+        name=NAME, load_timeout_s=context.config.transfer_deadline_s, saves_output=context.config.store.save_decode_cache
+    )
     return TierConnector(context, settings, lambda: open_store(context))
 
 

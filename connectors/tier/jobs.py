@@ -5,6 +5,7 @@ Plain values without behaviour.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -16,12 +17,17 @@ from kvstore.key import StoreKey
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Bring the block ``keys[i]`` into the pool's block ``block_ids[i]``; together they make ``num_tokens`` tokens."""
+    """Bring the block ``keys[i]`` into the pool's block ``block_ids[i]``; together they make ``num_tokens`` tokens.
+
+    The blocks of a group come in the order of their tokens. What is not there at ``deadline``, on the engine's clock, has
+    failed.
+    """
 
     request_id: str
     keys: tuple[StoreKey, ...]
     block_ids: tuple[int, ...]
     num_tokens: int
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

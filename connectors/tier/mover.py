@@ -5,7 +5,11 @@ Owns the loads and saves under way; decides when a copy is made and what became 
 ticket does.
 
     load   asked ──ticket──▶ copied and checked, block by block ──▶ LoadEnded
+             ◀── withheld by the tier: asked again after a moment
     save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded
+
+A block that is missing ends its group's part of a load: nothing behind it can be used. Behind one that is bad the load goes on,
+since every bad block must be found to be stored anew. A load as a whole ends by its deadline.
 
 What is stored is what its seal says: the seal is read before the bytes are, and again when they are stored. A block that was
 written in between has another generation; then its bytes do not match the digest that was stored with them, and nobody uses it.
@@ -21,12 +25,13 @@ from connectors.tier.jobs import LoadEnded, LoadJob, Report, SaveEnded, SaveItem
 from connectors.tier.pool_access import PoolAccess
 from core.clock import Clock
 from core.digest import BlockDigester
-from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock
+from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout
 from core.kv.seals import Seal, SealTable, decode_seal, encode_seal
 from core.wire.messages import ErrorInfo, TransferUsage
 from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
 from kvstore.messages import MAX_KEYS
 
+RETRY_S = 0.005  # before blocks that the tier has, and could not pin, are asked for again
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
 _ANY_GENERATION = 1  # of a block in a tier: it is never rewritten there
@@ -35,7 +40,7 @@ _ANY_GENERATION = 1  # of a block in a tier: it is never rewritten there
 @dataclass(slots=True)
 class _Load:
     """A load under way. ``tickets`` are gets of consecutive blocks, with the index of their first; blocks before ``num_done``
-    are copied or failed.
+    are copied or failed. ``errors`` names those that have failed, and those behind them that are not wanted any more.
     """
 
     job: LoadJob
@@ -43,8 +48,13 @@ class _Load:
     tickets: deque[tuple[int, GetTicket]] = field(default_factory=deque)
     num_asked: int = 0
     num_done: int = 0
+    retry_at: float = 0.0  # nothing is asked for before
     errors: dict[int, KVFerryError] = field(default_factory=dict)
     is_aborted: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.job.keys)
 
 
 @dataclass(slots=True)
@@ -114,33 +124,63 @@ class TierMover:
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def _advance_load(self, load: _Load) -> bool:
-        if load.is_aborted or load.num_done == len(load.job.keys):
+        if load.is_aborted or load.num_done == load.num_blocks:
             self._end_load(load)
             return True
-        while load.num_asked < len(load.job.keys) and len(load.tickets) < 2:
+        now = self._clock.now()
+        if now >= load.job.deadline:
+            error = TransferTimeout(f"{self._name}: {load.num_blocks - load.num_done} blocks are not here at the deadline")
+            load.errors |= {index: error for index in range(load.num_done, load.num_blocks) if index not in load.errors}
+            self._end_load(load)
+            return True
+        if now >= load.retry_at:
+            self._ask_for_more(load)
+        if not load.tickets or not load.tickets[0][1].is_done:
+            return False
+        self._load_some(load, *load.tickets[0])
+        return True
+
+    def _ask_for_more(self, load: _Load) -> None:
+        """Have two gets open: the next part is on its way while one is copied."""
+        while load.num_asked < load.num_blocks and len(load.tickets) < 2:
             keys = load.job.keys[load.num_asked : load.num_asked + self._blocks_per_get]
             load.tickets.append((load.num_asked, self._store.get(keys)))
-            load.num_asked += len(keys)
-        first, ticket = load.tickets[0]
-        if not ticket.is_done:
-            return False
-        end = min(load.num_done + BLOCKS_PER_TURN, first + len(ticket.keys))
-        for index in range(load.num_done, end):
-            self._load_block(load, index, ticket, index - first)
-        load.num_done = end
-        if end == first + len(ticket.keys):
+            load.num_asked = _next_wanted(load, load.num_asked + len(keys))
+
+    def _load_some(self, load: _Load, first: int, ticket: GetTicket) -> None:
+        """Copy the next blocks of a get that is answered."""
+        end = first + len(ticket.keys)
+        for _ in range(BLOCKS_PER_TURN):
+            if load.num_done - first in ticket.withheld:
+                self._release(load)
+                load.num_asked, load.retry_at = load.num_done, self._clock.now() + RETRY_S
+                self.counts["withheld_gets"] += 1
+                return
+            self._load_block(load, load.num_done, ticket, load.num_done - first)
+            load.num_done = _next_wanted(load, load.num_done + 1)
+            load.num_asked = max(load.num_asked, load.num_done)
+            if load.num_done >= end:
+                break
+        while load.tickets and load.num_done >= load.tickets[0][0] + len(load.tickets[0][1].keys):
             self._store.release(load.tickets.popleft()[1])
-        return True
 
     def _load_block(self, load: _Load, index: int, ticket: GetTicket, position: int) -> None:
         block = ticket.blocks[position] if position < len(ticket.blocks) else None
         if block is None:
-            load.errors[index] = NotFound(f"{self._name}: the block is not there{ticket.failure and ': '}{ticket.failure}")
+            error = NotFound(f"{self._name}: the block is not there{ticket.failure and ': '}{ticket.failure}")
+            self._end_group(load, index, error)
             return
         try:
             self._pool.write(load.job.block_ids[index], lambda target: self._store.copy_out(block, target))
         except (CorruptBlock, StaleBlock) as error:
             load.errors[index] = error
+
+    @staticmethod
+    def _end_group(load: _Load, index: int, error: KVFerryError) -> None:
+        """Give up a block and those behind it in its group, which cannot be used without it."""
+        keys = load.job.keys
+        group_id = keys[index].group_id
+        load.errors |= {later: error for later in range(index, load.num_blocks) if keys[later].group_id == group_id}
 
     def _end_load(self, load: _Load) -> None:
         self._pool.finish_writes()
@@ -246,6 +286,13 @@ class TierMover:
 def _answers(ticket: Ticket, answers: Sequence[bool]) -> Sequence[bool]:
     """Return the answers of a ticket; one that was never answered says no to all."""
     return answers if len(answers) == len(ticket.keys) else [False] * len(ticket.keys)
+
+
+def _next_wanted(load: _Load, index: int) -> int:
+    """Return the first block from ``index`` on that has not been given up."""
+    while index in load.errors:
+        index += 1
+    return index
 
 
 def _num_loaded_tokens(load: _Load) -> int:

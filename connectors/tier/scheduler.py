@@ -33,9 +33,10 @@ MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """How a tier is used. ``name`` is that of the connector."""
+    """How a tier is used. ``name`` is that of the connector; a load has ``load_timeout_s``, however many parts it has."""
 
     name: str
+    load_timeout_s: float = 30.0
     is_lazy: bool = False
     saves_output: bool = True  # blocks of generated tokens too
 
@@ -167,7 +168,8 @@ class TierConnectorScheduler(KVConnectorScheduler):
         tables = blocks.get_block_ids()
         wanted = [(key, tables[group_id][index]) for key, group_id, index in self._blocks_of(request, start, end)]
         assert all(block_id != NULL_BLOCK_ID for _, block_id in wanted), f"{request!r} has no block for what it needs"
-        job = LoadJob(request.request_id, *_columns(wanted), num_tokens=num_external_tokens)
+        deadline = self._clock.now() + self._settings.load_timeout_s
+        job = LoadJob(request.request_id, *_columns(wanted), num_tokens=num_external_tokens, deadline=deadline)
         self._loading[request.request_id] = job
         self._loading_keys.update(job.keys)
         self._next.loads.append(job)

@@ -40,6 +40,7 @@ class ScriptedStore:
     answers_at_once: bool = True
     num_lookups: int = 0
     num_gets: int = 0
+    max_pins: int = 10_000
     rejected: dict = field(default_factory=dict)
 
     @property
@@ -99,7 +100,11 @@ class ScriptedStore:
         elif isinstance(ticket, LookupTicket):
             ticket.hits = [key in self.blocks for key in ticket.keys]
         elif isinstance(ticket, GetTicket):
-            ticket.blocks = [self._stored(key) for key in ticket.keys]
+            num_pinned = sum(block is not None for other in self.pinned for block in other.blocks)
+            found = [self._stored(key) for key in ticket.keys]
+            room = max(0, self.max_pins - num_pinned)
+            ticket.withheld = [index for index, block in enumerate(found) if block is not None][room:]
+            ticket.blocks = [None if index in ticket.withheld else block for index, block in enumerate(found)]
         else:
             ticket.stored = [self._store(*block) for block in zip(ticket.keys, ticket.blocks, ticket.seals, strict=True)]
         ticket.is_done = True
