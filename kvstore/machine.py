@@ -365,7 +365,7 @@ class StoreMachine:
     def _release(self, session: _Session, number: int) -> None:
         query = session.gets.pop(number, None)
         if query is not None:
-            query.is_over = True
+            self._open_tiering().abandon(query)
             for resident in query.residents:
                 if resident is not None:
                     self._open_memory().unpin(resident)

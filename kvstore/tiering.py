@@ -19,6 +19,7 @@ from kvstore.memory import MemoryTier, Resident
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob
 
 CLEAN_SHARE = 0.25  # of the slots that write-back keeps free or clean, at least one
+MAX_LOADING_SHARE = 0.5  # of the slots: blocks on their way up, for all clients together
 MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned, so also at most a quarter of the slots
 
 
@@ -41,6 +42,7 @@ class Query:
 @dataclass(slots=True, eq=False)
 class _Promotion:
     resident: Resident
+    job: LoadJob
     waiters: list[tuple[Query, int]] = field(default_factory=list)  # with the index of the key
 
 
@@ -63,6 +65,7 @@ class Tiering:
         self._memory = memory
         self._tiers = tiers
         self._write_back = write_back
+        self._max_loads = max(1, int(memory.arena.num_slots * MAX_LOADING_SHARE))
         self._max_saves = max(1, min(MAX_SAVE_JOBS, memory.arena.num_slots // 4))
         self._promotions: dict[bytes, _Promotion] = {}
         self._locations: dict[LocateJob, _Location] = {}
@@ -110,6 +113,16 @@ class Tiering:
             self._jobs.append(job)
             query.num_waiting += 1
         return query.num_waiting == 0 and self._fetch(query)
+
+    def abandon(self, query: Query) -> None:
+        """End a query. What only it waits for and no tier has begun is not done: others wait behind it."""
+        query.is_over = True
+        if not query.num_waiting:
+            return
+        for job, location in self._locations.items():
+            job.is_wanted &= location.query is not query
+        for promotion in filter(None, map(self._promotions.get, query.keys)):
+            promotion.job.is_wanted = any(not waiting.is_over for waiting, _ in promotion.waiters)
 
     def on_done(self, job: TierJob) -> list[Query]:
         """Take the result of a job; return the queries that are answered now."""
@@ -178,18 +191,23 @@ class Tiering:
             return
         promotion = self._promotions.get(key)
         if promotion is None:
-            if self._memory.is_incoming(key):  # a client is writing it
-                return
+            if self._memory.is_incoming(key) or len(self._promotions) >= self._max_loads:  # a client is writing it, or
+                return  # the tier is behind
             try:
                 resident = self._memory.reserve(key, self._memory.arena.slot_bytes)
             except Full:
                 return
-            promotion = self._promotions[key] = _Promotion(resident)
-            self._jobs.append(LoadJob(tier, key, self._memory.content(resident)))
+            job = LoadJob(tier, key, self._memory.content(resident))
+            promotion = self._promotions[key] = _Promotion(resident, job)
+            self._jobs.append(job)
+        promotion.job.is_wanted = True
         promotion.waiters.append((query, index))
         query.num_waiting += 1
 
     def _on_loaded(self, job: LoadJob) -> list[Query]:
+        if job.is_skipped and job.is_wanted:  # somebody has come just after it was passed over
+            self._jobs.append(job)
+            return []
         promotion = self._promotions.pop(job.key)
         resident = promotion.resident
         if job.loaded is None:

@@ -73,9 +73,15 @@ class Tier(ABC):
 
 @dataclass(slots=True, eq=False)
 class TierJob:
-    """Something to do for the tier at this position in the order of tiers."""
+    """Something to do for the tier at this position in the order of tiers.
+
+    ``is_wanted`` may turn false, and true again, until the job is done, from another thread than the tier's: a job that nobody
+    waits for any more when its turn comes is not done, and says so with ``is_skipped``.
+    """
 
     tier: int
+    is_wanted: bool = field(default=True, kw_only=True)
+    is_skipped: bool = field(default=False, kw_only=True)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """The thread of a tier: does its jobs one after another, checks what comes back, and counts what went wrong.
 
-Owns the queue of one tier. Loads and questions go before saves, since somebody waits for them. A tier that raises has nothing
+Owns the queue of one tier. Loads and questions go before saves, since somebody waits for them; those for which nobody waits any
+more are passed over. A tier that raises has nothing
 for now; blocks whose bytes or seals are not those of their key are removed from the tier and count as missing. Called by the
 carriers of ``kvstore.machine``, from any thread; ``on_done`` is called on this thread.
 """
@@ -80,7 +81,10 @@ class TierRunner:
         self._is_failing = False
 
     def run(self, job: TierJob) -> None:
-        """Do it and put the result into it. Never raises."""
+        """Do it and put the result into it, unless nobody wants it any more. Never raises."""
+        job.is_skipped = not job.is_wanted
+        if job.is_skipped:
+            return
         try:
             self._do(job)
             self._is_failing = False

@@ -299,11 +299,69 @@ def test_a_get_that_was_given_up_pins_nothing_when_its_block_arrives():
     block = make_block(1)
     tier.save(block.key.pack(), block.seal, block.content)
     store.get(b"a", [block], 1)
+    (job,) = store.jobs
+    store.runners[0].run(job)  # the tier has begun
     store.say(b"a", m.Release(numbers=(1,)))
-    assert store.finish_jobs() == []
+    assert store.take(store.machine.on_job_done(job)) == []
     assert store.arena.num_pinned == 0
     (reply,) = store.get(b"a", [block], 2)  # it is in memory now
     assert reply.message.present == b"\x01"
+
+
+@pytest.mark.parametrize("end", ["released", "gone"])
+@pytest.mark.parametrize("must_be_asked", [False, True])
+def test_what_nobody_waits_for_is_not_asked_of_a_tier(end, must_be_asked):
+    tier = DictTier(must_be_asked=must_be_asked)
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    blocks = [make_block(number) for number in range(3)]
+    for block in blocks:
+        tier.save(block.key.pack(), block.seal, block.content)
+    tier.load = tier.locate = lambda *_: pytest.fail("nobody waits for it")
+    store.get(b"a", blocks, 1)
+    assert store.jobs
+    store.say(b"a", m.Release(numbers=(1,)) if end == "released" else m.Goodbye())
+    assert store.finish_jobs() == []
+    assert (store.machine.tiering.num_loading, store.arena.num_free) == (0, NUM_SLOTS)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_another_waits_for_is_loaded(is_late):
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    store.greet(b"b")
+    block = make_block(1)
+    tier.save(block.key.pack(), block.seal, block.content)
+    store.get(b"a", [block], 1)
+    if not is_late:
+        store.get(b"b", [block], 1)
+    store.say(b"a", m.Release(numbers=(1,)))
+    if is_late:  # the tier has just passed it over
+        (job,) = store.jobs
+        store.runners[0].run(job)
+        store.get(b"b", [block], 1)
+        store.jobs.clear()
+        assert store.take(store.machine.on_job_done(job)) == []
+    (parcel,) = store.finish_jobs()
+    assert parcel.message.present == b"\x01"
+
+
+def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    blocks = [make_block(number) for number in range(NUM_SLOTS)]
+    for block in blocks:
+        tier.save(block.key.pack(), block.seal, block.content)
+    for client in (b"a", b"b"):
+        store.greet(client)
+    store.get(b"a", blocks[: NUM_SLOTS // 2], 1)
+    (reply,) = store.get(b"b", blocks[NUM_SLOTS // 2 :], 1)
+    assert len(store.jobs) == NUM_SLOTS // 2
+    assert not any(reply.message.present)
+    assert all(reply.message.withheld)
+    (parcel,) = store.finish_jobs()
+    assert all(parcel.message.present)
 
 
 def test_a_tier_that_has_to_be_asked_delays_the_answer():
