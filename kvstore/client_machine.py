@@ -55,6 +55,8 @@ from kvstore.messages import (
     split_seals,
 )
 
+SLOW_BYTES_PER_S = 100e6  # of a tier or a network that is still worth waiting for: a plain disk, 1 Gbit/s
+
 IsCurrent = Callable[[], bool]
 
 
@@ -175,7 +177,9 @@ class ClientMachine:
         """See ``BlockStore.get``."""
         ticket = GetTicket(keys, self._next_number())
         if self._open(ticket, now):
-            self._calls[ticket.number].blocks = [None] * len(keys)
+            call = self._calls[ticket.number]
+            call.blocks = [None] * len(keys)
+            call.deadline += len(keys) * self._options.block_bytes / SLOW_BYTES_PER_S
             self._send(Get(number=ticket.number, keys=pack_keys(keys)))
         return ticket
 

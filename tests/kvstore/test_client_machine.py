@@ -133,6 +133,18 @@ def test_a_welcome_to_an_earlier_hello_is_ignored():
     assert client.machine.state is LinkState.GREETING
 
 
+def test_a_large_get_may_take_as_long_as_its_bytes_take_if_the_store_is_alive(client, monkeypatch):
+    monkeypatch.setattr("kvstore.client_machine.SLOW_BYTES_PER_S", BLOCK_BYTES)  # a second for each block
+    keys = [make_block(number).key for number in range(3)]
+    large, lookup = client.machine.get(keys, client.now), client.machine.lookup(keys, client.now)
+    for _ in range(3):
+        client.after(TIMEOUT_S - 0.01)
+        client.hear(m.Alive(incarnation=INCARNATION))
+    assert (large.is_done, lookup.failure) == (False, "deadline")
+    client.after(TIMEOUT_S + 0.1)
+    assert large.failure == "deadline"
+
+
 def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     ticket = client.machine.get(KEYS, client.now)
     client.said()
