@@ -202,13 +202,15 @@ class ReadEnded:
     """A read is terminal: nothing is written for it any more.
 
     A good seal read brings a copy of every seal. ``digests`` are there if the command wanted them. Both are in the order of its
-    ``remote_rows``.
+    ``remote_rows``. With ``has_no_room`` it was not posted, as reads that are open have the staging area: ask again when one of
+    them has ended.
     """
 
     read_id: int
     error: KVFerryError | None = None
     seals: tuple[bytes, ...] = ()
     digests: tuple[int, ...] = ()
+    has_no_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,16 +43,18 @@ class RowSlice:
 class Load:
     """The units of one request. ``open_reads`` maps the reads that are not terminal to what they read.
 
-    ``digests`` are those of the owner's blocks that have arrived, as far as they are wanted.
+    ``digests`` are those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it
+    has been up to the peer how far the load gets. ``wants_room``: a read of it had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float, rows_per_read: int) -> None:
         self.request = request
-        self.started_at = now
+        self.started_at = self.asked_since = now
         self.deadline = deadline
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
         self.open_reads: dict[int, RowSlice] = {}
+        self.wants_room = False
         self.has_read_again = False
         self.digests: dict[int, int] = {}
         self.num_rows = len(request.local_rows)
@@ -96,6 +98,18 @@ class Load:
         assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
+        self.wants_room = False
+
+    def begin_reading(self, now: float) -> None:
+        """The peer is open: go on to the blocks."""
+        self.phase = LoadPhase.READING
+        self.reading_since = now
+
+    def offer_room(self, now: float) -> None:
+        """There may be room again. If nothing has been posted, what did not come so far says nothing about the peer."""
+        self.wants_room = False
+        if not self.open_reads:
+            self.reading_since = self.asked_since = now
 
     def want_again(self, rows: RowSlice) -> None:
         """Queue the units of a read that was posted in vain."""

@@ -201,6 +201,8 @@ class PullProtocol:
         if isinstance(event, PeerFailed):
             self._on_peer_failed(event, now)
         else:
+            if not event.has_no_room:
+                self._offer_room(now)
             self._on_read_ended(event, now)
         return self._take_actions()
 
@@ -322,18 +324,17 @@ class PullProtocol:
         if peer.layout != self._layout_of(load.request):
             self._end(load, LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}"), now)
             return
-        load.phase = LoadPhase.READING
-        load.reading_since = now
+        load.begin_reading(now)
         self._go_on_reading(load, now)
 
-    def _go_on_reading(self, load: Load, now: float) -> None:
+    def _go_on_reading(self, load: Load, now: float, max_reads: int | None = None) -> None:
         """Post what may be in flight; once everything is terminal, ask for the seals."""
         transfer_id = load.request.handoff.transfer_id
-        while load.is_waiting and len(load.open_reads) < self._settings.max_reads_in_flight:
+        while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
                 error = LeaseExpired(f"{load.owner.address} no longer holds the hand-over {transfer_id}")
                 load.spoil_waiting(ErrorInfo.of(error))
-            elif self._leases.may_start_read(transfer_id, now):
+            elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
                 read_id = self._open_read(load, rows)
                 self._emit(self._post_read(read_id, load.owner, rows))
@@ -341,6 +342,12 @@ class PullProtocol:
                 return
         if not load.open_reads and not load.is_waiting:
             self._read_seals(load, now)
+
+    def _offer_room(self, now: float) -> None:
+        """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
+        for load in [load for load in self._loads.values() if load.wants_room]:
+            load.offer_room(now)
+            self._go_on_reading(load, now, len(load.open_reads) + 1)
 
     def _post_read(self, read_id: int, owner: PeerId, rows: RowSlice) -> PostRead:
         peer = self._peers.get(owner)
@@ -374,9 +381,10 @@ class PullProtocol:
         if load is None:
             return
         rows = load.open_reads.pop(read.read_id)
-        if load.phase is LoadPhase.CONNECTING:  # it was posted to a peer that could not be opened
+        if read.has_no_room or load.phase is LoadPhase.CONNECTING:  # posted in vain, there to a peer that could not be opened
             load.want_again(rows)
-            if not load.open_reads:
+            load.wants_room = load.phase is LoadPhase.READING
+            if not load.open_reads and load.phase is LoadPhase.CONNECTING:
                 self._connect(load, now)
             return
         peer = self._peers.get(load.owner)
@@ -430,7 +438,7 @@ class PullProtocol:
         peer = self._peers.get(load.owner)
         is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
         patience_s = self._settings.transfer_deadline_s
-        fence_at = max(now, load.started_at + patience_s) if is_frozen else now + patience_s
+        fence_at = max(now, load.asked_since + patience_s) if is_frozen else now + patience_s
         budget = f"{load.deadline - load.started_at:g} s"
         error = TransferTimeout(f"the load from {load.owner.address} did not end in {budget}: {load.phase.value}")
         self._end(load, error, now, fence_at)

@@ -26,7 +26,7 @@ from core.digest import BlockDigester
 from core.transport import RowRegion
 from core.wire.kv import KVLayoutInfo
 
-STAGING_BYTES = 64 << 20  # a load is cut into reads of 16 MiB; more wait for their turn
+STAGING_BYTES = 64 << 20  # a load is cut into reads of 16 MiB
 
 Tokens = npt.NDArray[np.uint8]  # [planes, tokens, bytes of a token in a plane]
 
@@ -43,6 +43,11 @@ class StagedRows:
     def span(self) -> tuple[int, int]:
         """First byte, and the one behind the last."""
         return self.first * self.row_bytes, (self.first + self.num_rows) * self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_bytes
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -65,14 +70,25 @@ class StagingArea:
         """Bytes that a read may write."""
         return sum(end - start for start, end in self._taken)
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that nobody has taken, wherever they lie."""
+        return self.region.num_bytes - self.num_taken_bytes
+
     # ---- whose rows are whose ----------------------------------------------------------------------------------------
 
     def holds(self, num_rows: int, row_bytes: int) -> bool:
         """Say whether so many rows have room here when nobody else is there."""
         return num_rows * row_bytes <= self.region.num_bytes
 
-    def take(self, num_rows: int, row_bytes: int) -> StagedRows | None:
-        """Take rows that lie side by side, the first ones that are free; None if there is no such place now."""
+    def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:
+        """Take rows that lie side by side, the first ones that are free; None if there is no such place now.
+
+        Who holds ``num_held_bytes`` of the area already gets no more than what it leaves free.
+        """
+        num_bytes = num_rows * row_bytes
+        if num_held_bytes and num_held_bytes + num_bytes > self.num_free_bytes - num_bytes:
+            return None
         start = 0
         for taken_start, taken_end in [*self._taken, (self.region.num_bytes, self.region.num_bytes)]:
             first = -(-start // row_bytes)

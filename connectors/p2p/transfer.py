@@ -30,7 +30,7 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.staging import StagedRows, StagingArea
-from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
+from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
 from core.kv.seals import SealTable
 from core.log import event
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
@@ -54,8 +54,9 @@ class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
 
     Seals land in ``seals``; ``digest_block`` computes the digest of a local block's bytes by its id, when the seals have come.
-    ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room waits, in
-    line with others, and is open all the while.
+    ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
+    having been posted: whoever wants it decides whether it is still worth it when there is room. A peer that holds some of it
+    gets no more than it leaves to others, so that one that is frozen does not keep all.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class TransferExecutor:
         self._report = report
         self._peers: dict[PeerId, Transport] = {}
         self._block_bytes: dict[PeerId, int] = {}
-        self._waiting: deque[PostRead] = deque()  # for room in the staging area
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
 
@@ -97,7 +97,6 @@ class TransferExecutor:
                 has_ended = True
                 read_id = self._read_ids.pop((transport.name, result.handle))
                 self._report(self._ended(self._reads.pop(read_id), result.error))
-        self._post_waiting()
         return has_ended
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
@@ -114,7 +113,6 @@ class TransferExecutor:
         for transport in self._transports.values():
             transport.close()
         self._peers.clear()
-        self._waiting.clear()
 
     def _open(self, command: OpenPeer) -> None:
         transport = self._transports[command.transport]
@@ -129,18 +127,12 @@ class TransferExecutor:
         self._block_bytes[command.peer] = command.block_bytes
 
     def _close_peer(self, peer: PeerId) -> None:
-        """Fence a peer; reads that have not been posted end like those that have."""
+        """Fence a peer; its reads end by that."""
         transport = self._peers.pop(peer, None)
         if transport is not None:
             transport.remove_peer(peer)
-        for command in [command for command in self._waiting if command.peer == peer]:
-            self._waiting.remove(command)
-            self._report(ReadEnded(command.read_id, PeerUnreachable(f"{peer.address} was removed")))
 
     def _cancel(self, read_id: int) -> None:
-        for command in [command for command in self._waiting if command.read_id == read_id]:
-            self._waiting.remove(command)
-            self._report(ReadEnded(read_id, TransferError("the read was cancelled")))
         found = self._reads.get(read_id)
         if found is not None:
             found.is_cancelled = True
@@ -157,29 +149,27 @@ class TransferExecutor:
             self._seals.clear_landing(landing)
             self._start(_OpenRead(transport, -1, command, landing=landing), SEAL_REGION, landing)
         elif command.copies:
-            self._post_staged(command)
+            self._post_staged(command, transport)
         else:
             self._start(_OpenRead(transport, -1, command), POOL_REGION, command.local_rows)
 
-    def _post_staged(self, command: PostRead) -> None:
-        """Read blocks of another size, behind those that wait for room already."""
+    def _post_staged(self, command: PostRead, transport: Transport) -> None:
+        """Read blocks of another size, if there is room for them now."""
         row_bytes, num_rows = self._block_bytes[command.peer], len(command.remote_rows)
         if self._staging is None or not self._staging.holds(num_rows, row_bytes):
             error = LayoutMismatch(f"there is no room to convert {num_rows} blocks of {row_bytes} bytes")
             self._report(ReadEnded(command.read_id, error))
             return
-        self._waiting.append(command)
-        self._post_waiting()
+        staged = self._staging.take(num_rows, row_bytes, self._num_staged_bytes(command.peer))
+        if staged is None:
+            self._report(ReadEnded(command.read_id, has_no_room=True))
+        else:
+            self._start(_OpenRead(transport, -1, command, staged), POOL_REGION, staged.rows)
 
-    def _post_waiting(self) -> None:
-        """Post the reads for which there is room now, in their order."""
-        while self._waiting and self._staging is not None:
-            command = self._waiting[0]
-            staged = self._staging.take(len(command.remote_rows), self._block_bytes[command.peer])
-            if staged is None:
-                return
-            self._waiting.popleft()
-            self._start(_OpenRead(self._peers[command.peer], -1, command, staged), POOL_REGION, staged.rows)
+    def _num_staged_bytes(self, peer: PeerId) -> int:
+        """Count what the open reads of a peer hold of the staging area."""
+        held = (read.staged for read in self._reads.values() if read.command.peer == peer)
+        return sum(staged.num_bytes for staged in held if staged is not None)
 
     def _start(self, read: _OpenRead, region: int, local_rows: Sequence[int]) -> None:
         command = read.command

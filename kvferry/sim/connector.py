@@ -68,8 +68,8 @@ class _WatchedStaging(StagingArea):
     num_refusals: int = 0  # for lack of room; the read waits
     num_converted: int = 0  # blocks of ours
 
-    def take(self, num_rows: int, row_bytes: int) -> StagedRows | None:
-        staged = StagingArea.take(self, num_rows, row_bytes)
+    def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:
+        staged = StagingArea.take(self, num_rows, row_bytes, num_held_bytes)
         self.num_refusals += staged is None
         if staged is not None:
             start, end = staged.span

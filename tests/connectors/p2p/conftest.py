@@ -179,6 +179,11 @@ class PullDriver:
             event = self._seals_read(read, seals or {}, digests or {})
         return self.take(self.protocol.on_transfer(event, self.now))
 
+    def refuse_read(self, read_id: int) -> list[Action]:
+        """Let a read have no room in the staging area."""
+        del self.open_reads[read_id]
+        return self.take(self.protocol.on_transfer(ReadEnded(read_id, has_no_room=True), self.now))
+
     def end_reads(self, error: KVFerryError | None = None) -> None:
         """End open reads until there are none."""
         while self.open_reads:

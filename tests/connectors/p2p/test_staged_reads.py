@@ -12,7 +12,7 @@ from connectors.p2p.staging import StagingArea
 from connectors.p2p.transfer import TransferExecutor
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
-from core.errors import LayoutMismatch, PeerUnreachable, TransferError
+from core.errors import LayoutMismatch, PeerUnreachable
 from core.kv.seals import ExpectedSeal, SealTable, decode_seal, map_seal_memory, num_landing_rows
 from core.testing.hash_model import SLOT_BYTES, hash_model_layout
 from core.testing.inproc_transport import InprocFabric, InprocTransport
@@ -55,10 +55,19 @@ class World:
     def no_digest(self, block_id: int) -> int:
         raise AssertionError(f"block {block_id} holds what was converted: its digest says nothing")
 
-    def read(self, read_id: int, copies: tuple[TokenCopy, ...] = PAIR, *, wants_digests: bool = False) -> None:
+    def add_peer(self) -> PeerId:
+        """Open a second owner of the same memory, which is not frozen with the first."""
+        peer, owner = PeerId("tcp://10.0.0.2:5600", 3), InprocTransport(self.fabric)
+        owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
+        self.executor.execute(OpenPeer(peer, "inproc", owner.describe(), NUM_ROWS, THEIR_BYTES))
+        return peer
+
+    def read(
+        self, read_id: int, copies: tuple[TokenCopy, ...] = PAIR, *, wants_digests: bool = False, peer: PeerId = PEER
+    ) -> None:
         remote = tuple(dict.fromkeys(copy.remote_row for copy in copies))
         local = tuple(dict.fromkeys(copy.local_row for copy in copies))
-        self.executor.execute(PostRead(read_id, PEER, remote, local, copies, wants_digests))
+        self.executor.execute(PostRead(read_id, peer, remote, local, copies, wants_digests))
 
     def poll(self) -> dict[int, type | None]:
         """Poll until nothing comes any more; return the errors of the reads that ended since."""
@@ -122,43 +131,48 @@ def test_seals_of_several_blocks_land_beside_the_one_they_became(make_world):
     assert [decode_seal(seal).generation for seal in world.events[0].seals] == [3, 9]
 
 
-def test_reads_wait_for_room_in_their_order(make_world):
-    world = make_world(num_staged=3)
+def test_read_that_has_no_room_says_so_at_once_and_is_not_posted(make_world):
+    world = make_world(num_staged=2)
     world.freeze()
     world.read(1)
-    world.read(2, tuple(copy._replace(local_row=6) for copy in PAIR))
-    world.read(3, (TokenCopy(1, 0, 7, 0, THEIR_SIZE),))
-    assert world.poll() == {}
-    assert world.staging.num_taken_bytes == 2 * THEIR_BYTES, "the third has room, but is not before the second"
+    world.read(2)
+    assert world.events == [ReadEnded(2, has_no_room=True)]
+    world.events.clear()
     world.freeze(False)
-    assert world.poll() == {1: None, 2: None, 3: None}
-    assert world.holds_pair(5)
-    assert world.holds_pair(6)
+    assert world.poll() == {1: None}
+    world.read(3)
+    assert world.poll() == {3: None}
+    assert world.holds_pair()
+
+
+def test_peer_leaves_to_others_what_it_takes_and_a_frozen_one_keeps_nobody_from_reading(make_world):
+    world = make_world(num_staged=7)
+    other = world.add_peer()
+    world.freeze()
+    for read_id in (1, 2):
+        world.read(read_id)
+    assert world.events == [ReadEnded(2, has_no_room=True)]
+    world.events.clear()
+    world.read(3, peer=other)
+    assert world.poll() == {3: None}
+    world.executor.execute(ClosePeer(PEER))
+    world.read(4, peer=other)
+    assert world.poll() == {1: PeerUnreachable, 4: None}
+    assert world.staging.num_taken_bytes == 0
+
+
+def test_peer_whose_read_leaves_half_to_others_gets_another(make_world):
+    world = make_world(num_staged=8)
+    world.freeze()
+    for read_id in (1, 2, 3):
+        world.read(read_id)
+    assert world.events == [ReadEnded(3, has_no_room=True)]
 
 
 def test_read_that_never_has_room_says_so(make_world):
     world = make_world(num_staged=1)
     world.read(1)
     assert world.poll() == {1: LayoutMismatch}
-
-
-def test_waiting_read_that_is_cancelled_is_over_at_once(make_world):
-    world = make_world(num_staged=2)
-    world.freeze()
-    world.read(1)
-    world.read(2)
-    world.executor.execute(CancelRead(2))
-    assert world.poll() == {2: TransferError}
-
-
-def test_waiting_reads_end_with_their_peer(make_world):
-    world = make_world(num_staged=2)
-    world.freeze()
-    world.read(1)
-    world.read(2)
-    world.executor.execute(ClosePeer(PEER))
-    assert world.poll() == {1: PeerUnreachable, 2: PeerUnreachable}
-    assert world.staging.num_taken_bytes == 0
 
 
 def test_late_bytes_of_a_cancelled_read_reach_no_block_of_ours_and_keep_their_rows_until_then(make_world):
