@@ -351,3 +351,66 @@ for life in range(2):
 def test_more_files_than_descriptors_are_written_read_and_found_again(tmp_path):
     subprocess.run([sys.executable, "-c", MANY_FILES, tmp_path], check=True, timeout=60)
     assert len(files_of(tmp_path)) > 64
+
+
+KILLED_AT_EACH_STEP = """
+import os, signal, sys
+from pathlib import Path
+from core.ids import RandomIds
+from kvstore.segments import SegmentLog
+from kvstore.testing.blocks import make_block
+
+def life(folder, step):
+    steps = iter(range(10**6))
+    def stepping(real, is_counted=lambda *_: True):
+        def call(*arguments):
+            if is_counted(*arguments) and next(steps) == step:
+                if real is os_pwritev:  # half of it has reached the file
+                    fd, pieces, offset = arguments
+                    whole = b"".join(pieces)
+                    os.pwrite(fd, whole[: len(whole) // 2], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
+        return call
+    os_pwritev = os.pwritev
+    log = SegmentLog(folder / "log", CAPACITY, CAPACITY // 4, RandomIds())
+    os.pwritev, os.unlink = stepping(os.pwritev), stepping(os.unlink)
+    os.open = stepping(os.open, lambda path, flags, *_: flags & os.O_CREAT)
+    target = memoryview(bytearray(4000))
+    with (folder / "committed").open("w", buffering=1) as committed:
+        for number in range(30):
+            block = make_block(number, 4000)
+            assert log.append(block.key.pack(), block.seal, block.content)
+            committed.write(f"{number}\\n")
+            assert log.read(make_block(0, 4000).key.pack(), target) and log.num_dropped <= number
+    os._exit(0 if log.num_dropped else 1)
+
+CAPACITY = int(sys.argv[2])
+for step in range(1000):
+    folder = Path(sys.argv[1]) / str(step)
+    folder.mkdir()
+    pid = os.fork()
+    if not pid:
+        life(folder, step)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status):
+        sys.exit(os.WEXITSTATUS(status))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+"""
+
+
+def test_a_kill_before_any_step_of_making_and_deleting_files_loses_nothing_that_was_kept(tmp_path):
+    capacity = 16 * record_bytes(4000)
+    subprocess.run([sys.executable, "-c", KILLED_AT_EACH_STEP, tmp_path, str(capacity)], check=True, timeout=60)
+    lives = sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
+    assert len(lives) > 50
+    for folder in lives:
+        committed = [int(line) for line in (folder / "committed").read_text().split()]
+        log = open_log(folder / "log", capacity, capacity // 4, seed=9)
+        kept = [make_block(number, 4000) for number in {*committed[:1], *committed[-5:]}]  # the first is read all the time
+        assert all(served(log, block) for block in kept)
+        late = [make_block(number, 4000) for number in range(100, 130)]
+        assert all(append(log, block) for block in late)
+        assert served(log, late[-1])
+        assert sum(path.stat().st_size for path in files_of(folder / "log")) <= capacity
+        log.close()
