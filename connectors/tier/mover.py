@@ -6,13 +6,14 @@ ticket does.
 
     load   asked ──ticket──▶ copied and checked, block by block ──▶ LoadEnded
              ◀── withheld by the tier: asked again after a moment
-    save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded
+    save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded, for each put
 
 A block that is missing ends its group's part of a load: nothing behind it can be used. Behind one that is bad the load goes on,
 since every bad block must be found to be stored anew. A load as a whole ends by its deadline.
 
-What is stored is what its seal says: the seal is read before the bytes are, and again when they are stored. A block that was
-written in between has another generation; then its bytes do not match the digest that was stored with them, and nobody uses it.
+What is stored is what its seal says. The seal is read before the bytes are, and once more when their digest is made: a block that
+was written in between is not put, so that no digest is that of other bytes than those of its seal. A block that is written after
+that does not match the digest that was stored with it, and nobody uses it.
 """
 
 from __future__ import annotations
@@ -227,7 +228,9 @@ class TierMover:
                 return False
             hits = _answers(save.lookup, save.lookup.hits)
             save.missing = deque(item for item, is_hit in zip(save.items, hits, strict=True) if not is_hit)
-            self.counts["known_blocks"] += len(save.items) - len(save.missing)
+            known = [item for item, is_hit in zip(save.items, hits, strict=True) if is_hit]
+            self.counts["known_blocks"] += len(known)
+            self._end_saves(known)
         elif save.put is not None:
             if not save.put.is_done:
                 return False
@@ -236,21 +239,33 @@ class TierMover:
             self._put_some(save)
         elif save.put is None:
             self._saves.popleft()
-            self._reports.append(SaveEnded(tuple(item.block_id for item in save.items)))
         return True
+
+    def _end_saves(self, items: Sequence[SaveItem]) -> None:
+        """Let go of blocks that are not read any more, without waiting for the rest of their save."""
+        if items:
+            self._reports.append(SaveEnded(tuple(item.block_id for item in items)))
 
     def _put_some(self, save: _Save) -> None:
         """Seal and put as many blocks as can be read at a time."""
         assert save.missing is not None
         chosen = [save.missing.popleft() for _ in range(min(len(save.missing), self._pool.max_reads))]
         sealed = [(item, seal) for item in chosen if (seal := self._seal_of(item)) is not None]
-        self.counts["stale_blocks"] += len(chosen) - len(sealed)
-        if not sealed:
-            return
-        contents = self._pool.read([item.block_id for item, _ in sealed])
+        contents = self._pool.read([item.block_id for item, _ in sealed]) if sealed else []
         rows = [self._portable(seal, content) for (_, seal), content in zip(sealed, contents, strict=True)]
-        save.putting = tuple(item for item, _ in sealed)
-        save.put = self._store.put([item.key for item in save.putting], contents, rows)
+        good = [
+            (item, content, row)
+            for (item, seal), content, row in zip(sealed, contents, rows, strict=True)
+            if self._seal_of(item) == seal
+        ]
+        save.putting = tuple(item for item, _, _ in good)
+        stale = [item for item in chosen if item not in save.putting]
+        self.counts["stale_blocks"] += len(stale)
+        self._end_saves(stale)
+        if good:
+            save.put = self._store.put(
+                [item.key for item in save.putting], [content for _, content, _ in good], [row for _, _, row in good]
+            )
 
     def _check_put(self, save: _Save, put: PutTicket) -> None:
         for item, is_stored in zip(save.putting, _answers(put, put.stored), strict=True):
@@ -258,6 +273,7 @@ class TierMover:
                 self.counts["stale_blocks"] += 1
             else:
                 self.counts["saved_blocks" if is_stored else "refused_blocks"] += 1
+        self._end_saves(save.putting)
         save.put, save.putting = None, ()
 
     def _seal_of(self, item: SaveItem) -> Seal | None:

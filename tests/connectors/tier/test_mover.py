@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from connectors.tier import mover as mover_module
@@ -82,7 +84,7 @@ def test_block_of_another_generation_hash_or_without_seal_is_not_saved(mover, re
     sealed(region, 1, generation=2)
     region.seals.break_seals([2])
     region.seals.seal(3, ExpectedSeal(1, 0, bytes(16), BLOCK_SIZE))
-    assert save(mover, *items) == [SaveEnded((1, 2, 3, 4))]
+    assert save(mover, *items) == [SaveEnded((1, 2, 3)), SaveEnded((4,))]
     assert list(store.blocks) == [items[3].key]
     assert mover.counts["stale_blocks"] == 3
 
@@ -103,6 +105,39 @@ def test_block_that_is_rewritten_while_it_is_stored_counts_as_stale_and_never_pa
     load(mover, [item], [6])
     (ended,) = drive(mover)
     assert ended.error.code == "digest"
+
+
+@pytest.mark.parametrize("generation", [None, 2], ids=["unsealed", "sealed again"])
+def test_block_that_is_rewritten_before_its_digest_is_made_is_not_stored(mover, region, store, monkeypatch, generation):
+    """Its digest would be that of the new bytes: they would pass for the old ones."""
+    items = [sealed(region, block_id) for block_id in (4, 5, 6)]
+    digest = mover._digester.digest
+
+    def rewritten_meanwhile(content):
+        region.seals.break_seals([5])
+        region.buffer[5 * region.block_bytes] ^= 1
+        if generation is not None:
+            sealed(region, 5, generation)
+        return digest(content)
+
+    monkeypatch.setattr(mover, "_digester", SimpleNamespace(digest=rewritten_meanwhile))
+    assert save(mover, *items) == [SaveEnded((5,)), SaveEnded((4, 6))]
+    assert list(store.blocks) == [items[0].key, items[2].key]
+    assert mover.counts["stale_blocks"] == 1
+
+
+def test_blocks_are_let_go_put_by_put(mover, region, store, monkeypatch):
+    monkeypatch.setattr(type(mover._pool), "max_reads", 2)
+    items = [sealed(region, block_id) for block_id in range(1, 7)]
+    save(mover, items[1])
+    store.answers_at_once = False
+    mover.submit(TierConnectorMetadata(saves=items))
+    store.answer()
+    assert drive(mover) == [SaveEnded((2,))], "it is there"
+    for block_ids in ((1, 3), (4, 5), (6,)):
+        store.answer()
+        assert drive(mover) == [SaveEnded(block_ids)]
+    assert not mover.is_waiting
 
 
 def test_what_the_tier_has_is_not_stored_again(mover, region, store):
