@@ -11,9 +11,9 @@ ticket does.
 A block that is missing ends its group's part of a load: nothing behind it can be used. Behind one that is bad the load goes on,
 since every bad block must be found to be stored anew. A load as a whole ends by its deadline.
 
-What is stored is what its seal says. The seal is read before the bytes are, and once more when their digest is made: a block that
-was written in between is not put, so that no digest is that of other bytes than those of its seal. A block that is written after
-that does not match the digest that was stored with it, and nobody uses it.
+What is stored is what its seal says. The seal is read before the bytes are, and once more when their digest is made: a block
+that was written in between is not put, so that no digest is of other bytes than those that its seal names. A block that is
+written after that does not match the digest that was stored with it, and nobody uses it.
 """
 
 from __future__ import annotations
