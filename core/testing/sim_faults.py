@@ -42,6 +42,16 @@ class Fault(StrEnum):
     SHORT_LEASE = "short_lease"  # leases and deadlines in the range of what else takes time
     ABORT = "abort"  # clients that leave
     DEADLINE = "deadline"  # requests with little time
+    # the tier behind the workers' pools, in runs that have one
+    STORE_CRASH = "store_crash"  # the store dies, and starts again as a new process with its disk
+    STORE_FREEZE = "store_freeze"
+    STORE_LOSS = "store_loss"  # its replies are lost, or late
+    STORE_CORRUPT = "store_corrupt"  # bits of stored blocks change
+    STORE_FULL = "store_full"  # little memory, all of which may be in use
+
+
+STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
+CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in STORE_FAULTS)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,6 +83,12 @@ class FaultSchedule:
     events: list[FaultEvent] = field(default_factory=list)
     quiet_at: float = 0.0
 
+    def add(self, kinds: frozenset[Fault], events: Sequence[FaultEvent]) -> None:
+        """Let more go wrong."""
+        self.kinds |= kinds
+        self.events = sorted([*self.events, *events])
+        self.quiet_at = max([self.quiet_at, *(event.end + 1.0 for event in events)])
+
     def calm_down(self) -> None:
         """Let nothing happen by chance any more."""
         for weather in (self.network, self.reads):
@@ -82,13 +98,13 @@ class FaultSchedule:
 
 
 def draw_kinds(random: Random) -> frozenset[Fault]:
-    """Choose which kinds a run has: none, a few, many or all. Few tell most when something is wrong."""
+    """Choose which kinds a run has, those of a tier aside: none, a few, many or all. Few tell most when something is wrong."""
     share = random.random()
     if share < 0.05:
         return frozenset()
     if share < 0.9:
-        return frozenset(random.sample(list(Fault), random.randint(1, 3 if share < 0.55 else 8)))
-    return frozenset(Fault)
+        return frozenset(random.sample(CLUSTER_FAULTS, random.randint(1, 3 if share < 0.55 else 8)))
+    return frozenset(CLUSTER_FAULTS)
 
 
 def draw_faults(

@@ -4,7 +4,8 @@
   freed, allocated anew or prepared for recomputing since the read was posted.
 - After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.integrity``).
 - What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet.
-- An engine that sleeps has nothing that it could do.
+- An engine that sleeps has nothing that it could do; one that has nothing to do sleeps.
+- What a tier stores is kept in the pool until it has been read.
 
 ``WorkerChecks`` sees one life of one worker. It knows the truth from ``Oracle``: what a cache holds, by block hash.
 """
@@ -12,18 +13,24 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from connectors.multi.scheduler import MultiKVConnectorMetadata
 from connectors.p2p.actions import P2PConnectorMetadata
+from connectors.tier.jobs import TierConnectorMetadata
 from core.config import HASH_BLOCK_SIZE
 from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.seals import BROKEN, decode_seal
-from core.request import RequestStatus
+from core.request import RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
 from kvferry.sim.plan import RequestPlan
+from kvferry.sim.tier import SimTier
+
+_MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been reported
 
 
 class Oracle:
@@ -54,6 +61,18 @@ class Oracle:
             self._entries[self._hasher.prefix_hash(chain, tokens, end, extra)] = entries, end
 
 
+def _achieves_something(output: SchedulerOutput) -> bool:
+    has_news = any(not metadata.is_empty() for metadata in _messages(output))
+    return bool(output.total_num_scheduled_tokens or output.preempted_req_ids or output.finished_req_ids) or has_news
+
+
+def _messages(output: SchedulerOutput) -> list[P2PConnectorMetadata | TierConnectorMetadata]:
+    """Return what a step tells the connectors, each on its own."""
+    metadata = output.kv_connector_metadata
+    parts = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
+    return [part for part in parts if isinstance(part, P2PConnectorMetadata | TierConnectorMetadata)]
+
+
 def _may_load(status: RequestStatus) -> bool:
     return status is RequestStatus.WAITING_FOR_REMOTE_KVS or status.is_finished
 
@@ -68,12 +87,14 @@ class WorkerChecks:
         self._loading: dict[int, int] = {}  # local block → generation that a load was allowed to write
         self._reads: dict[int, dict[int, int]] = {}  # open read → the same, at its posting
         self._known_quarantined: set[int] = set()
+        self._num_empty_steps = 0  # since the last one that did something
         self.num_quarantined = 0  # blocks, over time
 
-    def attach(self, scheduler: Scheduler, model: HashModel) -> None:
+    def attach(self, scheduler: Scheduler, model: HashModel, tier: SimTier | None = None) -> None:
         """Receive what there is to check."""
         self._scheduler = scheduler
         self._model = model
+        self._tier = tier
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +130,12 @@ class WorkerChecks:
         if block.generation != self._generation_to_write(block_id) or block.ref_cnt == 0 or not self._may_be_written(block_id):
             self._complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
 
+    def on_saving(self, block_id: int) -> None:
+        """Check that a block that is read to be stored is kept for that: it cannot become another's meanwhile."""
+        block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
+        if block.ref_cnt == 0 or self._tier is None or block_id not in self._tier.saving_block_ids():
+            self._complain(f"{self._name}: {block} is read to be stored, and nobody keeps it")
+
     def _may_be_written(self, block_id: int) -> bool:
         """True if the block is quarantined, or held by a request that loads, or did and waits for the end of its load."""
         scheduler = self._scheduler
@@ -126,16 +153,23 @@ class WorkerChecks:
 
     def on_scheduled(self, step: ScheduledStep) -> None:
         """Note what the loads of this step may write."""
-        metadata = step.output.kv_connector_metadata
-        if isinstance(metadata, P2PConnectorMetadata):
-            blocks = self._scheduler.kv_cache_manager.block_pool.blocks
-            for pull in metadata.pulls:
-                self._loading.update({row: blocks[row].generation for row in pull.local_rows})
+        is_empty = not _achieves_something(step.output)
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        if self._num_empty_steps > _MAX_EMPTY_STEPS:
+            self._complain(f"{self._name}: {self._num_empty_steps} steps in a row that do nothing: it should sleep")
+        blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+        for metadata in _messages(step.output):
+            if isinstance(metadata, P2PConnectorMetadata):
+                rows = [row for pull in metadata.pulls for row in pull.local_rows]
+            else:
+                rows = [row for job in metadata.loads for row in job.block_ids]
+            self._loading.update({row: blocks[row].generation for row in rows})
 
     def on_settled(self, has_work: bool) -> None:
         """Check everything that must hold between two turns."""
         scheduler = self._scheduler
-        held = dict.fromkeys(self._scheduler.quarantined, 1)
+        held = Counter(self._scheduler.quarantined)
+        held.update(self._tier.saving_block_ids() if self._tier is not None else ())
         for violation in find_violations(scheduler.kv_cache_manager, held):
             self._complain(f"{self._name}: {violation}")
         self._follow_quarantine()
@@ -176,10 +210,10 @@ class WorkerChecks:
 
     def _check_asleep(self) -> None:
         """A sleeping engine has nothing to do: the step that it does not make would change nothing and tell nobody anything."""
+        if self._tier is not None and (self._tier.is_lazy or self._tier.has_news_for_engine):
+            return  # a lazy tier saves with the next step whatever the last one has computed; an answer wakes the engine
         output = self._scheduler.schedule()
-        metadata = output.kv_connector_metadata
-        has_news = isinstance(metadata, P2PConnectorMetadata) and not metadata.is_empty()
-        if output.total_num_scheduled_tokens or output.preempted_req_ids or output.finished_req_ids or has_news:
+        if _achieves_something(output):
             self._complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from kvferry.sim.host import Host, World
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.repeatable import may_repeat
 from kvferry.sim.router import SimRouter
+from kvferry.sim.tiers import SimTiers
 from kvferry.sim.worker import FINGERPRINT, SimWorker
 
 MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
@@ -65,6 +66,7 @@ class SimCluster:
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
         self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
+        self.tiers = SimTiers(self._world, plan.tier) if plan.tier is not None else None
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_lives: Counter[str] = Counter()
         self._lives: list[SimWorker] = []
@@ -96,6 +98,8 @@ class SimCluster:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _plan_events(self) -> None:
+        if self.tiers is not None:
+            self.tiers.start()
         for name in self.plan.routers:
             self._start_router(name)
         for spec in self.plan.workers:
@@ -110,7 +114,7 @@ class SimCluster:
         seed = self._next_life(spec.engine_id)
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
         checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
-        worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks)
+        worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.tiers)
         self.workers[spec.engine_id] = worker
         self._lives.append(worker)
 
@@ -171,6 +175,19 @@ class SimCluster:
                 self.workers[event.targets[0]].jump(event.seconds)
             case Fault.DRAIN:
                 self._drain(event.targets[0], event.seconds)
+            case _ if self.tiers is not None:
+                self._strike_tier(self.tiers, event)
+
+    def _strike_tier(self, tiers: SimTiers, event: FaultEvent) -> None:
+        match event.kind:
+            case Fault.STORE_CRASH:
+                tiers.crash(event.seconds)
+            case Fault.STORE_FREEZE:
+                self._freeze(tiers.process, event.seconds)
+            case Fault.STORE_CORRUPT:
+                owner = self.workers.get(event.targets[0])
+                if owner is None or owner.host.process.is_alive:
+                    tiers.corrupt(owner.tier if owner is not None else None)
 
     def _freeze(self, process: Process, seconds: float) -> None:
         if process.is_alive and not process.is_frozen:
@@ -218,6 +235,8 @@ class SimCluster:
         """Nothing more goes wrong. What is left must end now, within bounds."""
         self.log.write("FAULT", "no more")
         self.plan.faults.calm_down()
+        if self.tiers is not None:
+            self.tiers.calm_down()
         self._check_end()
 
     def _check_end(self) -> None:
@@ -255,7 +274,7 @@ class SimCluster:
         for worker in self._lives:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
-        return found
+        return found + (self.tiers.leftovers() if self.tiers is not None else [])
 
     def _result(self) -> RunResult:
         outcomes = Counter(client.outcome or "unfinished" for client in self.clients)
@@ -281,6 +300,8 @@ class SimCluster:
             failed_reads=reads.num_failed,
             corrupted_reads=reads.num_corrupted,
         )
+        if self.tiers is not None:
+            happened["flipped_bits"] = self.tiers.num_flipped_bits
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened.update(self._retries)
         for worker in self._lives:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.testing.sim_faults import Fault
+from core.testing.sim_faults import STORE_FAULTS, Fault
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.plan import ClusterPlan
 
@@ -37,9 +37,10 @@ _OUTCOMES: dict[str, frozenset[Fault]] = {
 # why KV was not used → kinds of faults of which the run must have one
 _FALLBACKS: dict[str, frozenset[Fault]] = {
     "stale": _LOST_WORKERS | _BAD_TIMING | {Fault.CORRUPT, Fault.PRESSURE},  # who waits long for blocks outlives its lease
-    "digest": frozenset({Fault.CORRUPT}),
+    "digest": frozenset({Fault.CORRUPT, Fault.STORE_CORRUPT}),
     "peer_lost": _LOST_WORKERS | _BAD_TIMING | {Fault.READ_ERROR},
     "deadline": _LOST_WORKERS | _BAD_TIMING,
+    "store_miss": _LOST_WORKERS | _BAD_TIMING | frozenset(STORE_FAULTS),
     "rejected": _LOST_WORKERS | {Fault.READ_ERROR},  # an aggregated worker that goes on after a loss reads no hand-over
 }
 # errors that a client gets for a load only if it asks for them
@@ -49,6 +50,8 @@ _LOAD_ERRORS = {
     "digest": "digest",
     "deadline": "deadline",
     "peer_lost": "peer_lost",
+    "store_miss": "store_miss",
+    "store_unavailable": "store_miss",
     "transfer_error": "rejected",
 }
 

@@ -22,6 +22,7 @@ from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_m
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
 from core.wire.messages import LoadFailurePolicy, Role
 from core.wire.pairing import verifies_digests
+from kvferry.sim.tier_plan import TierPlan, draw_tier
 
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
@@ -103,6 +104,7 @@ class ClusterPlan:
     requests: tuple[RequestPlan, ...]
     faults: FaultSchedule
     max_rows_per_read: int
+    tier: TierPlan | None = None
 
     @property
     def makes_digests(self) -> bool:
@@ -129,6 +131,8 @@ class ClusterPlan:
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}")
+        if self.tier is not None:
+            lines.append(str(self.tier))
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
@@ -167,10 +171,15 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     shape = _draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
     requests = _draw_requests(random, kinds, routers, shape.attentions)
+    tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
+    if tier is not None:
+        workers, requests = _let_tier_be_used(Random(f"{seed}/tier use"), shape, config, workers, requests)
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
+    if tier is not None:
+        faults.add(tier.kinds, tier.draw_events(moments))
     return ClusterPlan(
         seed=seed,
         config=config,
@@ -180,6 +189,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
         requests=requests,
         faults=faults,
         max_rows_per_read=random.choice((1, 2, 100)),
+        tier=tier,
     )
 
 
@@ -270,6 +280,27 @@ def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig
         *[draw("decode", index) for index in range(num_decode)],
         *[draw("aggregated", index) for index in range(num_aggregated)],
     )
+
+
+def _let_tier_be_used(
+    random: Random,
+    shape: _Shape,
+    config: KVFerryConfig,
+    workers: tuple[WorkerPlan, ...],
+    requests: tuple[RequestPlan, ...],
+) -> tuple[tuple[WorkerPlan, ...], tuple[RequestPlan, ...]]:
+    """Return pools that soon reuse their blocks, and prompts that come again when they may have done so."""
+
+    def squeeze(worker: WorkerPlan) -> WorkerPlan:
+        num_needed = shape.num_needed(worker.block_size, config.scheduler.max_num_batched_tokens)
+        num_blocks = min(worker.num_blocks, num_needed + random.randint(4, 12))
+        return worker if worker.role == "decode" else replace(worker, num_blocks=num_blocks)
+
+    again = [
+        replace(request, name=f"{request.name}+", at=request.at + random.uniform(0.5, 5.0), abort_at=None)
+        for request in random.sample(requests, max(2, len(requests) // 2))
+    ]
+    return tuple(map(squeeze, workers)), (*requests, *again)
 
 
 def _draw_requests(

@@ -33,4 +33,4 @@ def may_repeat(frame: bytes) -> bool:
     kind = frame[1]
     if kind == KIND_TOKENS:
         return True  # each says its position
-    return isinstance(_DECODERS[kind](frame), _REPEATABLE)
+    return kind in _DECODERS and isinstance(_DECODERS[kind](frame), _REPEATABLE)

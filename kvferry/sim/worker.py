@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
-from core.connector import KVConnectorWorker
 from core.digest import BlockDigester
 from core.engine.actions import (
     Action,
@@ -47,6 +46,8 @@ from kvferry.sim.connector import SimConnector
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.tier import scheduler_side, worker_side
+from kvferry.sim.tiers import SimTiers
 from prefill.worker import PrefillHands
 
 FINGERPRINT = b"hash-model fingerprint"
@@ -58,7 +59,15 @@ _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 class SimWorker:
     """A worker from its start to its end. ``checks`` sees everything that could break an invariant."""
 
-    def __init__(self, host: Host, plan: ClusterPlan, spec: WorkerPlan, ids_seed: int, checks: WorkerChecks) -> None:
+    def __init__(
+        self,
+        host: Host,
+        plan: ClusterPlan,
+        spec: WorkerPlan,
+        ids_seed: int,
+        checks: WorkerChecks,
+        tiers: SimTiers | None = None,
+    ) -> None:
         self.host = host
         self.spec = spec
         self.checks = checks
@@ -69,13 +78,18 @@ class SimWorker:
         self.incarnation = new_incarnation(ids)
         config = plan.config
         self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
+        self.tier = tiers.open(host, self._layout, ids_seed) if tiers is not None else None
+        self._connector_worker = worker_side(self.connector, self.tier)
         self.model = self._make_model(plan)
         core = self._make_engine(config)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
-        checks.attach(core.scheduler, self.model)
+        checks.attach(core.scheduler, self.model, self.tier)
+        if self._connector_worker is not None:
+            self._connector_worker.set_wakeup(self.engine.wake)
         if self.connector is not None:
-            self.connector.worker.set_wakeup(self.engine.wake)
             self.connector.start(checks, plan.max_rows_per_read)
+        if self.tier is not None:
+            self.tier.start(checks)
         self.hands = self._make_hands()
         self.state = self._make_state(config, core.scheduler.max_model_len)
         self._timer: Timer | None = None
@@ -100,6 +114,8 @@ class SimWorker:
             process.call_later(0.0, self._on_timer)
             if self.connector is not None:
                 process.call_later(0.0, self.connector.on_timer)
+            if self.tier is not None:
+                process.call_later(0.0, self.tier.store.on_timer)
 
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
@@ -113,6 +129,8 @@ class SimWorker:
         }
         if self.connector is not None:
             left |= self.connector.leftovers()
+        if self.tier is not None:
+            left |= self.tier.leftovers()
         found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
         return found + self.checks.leftovers()
 
@@ -124,7 +142,9 @@ class SimWorker:
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
             "quarantined_blocks": self.checks.num_quarantined,
         }
-        return happened | (self.connector.count_what_happened() if self.connector is not None else {})
+        for part in (self.connector, self.tier):
+            happened |= part.count_what_happened() if part is not None else {}
+        return happened
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -146,10 +166,6 @@ class SimWorker:
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
         return HashModel(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions)
 
-    @property
-    def _connector_worker(self) -> KVConnectorWorker | None:
-        return self.connector.worker if self.connector is not None else None
-
     def _make_engine(self, config: KVFerryConfig) -> EngineCore:
         manager = KVCacheManager(
             hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions),
@@ -161,7 +177,7 @@ class SimWorker:
             watermark=config.cache.watermark,
             seals=self.model.seals,
         )
-        connector = self.connector.scheduler if self.connector is not None else None
+        connector = scheduler_side(self.connector, self.tier)
         scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 

@@ -1,0 +1,101 @@
+"""Which tier a simulated run has behind its workers' pools, and what goes wrong with it, drawn from the seed.
+
+Drawn apart from everything else, so that a run without a tier is what it was. Called by ``kvferry.sim.plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from core.testing.sim_faults import STORE_FAULTS, Fault, FaultEvent
+
+STORE = "store-0"  # the process's name
+_SHARE = 0.35  # of runs that have a tier
+_GENTLE_SHARE = 0.3  # of these, runs in which nothing goes wrong with it
+_OFFLOAD_SHARE = 0.35
+_ONLY_OF_A_STORE = frozenset({Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS})
+_MANY_SLOTS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """One tier. ``name`` is its connector: each worker has a tier of its own (``offload``), or all share one (``store``)."""
+
+    seed: int
+    name: Literal["offload", "store"]
+    kinds: frozenset[Fault]
+    workers: tuple[str, ...]  # engine ids
+    num_slots: int  # of the arena
+    eviction: str
+    is_lazy: bool = False
+    write_back: bool = False
+    num_lower_tiers: int = 0  # the first is one like a disk, the second must be asked
+    remote_workers: frozenset[str] = frozenset()  # that do not map the arena
+    loss_rate: float = 0.0  # share of the store's replies that never come
+    late_rate: float = 0.0  # share of those that are late, and all behind them
+    late_s: float = 0.0  # up to
+
+    def __str__(self) -> str:
+        details = {
+            f"{self.num_slots} slots": True,
+            self.eviction: True,
+            "lazy": self.is_lazy,
+            "write-back": self.write_back,
+            f"{self.num_lower_tiers} lower tiers": self.num_lower_tiers,
+            f"frames for {', '.join(sorted(self.remote_workers))}": self.remote_workers,
+            f"{self.loss_rate:.2f} of replies lost": self.loss_rate,
+            f"{self.late_rate:.2f} up to {self.late_s:.2f} s late": self.late_rate,
+        }
+        return f"tier {self.name}: {', '.join(text for text, is_told in details.items() if is_told)}"
+
+    def draw_events(self, moments: Sequence[float]) -> list[FaultEvent]:
+        """Draw what befalls it at fixed times, shortly after something has begun."""
+        random = Random(f"{self.seed}/tier events")
+        owners = (STORE,) if self.name == "store" else self.workers
+        events = []
+        for kind, most, longest_s in (
+            (Fault.STORE_CRASH, 3, 3.0),
+            (Fault.STORE_FREEZE, 3, 8.0),
+            (Fault.STORE_CORRUPT, 60, 0.0),
+        ):
+            for _ in range(random.randint(most // 2, most) if kind in self.kinds else 0):
+                at = random.choice(moments) + random.choice((0.1, 0.5, 2.0)) * random.random()
+                seconds = random.uniform(0.1, longest_s) if longest_s else 0.0
+                events.append(FaultEvent(at, kind, (random.choice(owners),), seconds))
+        return events
+
+
+def draw_tier(seed: int, chosen: Collection[Fault] | None, workers: Sequence[str]) -> TierPlan | None:
+    """Return the tier of a seed, if it has one; it has if faults of a tier are ``chosen``."""
+    random = Random(f"{seed}/tier")
+    has_tier = random.random() < _SHARE
+    kinds = _draw_kinds(random) if chosen is None else frozenset(chosen) & frozenset(STORE_FAULTS)
+    if not has_tier and (chosen is None or not kinds):
+        return None
+    is_offload = random.random() < _OFFLOAD_SHARE and not kinds & _ONLY_OF_A_STORE
+    has_loss = Fault.STORE_LOSS in kinds
+    num_lower_tiers = random.choice((0, 1, 1, 2))
+    return TierPlan(
+        seed=seed,
+        name="offload" if is_offload else "store",
+        kinds=kinds,
+        workers=tuple(workers),
+        num_slots=random.randint(1, 8) if Fault.STORE_FULL in kinds else _MANY_SLOTS,
+        eviction=random.choice(("arc", "s3fifo", "lru")),
+        is_lazy=is_offload and random.random() < 0.5,
+        write_back=not is_offload and num_lower_tiers > 0 and random.random() < 0.3,
+        num_lower_tiers=0 if is_offload else num_lower_tiers,
+        remote_workers=frozenset() if is_offload else frozenset(name for name in workers if random.random() < 0.3),
+        loss_rate=random.uniform(0.02, 0.3) if has_loss else 0.0,
+        late_rate=random.uniform(0.02, 0.2) if has_loss else 0.0,
+        late_s=random.uniform(0.3, 3.0) if has_loss else 0.0,
+    )
+
+
+def _draw_kinds(random: Random) -> frozenset[Fault]:
+    if random.random() < _GENTLE_SHARE:
+        return frozenset()
+    return frozenset(random.sample(STORE_FAULTS, random.randint(1, len(STORE_FAULTS))))
