@@ -25,8 +25,7 @@ from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.transport import RowRegion
 from core.wire.kv import KVLayoutInfo
-
-STAGING_BYTES = 64 << 20  # a load is cut into reads of 16 MiB
+from core.wire.pairing import STAGING_BYTES
 
 Tokens = npt.NDArray[np.uint8]  # [planes, tokens, bytes of a token in a plane]
 

@@ -6,6 +6,7 @@ a hand-over, and the router before it pairs two workers, so that it never pairs 
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from core.errors import ConnectorUnavailable, LayoutMismatch
 from core.wire.kv import KVLayoutInfo, KVVerify
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
+STAGING_BYTES = 64 << 20  # what a reader has of memory to convert blocks in
 
 _SIZES = frozenset({"block_size", "block_bytes"})  # of a block: what a reader can convert
 
@@ -114,6 +116,8 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
     ]
     if differences:
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
+    if layout.block_size != ours.layout.block_size:
+        _check_fits_staging(ours, layout)
 
 
 def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
@@ -121,6 +125,21 @@ def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
     if layout.block_size % HASH_BLOCK_SIZE or other.block_size % HASH_BLOCK_SIZE:
         return False  # the ends of blocks are then no values of the hash chain
     return layout.block_bytes * other.block_size == other.block_bytes * layout.block_size
+
+
+def _check_fits_staging(ours: KVHolder, layout: KVLayoutInfo) -> None:
+    """Check that a reader has room for the fewest blocks that begin and end together on both sides: they are converted at once.
+
+    Raises:
+        LayoutMismatch: it has not.
+    """
+    num_tokens = math.lcm(layout.block_size, ours.layout.block_size)
+    num_bytes = num_tokens // layout.block_size * layout.block_bytes
+    if num_bytes > STAGING_BYTES:
+        raise LayoutMismatch(
+            f"block_size {layout.block_size} at the peer and {ours.layout.block_size} at {ours.engine_id} meet every "
+            f"{num_tokens} tokens, which are {num_bytes} bytes; at most {STAGING_BYTES} can be converted at once"
+        )
 
 
 def verifies_digests(kv_verify: KVVerify, transport: str) -> bool:

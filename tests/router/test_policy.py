@@ -168,8 +168,8 @@ def test_two_workers_are_paired_exactly_if_their_handshake_would_succeed(owner, 
     reason = mismatch(prefill, decode)
     if owner["transports"] or reader["transports"]:
         assert (reason is None) == isinstance(answer, HandshakeReply)
-    if reason is not None and isinstance(answer, HandshakeRefused):
-        assert answer.message.startswith(reason.message.partition("cannot hand over: ")[2])
+        if reason is not None and isinstance(answer, HandshakeRefused):
+            assert answer.message.startswith(reason.message.partition("cannot hand over: ")[2])
 
 
 def test_a_prefill_worker_without_a_partner_is_passed_over():

@@ -1,5 +1,7 @@
 """The owner's half of the handshake."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -80,6 +82,19 @@ def test_each_difference_of_the_layouts_is_refused_with_both_values(responder, q
     assert isinstance(answer, HandshakeRefused)
     assert answer.code == "layout"
     assert f"{field} {value} at the peer, {getattr(layout, field)} at prefill-0" in answer.message
+
+
+@pytest.mark.parametrize(("block_size", "is_paired"), [(32, True), (64, True), (48, False), (128, False)])
+def test_blocks_that_meet_too_seldom_to_be_converted_are_refused(make_identity, question, layout, block_size, is_paired):
+    """A token of 1 MiB; 64 MiB can be converted at once."""
+    ours = msgspec.structs.replace(layout, block_size=32, block_bytes=32 << 20)
+    other = msgspec.structs.replace(layout, block_size=block_size, block_bytes=block_size << 20)
+    answer = HandshakeResponder(make_identity("prefill-0", layout=ours), 512, OFFERS, True).answer(question(layout=other))
+    assert isinstance(answer, HandshakeReply) == is_paired
+    if not is_paired:
+        assert answer.code == "layout"
+        assert f"block_size {block_size} at the peer and 32 at prefill-0" in answer.message
+        assert f"are {math.lcm(32, block_size) << 20} bytes; at most {64 << 20} can be" in answer.message
 
 
 def test_all_differences_are_told_at_once(make_identity, layout):
