@@ -29,7 +29,16 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import STDIN, CacheSection, KVFerryConfig, KVStoreSection, RouterSection, WorkerSection, dump_config
+from core.config import (
+    STDIN,
+    CacheSection,
+    KVFerryConfig,
+    KVStoreSection,
+    RouterSection,
+    SchedulerSection,
+    WorkerSection,
+    dump_config,
+)
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role
@@ -64,18 +73,18 @@ class ProcessOptions:
 
     ``environment`` is added to what they inherit, such as ``UCX_TLS``, which a library reads. ``keep_control_ports`` lets a
     prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does. ``caches``
-    are the KV pools of roles whose pools are not as configured for all.
+    are the KV pools, ``schedulers`` the batching of roles that are not as configured for all.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     keep_control_ports: bool = False
     caches: Mapping[Role, CacheSection] = field(default_factory=dict)
+    schedulers: Mapping[Role, SchedulerSection] = field(default_factory=dict)
 
 
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
-    With ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     With ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
     sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. ``supervise`` restarts
@@ -309,8 +318,10 @@ class LocalCluster:
             workers_on_host=len(self._roles),
             host_slot=list(self._roles).index(name),
         )
-        cache = self._options.caches.get(self._roles[name], self._config.cache)
-        return msgspec.structs.replace(self._config, worker=worker, cache=cache)
+        role = self._roles[name]
+        cache = self._options.caches.get(role, self._config.cache)
+        scheduler = self._options.schedulers.get(role, self._config.scheduler)
+        return msgspec.structs.replace(self._config, worker=worker, cache=cache, scheduler=scheduler)
 
     def _log_file(self, name: str) -> Path | None:
         folder = self._log_dir or self._temporary_logs
