@@ -13,6 +13,7 @@ from core.errors import ConfigError, Full
 from kvstore.base import BlockStore
 from kvstore.build import make_embedded_store
 from kvstore.client import connect_store
+from kvstore.metrics import register_store_metrics
 
 NAME = "store"
 CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts without its store as well
@@ -36,9 +37,11 @@ def open_store(context: ConnectorContext) -> BlockStore:
     block_bytes = context.layout.block_bytes
     if not context.kvstore.address:
         try:
-            return make_embedded_store(context.kvstore, block_bytes, context.clock, context.ids)
+            store = make_embedded_store(context.kvstore, block_bytes, context.clock, context.ids)
         except Full as error:
             raise ConfigError(f"kvstore.memory_bytes: {error}", param="kvstore.memory_bytes") from None
+        register_store_metrics(context.metrics, store.machine, store.workers)
+        return store
     client = connect_store(context.kvstore, context.engine_id, block_bytes, context.clock, context.ids, context.keys)
     client.wait_until_connected(CONNECT_TIMEOUT_S)
     return client
