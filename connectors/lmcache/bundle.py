@@ -40,7 +40,7 @@ from connectors.registry import Connector, ConnectorContext
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, KVFerryError
 from core.ids import new_hex_id
-from core.kv.seals import layout_fingerprint
+from core.kv.seals import SEAL_BYTES, layout_fingerprint
 from core.kv.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from core.log import event
 from core.metrics import read_gauge, read_labelled_counter
@@ -285,14 +285,17 @@ class LMCacheConnector(Connector):
         self._call_soon(self._on_sealed, save)
 
     def _take(self, action: TakePages) -> None:
-        """Copy into the pool what is what it should be, and nothing else."""
+        """Copy into the pool and check the copies: nothing that the server writes afterwards can change them.
+
+        A block that is not what it should be is garbage then, and named by its fault; the request does not use it.
+        """
         transfer, faults = action.load.transfer, dict[int, KVFerryError]()
         staging, pool = transfer.server.staging, self.worker.rows
         for index, (move, page) in enumerate(zip(transfer.moves, action.pages, strict=True)):
-            fault = self._sealer.find_fault(staging.rows[page], move.identity)
-            if fault is None:
-                pool[move.block_id] = staging.rows[page, : staging.block_bytes]
-            else:
+            pool[move.block_id] = staging.rows[page, : staging.block_bytes]
+            seal = staging.rows[page, staging.block_bytes : staging.block_bytes + SEAL_BYTES].tobytes()
+            fault = self._sealer.find_fault(pool[move.block_id], seal, move.identity)
+            if fault is not None:
                 faults[index] = fault
         self._call_soon(self._on_taken, action.load.request_id, faults)
 

@@ -73,10 +73,12 @@ class PageSealer:
         start = self.digester.block_bytes
         page[start : start + SEAL_BYTES] = np.frombuffer(encode_seal(seal), dtype=np.uint8)
 
-    def find_fault(self, page: Bytes, identity: PageIdentity) -> KVFerryError | None:
-        """Say why a page must not be used as this block; None if it holds it, bit by bit."""
-        start = self.digester.block_bytes
-        seal = decode_seal(page[start : start + SEAL_BYTES].tobytes())
+    def find_fault(self, content: Bytes, seal_row: bytes, identity: PageIdentity) -> KVFerryError | None:
+        """Say why bytes that came with a seal must not be used as this block; None if they are it, bit by bit.
+
+        Both should be copies: the server may write a page at any time.
+        """
+        seal = decode_seal(seal_row)
         if seal is None:
             return StaleBlock("a page from the LMCache server has no seal")
         found = (seal.group_id, seal.block_hash, seal.num_tokens, seal.layout_version)
@@ -85,7 +87,7 @@ class PageSealer:
                 f"a page from the LMCache server holds block {seal.block_hash.hex()} of group {seal.group_id} "
                 f"instead of {identity.block_hash.hex()} of group {identity.group_id}"
             )
-        if seal.digest is None or seal.digest != self.digester.digest(page[:start]):
+        if seal.digest is None or seal.digest != self.digester.digest(content):
             return CorruptBlock("the bytes of a page from the LMCache server are not those that were sealed")
         return None
 

@@ -11,6 +11,7 @@ import pytest
 from connectors.lmcache.staging import SHM_FOLDER, SHM_PREFIX, PageIdentity, PageSealer, Staging, sweep_segments
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, CorruptBlock, StaleBlock
+from core.kv.seals import SEAL_BYTES
 
 BLOCK_BYTES = 1024
 BLOCK_SIZE = 32
@@ -36,31 +37,37 @@ def page(staging):
     return row
 
 
+def fault_of(sealer, page, identity):
+    """Check the block that a page holds."""
+    block_bytes = sealer.digester.block_bytes
+    return sealer.find_fault(page[:block_bytes], page[block_bytes : block_bytes + SEAL_BYTES].tobytes(), identity)
+
+
 def test_a_sealed_page_is_good_for_a_worker_of_any_life(page):
-    assert sealer(incarnation=99).find_fault(page, IDENTITY) is None
+    assert fault_of(sealer(incarnation=99), page, IDENTITY) is None
 
 
 def test_every_bit_of_a_block_is_vouched_for(page):
     for position in range(0, BLOCK_BYTES, 37):
         page[position] ^= 1 << position % 8
-        assert isinstance(sealer().find_fault(page, IDENTITY), CorruptBlock)
+        assert isinstance(fault_of(sealer(), page, IDENTITY), CorruptBlock)
         page[position] ^= 1 << position % 8
-    assert sealer().find_fault(page, IDENTITY) is None
+    assert fault_of(sealer(), page, IDENTITY) is None
 
 
 @pytest.mark.parametrize("wanted", [PageIdentity(1, b"h" * 16), PageIdentity(0, b"x" * 16)])
 def test_a_page_of_something_else_is_refused(page, wanted):
-    assert isinstance(sealer().find_fault(page, wanted), StaleBlock)
+    assert isinstance(fault_of(sealer(), page, wanted), StaleBlock)
 
 
 def test_a_page_of_another_layout_is_refused(page):
-    assert isinstance(sealer(layout_version=6).find_fault(page, IDENTITY), StaleBlock)
+    assert isinstance(fault_of(sealer(layout_version=6), page, IDENTITY), StaleBlock)
 
 
 @pytest.mark.parametrize("content", [0, 0xFF, 0xEE])
 def test_a_page_that_was_never_sealed_is_refused(staging, content):
     staging.rows[2] = content
-    assert isinstance(sealer().find_fault(staging.rows[2], IDENTITY), StaleBlock)
+    assert isinstance(fault_of(sealer(), staging.rows[2], IDENTITY), StaleBlock)
 
 
 CONTENT_FIELDS = [*range(8), *range(16, 45), *range(48, 56)]  # of a seal: all but who made it and in which life of a block
@@ -69,7 +76,7 @@ CONTENT_FIELDS = [*range(8), *range(16, 45), *range(48, 56)]  # of a seal: all b
 @pytest.mark.parametrize("offset", CONTENT_FIELDS)
 def test_a_page_whose_seal_says_anything_else_is_refused(page, offset):
     page[BLOCK_BYTES + offset] ^= 1
-    assert sealer().find_fault(page, IDENTITY) is not None
+    assert fault_of(sealer(), page, IDENTITY) is not None
 
 
 def test_loads_and_saves_do_not_starve_each_other(staging):
