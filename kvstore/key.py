@@ -1,15 +1,14 @@
 """The name of a block in the store, and its packed form.
 
 Owns what enters a key. A block hash is keyed by the model's fingerprint and chains the tokens of the whole prefix, the tenant's
-``cache_salt`` and the adapters; the layout part says how the bytes lie and which share of the model they are. Two blocks with
+``cache_salt`` and the adapters; the layout part says how the bytes lie and of how many layers and heads. Two blocks with
 one key have the same content, whoever computed them. Called by connectors, which make keys, and by everything in this package.
 
-    packed: block_hash[16] | layout_version: u64 | shard[8] | group_id: u32        36 bytes, little-endian
+    packed: block_hash[16] | layout_version: u64 | zeros[8] | group_id: u32        36 bytes, little-endian
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ LAYOUT_KEY_BYTES = 16
 PACKED_KEY_BYTES = BLOCK_HASH_BYTES + LAYOUT_KEY_BYTES + 4
 
 _VERSION_BYTES = 8
-_SHARD_DOMAIN = b"kvferry shard v1"
 _MAX_GROUP_ID = 2**16 - 1  # a seal has 16 bits for it
 
 
@@ -57,10 +55,9 @@ class StoreKey(NamedTuple):
         return cls(packed[:BLOCK_HASH_BYTES], packed[BLOCK_HASH_BYTES:-4], group_id)
 
 
-def layout_key(layout: KVLayoutInfo, shard: str = "") -> bytes:
-    """Return the 16 bytes that stand for a layout; ``shard`` names the part of the heads and layers that this worker holds."""
-    part = hashlib.blake2b(shard.encode(), digest_size=LAYOUT_KEY_BYTES - _VERSION_BYTES, person=_SHARD_DOMAIN).digest()
-    return layout_fingerprint(layout).to_bytes(_VERSION_BYTES, "little") + part
+def layout_key(layout: KVLayoutInfo) -> bytes:
+    """Return the 16 bytes that stand for a layout."""
+    return layout_fingerprint(layout).to_bytes(LAYOUT_KEY_BYTES, "little")
 
 
 def pack_keys(keys: Iterable[StoreKey]) -> bytes:
