@@ -113,3 +113,10 @@ def test_hand_over_across_chunks_gives_the_answers_of_transformers(served, asser
         usage = body["usage"]["kv_transfer"]
         assert (usage["transferred_tokens"], usage["recomputed_tokens"]) == (len(prompt), 0)
         assert usage["transferred_bytes"] == handed_over_bytes(len(prompt))
+
+
+def test_prefill_worker_computes_no_more_tokens_in_a_step_than_its_role_may(served):
+    before = served.gauges("prefill-0")["kvferry_engine_steps_total"]
+    served.complete([5 + number % 200 for number in range(800)], model="llama4", max_tokens=2)
+    steps = served.gauges("prefill-0")["kvferry_engine_steps_total"] - before
+    assert steps >= 800 / BATCHED_TOKENS["prefill"], "a few more have nothing to compute"
