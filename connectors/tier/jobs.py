@@ -77,10 +77,16 @@ class SaveEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class SavesAreSlow:
+    """No save has come further for a while. Said once, until one does."""
+
+
+@dataclass(frozen=True, slots=True)
 class TierConnectorWorkerMetadata(KVConnectorWorkerMetadata):
-    """Blocks whose copies are done, one entry for each time they were to be saved."""
+    """Blocks whose copies are done, one entry for each time they were to be saved; and whether the others are slow."""
 
-    saved_block_ids: tuple[int, ...]
+    saved_block_ids: tuple[int, ...] = ()
+    is_slow: bool = False
 
 
-Report = LoadEnded | SaveEnded
+Report = LoadEnded | SaveEnded | SavesAreSlow

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connectors.tier.jobs import LoadEnded, LoadJob, Report, SaveEnded, SaveItem, TierConnectorMetadata
+from connectors.tier.jobs import LoadEnded, LoadJob, Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
 from connectors.tier.pool_access import PoolAccess
 from core.clock import Clock
 from core.digest import BlockDigester
@@ -33,6 +33,7 @@ from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
 from kvstore.messages import MAX_KEYS
 
 RETRY_S = 0.005  # before blocks that the tier has, and could not pin, are asked for again
+SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
 _ANY_GENERATION = 1  # of a block in a tier: it is never rewritten there
@@ -85,6 +86,8 @@ class TierMover:
         self._clock = clock
         self._loads: dict[str, _Load] = {}
         self._saves: deque[_Save] = deque()
+        self._saved_at = 0.0  # when the saves last came further, or began
+        self._is_slow = False  # and it was said
         self._reports: list[Report] = []
         self.counts: Counter[str] = Counter()
 
@@ -104,6 +107,8 @@ class TierMover:
                 load.is_aborted = True
         if metadata.saves:
             items = tuple(metadata.saves)
+            if not self._saves:
+                self._saved_at = self._clock.now()
             self._saves.append(_Save(items, self._store.lookup([item.key for item in items])))
 
     def take_reports(self) -> list[Report]:
@@ -114,7 +119,17 @@ class TierMover:
     def step(self) -> bool:
         """Do what can be done now; False if everything waits for the tier. Saves wait while loads have something to do."""
         has_loaded = [self._advance_load(load) for load in list(self._loads.values())]
-        return any(has_loaded) or self._advance_save()
+        if any(has_loaded) or not self._advance_save():
+            self._note_slowness()
+            return any(has_loaded)
+        self._saved_at, self._is_slow = self._clock.now(), False
+        return True
+
+    def _note_slowness(self) -> None:
+        """Say so if no save has come further for a while, because of the tier or because of loads."""
+        if self._saves and not self._is_slow and self._clock.now() - self._saved_at >= SLOW_S:
+            self._is_slow = True
+            self._reports.append(SavesAreSlow())
 
     def close(self) -> None:
         """Give back what is pinned in the tier; nothing is reported any more."""

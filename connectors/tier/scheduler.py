@@ -89,6 +89,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         self._open_lookups: dict[tuple[StoreKey, StoreKey], LookupTicket] = {}
         self._loading: dict[str, LoadJob] = {}
         self._loading_keys: Counter[StoreKey] = Counter()
+        self._are_saves_slow = False
         self._in_step: Mapping[str, int] = {}  # what the last step has computed
         self._next = TierConnectorMetadata()
 
@@ -232,6 +233,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         if output.worker_meta is not None:
             assert isinstance(output.worker_meta, TierConnectorWorkerMetadata)
             self._bound_planner.end(output.worker_meta.saved_block_ids)
+            self._are_saves_slow = output.worker_meta.is_slow
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         """End its load; offer the rest of what it has computed, and pin it at once: its blocks are free in a moment.
@@ -253,8 +255,8 @@ class TierConnectorScheduler(KVConnectorScheduler):
         return not self._next.is_empty() or self._bound_planner.can_save
 
     def has_pending_block_frees(self) -> bool:
-        """True while the end of a copy will make a block free."""
-        return self._planner is not None and self._planner.will_free_blocks
+        """True while the end of a copy will make a block free, and soon: a slow tier is not worth waiting for."""
+        return self._planner is not None and not self._are_saves_slow and self._planner.will_free_blocks
 
     def _offer(self, known: _Known) -> None:
         """Offer the blocks that are complete by now and were not offered before. A hot path: mostly there are none."""

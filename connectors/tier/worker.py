@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from connectors.tier.jobs import LoadEnded, Report, SaveEnded, TierConnectorMetadata, TierConnectorWorkerMetadata
+from connectors.tier.jobs import (
+    LoadEnded,
+    Report,
+    SaveEnded,
+    SavesAreSlow,
+    TierConnectorMetadata,
+    TierConnectorWorkerMetadata,
+)
 from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
@@ -53,14 +60,19 @@ class TierConnectorWorker(KVConnectorWorker):
             raise EngineDead(f"connector {self._name} has died: {self._death!r}")
         output = KVConnectorOutput()
         saved: list[int] = []
+        is_slow = False
         while self._reports:
             report = self._reports.popleft()
-            if isinstance(report, SaveEnded):
-                saved += report.block_ids
-            else:
-                _add_load(output, report)
-        if saved:
-            output.worker_meta = TierConnectorWorkerMetadata(tuple(saved))
+            match report:
+                case SaveEnded():
+                    saved += report.block_ids
+                    is_slow = False
+                case SavesAreSlow():
+                    is_slow = True
+                case LoadEnded():
+                    _add_load(output, report)
+        if saved or is_slow:
+            output.worker_meta = TierConnectorWorkerMetadata(tuple(saved), is_slow)
         return output
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from connectors.tier import mover as mover_module
-from connectors.tier.jobs import LoadEnded, LoadJob, SaveEnded, SaveItem, TierConnectorMetadata
+from connectors.tier.jobs import LoadEnded, LoadJob, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
 from connectors.tier.mover import BLOCKS_PER_TURN, TierMover
 from connectors.tier.pool_access import open_pool
 from core.digest import BlockDigester
@@ -138,6 +138,26 @@ def test_blocks_are_let_go_put_by_put(mover, region, store, monkeypatch):
         store.answer()
         assert drive(mover) == [SaveEnded(block_ids)]
     assert not mover.is_waiting
+
+
+def test_saves_that_do_not_come_further_are_reported_once(region, store):
+    clock = FakeClock()
+    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    clock.advance(10)
+    store.answers_at_once = False
+    mover.submit(TierConnectorMetadata(saves=[sealed(region, 3)]))
+    assert drive(mover) == [], "it has just begun"
+    clock.advance(mover_module.SLOW_S)
+    assert drive(mover) == [SavesAreSlow()]
+    assert drive(mover) == []
+    store.answer()
+    assert drive(mover) == [], "that was progress"
+    clock.advance(mover_module.SLOW_S)
+    assert drive(mover) == [SavesAreSlow()]
+    store.answer()
+    assert drive(mover) == [SaveEnded((3,))]
+    clock.advance(10)
+    assert drive(mover) == []
 
 
 def test_what_the_tier_has_is_not_stored_again(mover, region, store):

@@ -8,6 +8,7 @@ import pytest
 
 from connectors.tier import scheduler as scheduler_module
 from core.testing.hash_model import HashAttention
+from kvstore.base import LookupTicket
 
 HYBRID = (HashAttention(window=20), HashAttention(), HashAttention(window=40))
 CHUNKED = (HashAttention(chunk=48), HashAttention())
@@ -237,6 +238,33 @@ def test_preemption_does_not_wait_for_copies_that_are_about_to_end(tier_engine, 
     engine.add("b", prompt_of(2, 150), max_tokens=60)
     engine.run()
     assert engine.core.gauges.num_preemptions == 0
+    engine.assert_is_right()
+    engine.assert_is_empty()
+
+
+def test_running_requests_do_not_stall_behind_a_slow_tier(tier_engine, store):
+    """Two that run, in a pool part of which is kept for copies: one is preempted, and the other goes on meanwhile."""
+    engine = tier_engine(num_blocks=24)
+    store.answers_at_once = False
+    engine.add("a", prompt_of(1, 96), max_tokens=1)
+    while not engine.finished:
+        store.answer() if not engine.core.scheduler.running else None
+        engine.step()
+    num_kept = engine.scheduler.num_saving_blocks
+    assert num_kept
+    for number in (2, 3):
+        engine.add(f"r{number}", prompt_of(number, 128), max_tokens=60)
+    for _ in range(90):
+        for ticket in [ticket for ticket in store.open if isinstance(ticket, LookupTicket) and ticket in engine.watched]:
+            store.open.remove(ticket)
+            store._answer(ticket)
+        engine.move()
+        engine.step()
+        engine.clock.advance(0.01)
+    assert engine.scheduler.num_saving_blocks >= num_kept, "no copy has ended"
+    assert engine.core.gauges.num_preemptions == 1
+    assert engine.finished.get("r2") == "length"
+    engine.run()
     engine.assert_is_right()
     engine.assert_is_empty()
 
