@@ -61,7 +61,7 @@ class SimCluster:
         self.loop = EventLoop()
         self.workers: dict[str, SimWorker] = {}
         self.routers: dict[str, SimRouter] = {}
-        self.clients = [Client(request, self.complain) for request in plan.requests]
+        self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)

@@ -28,6 +28,8 @@ from kvferry.sim.store import SimEmbeddedStore, SimStoreFront
 from kvferry.sim.tier_plan import TierPlan
 from kvstore.base import LookupTicket
 
+POLL_S = 0.005  # of the thread while it waits; the real one looks more often
+
 
 class TierWatch(Protocol):
     """Sees every access of a tier to the pool."""
@@ -74,6 +76,7 @@ class SimTier:
         self._watched: list[LookupTicket] = []
         self._to_thread = Queue(host.process, host.loop, host.thread_delay_s)
         self._is_turn_planned = False
+        self._is_poll_planned = False
 
     def start(self, watch: TierWatch) -> None:
         """Be ready to save and to load."""
@@ -155,6 +158,14 @@ class SimTier:
             self.worker.wake()
         if has_progress:
             self._plan_turn()
+        elif self.mover.is_waiting and not self._is_poll_planned:
+            self._is_poll_planned = True
+            self._host.process.call_later(POLL_S, self._poll)
+
+    def _poll(self) -> None:
+        """Look again, as the thread does while something is open: retries and deadlines come by time alone."""
+        self._is_poll_planned = False
+        self._plan_turn()
 
 
 def scheduler_side(p2p: SimConnector | None, tier: SimTier | None) -> KVConnectorScheduler | None:
