@@ -41,7 +41,7 @@ Transports = Annotated[
 ]
 ControlAddress = Annotated[str | None, typer.Option("--control-address", help="Where decode workers shake hands.")]
 AdvertiseHost = Annotated[str | None, typer.Option("--advertise-host", help="Host that peers use; default the bound one.")]
-OpsPort = Annotated[int | None, typer.Option("--ops-port", help="Port for operators: /health, /ready, /metrics and more; 0 = any.")]
+OpsPort = Annotated[int | None, typer.Option("--ops-port", help="Port of /health, /ready, /metrics and others; 0 = any.")]
 StoreAddress = Annotated[str | None, typer.Option("--address", help="Where clients connect, tcp://host:port; port 0 = any.")]
 StoreMemory = Annotated[int | None, typer.Option("--memory-bytes", help="Size of the arena.")]
 StoreDisk = Annotated[str | None, typer.Option("--disk-path", help="Folder of the disk tier; default none.")]
