@@ -19,6 +19,7 @@ import pytest
 from core.config import KVFerryConfig, default_cache_dir, load_config
 from core.model.hub import ALIASES, fetch_wheel_gguf
 from core.testing.lmcache_server import LMCacheServer, lmcache_executable
+from core.testing.redis_server import RedisServer, redis_executable
 from kvferry.local import LocalCluster
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and most tests need neither
@@ -208,3 +209,14 @@ def needs_ipv6() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
+
+
+@pytest.fixture
+def redis_process() -> Iterator[RedisServer]:
+    """A real Redis; without one on this machine the test is skipped."""
+    pytest.importorskip("redis")
+    program = redis_executable()
+    if program is None:
+        pytest.skip("no redis-server: apt-get install redis-server")
+    with RedisServer(program) as server:
+        yield server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.local import LocalCluster
@@ -92,6 +93,37 @@ def test_every_turn_computes_only_what_is_new_on_whichever_worker_it_lands(start
     assert time.monotonic() - started < BOUND_S
     assert_token_identical(corpus[400:500], body["choices"][0]["token_ids"])
     eventually(lambda: not served.held(), f"release of {served.held()}")
+
+
+def test_cluster_finds_in_redis_what_another_has_computed(start, redis_process, corpus, eventually, assert_token_identical):
+    def start_anew(name):
+        settings = (
+            "connector.name=store",
+            "local.aggregated=true",
+            "local.kvstore=true",
+            f"kvstore.redis_url={redis_process.url}",
+        )
+        return start(name, *settings, f"kvstore.memory_bytes={128 << 20}")
+
+    def ask(served):
+        body = served.complete(corpus[:280], max_tokens=8)
+        assert_token_identical(corpus[:280], body["choices"][0]["token_ids"])
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first = start_anew("before")
+    assert ask(first) == 0
+    with redis.Redis.from_url(redis_process.url) as client:
+        eventually(lambda: client.dbsize() >= 4, "four blocks in Redis")
+        assert ask(start_anew("beside")) == 4 * BLOCK_SIZE
+        for key in client.scan_iter():
+            stored = client.get(key)
+            client.set(key, stored[:-1] + bytes([stored[-1] ^ 1]))
+    third = start_anew("behind the damage")
+    ask(third)  # found, refused, and computed
+    assert samples(third, "kvstore", "kvferry_kvstore_tier_corrupt_blocks_total") == {"redis": 4}
+    (worker,) = third.cluster.workers
+    assert samples(third, worker.engine_id, "kvferry_store_events_total")["failed_blocks"] == 4
+    eventually(lambda: not third.held(), f"release of {third.held()}")
 
 
 @pytest.mark.full

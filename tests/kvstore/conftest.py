@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -114,58 +112,3 @@ def embedded_store():
 @pytest.fixture(scope="session")
 def store_process():
     return StoreProcess
-
-
-class RedisProcess:
-    """A real Redis or Valkey server on a free port, with nothing on disk."""
-
-    def __init__(self, folder, program):
-        self._folder, self._program = folder, program
-        self.password = ""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.start()
-
-    @property
-    def url(self):
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self):
-        settings = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        settings += ["--requirepass", self.password] if self.password else []
-        command = [self._program, *settings, "--dir", self._folder]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while not self._answers():
-            assert time.monotonic() < deadline, "Redis does not start"
-            assert self.process.poll() is None, "Redis ended"
-            time.sleep(0.02)
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    def signal(self, number):
-        self.process.send_signal(number)
-
-    def _answers(self):
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), 1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith((b"+PONG", b"-NOAUTH"))
-        except OSError:
-            return False
-
-
-@pytest.fixture
-def redis_process(tmp_path):
-    pytest.importorskip("redis")
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("no redis-server: apt-get install redis-server")
-    process = RedisProcess(tmp_path, program)
-    yield process
-    if process.process.poll() is None:
-        process.signal(signal.SIGCONT)
-        process.kill()
