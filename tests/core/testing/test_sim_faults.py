@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from core.testing.sim_faults import Fault, draw_faults, draw_kinds
+from core.testing.sim_faults import CLUSTER_FAULTS, Fault, draw_faults, draw_kinds
 
 WORKERS = ["prefill-0", "decode-0"]
 
@@ -21,8 +21,8 @@ def test_same_seed_gives_the_same_faults():
 def test_every_kind_is_drawn_and_so_is_none():
     drawn = [draw_kinds(Random(seed)) for seed in range(300)]
     assert frozenset() in drawn
-    assert frozenset(Fault) in drawn
-    assert set().union(*drawn) == set(Fault)
+    assert frozenset(CLUSTER_FAULTS) in drawn
+    assert set().union(*drawn) == set(CLUSTER_FAULTS), "a tier's faults are drawn with the tier"
 
 
 @pytest.mark.parametrize("seed", range(10))
