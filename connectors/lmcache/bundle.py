@@ -130,11 +130,12 @@ class LMCacheConnector(Connector):
         if self._allocated is not None:
             self._allocated.unlink()
         if self._link is not None:
-            await self._link.close()
+            self._link.close()
+            await self._link.join()
         if self._copies is not None:
             await asyncio.to_thread(self._copies.shutdown)
         if self._zmq is not None:
-            await asyncio.to_thread(self._zmq.term)
+            self._zmq.destroy(linger=0)
 
     async def _part(self) -> None:
         """Tell the server, and give it a moment to answer: a server that answers nobody complains in its log."""
@@ -263,7 +264,7 @@ class LMCacheConnector(Connector):
             return
         was_connected, self.scheduler.server = self.scheduler.server is not None, None
         if self._link is not None:
-            self._spawn(self._link.close())
+            self._link.close()
             self._link = None
         if was_connected or not self._has_tried.is_set():
             _log.warning(event("lmcache_unavailable", code=closed.error.code, error=closed.error.message))

@@ -80,14 +80,17 @@ class ServerLink:
         if error is not None:
             _log.warning(event("lmcache_request_dropped", error=error))
 
-    async def close(self) -> None:
-        """End the connection. Idempotent."""
+    def close(self) -> None:
+        """End the connection at once, whatever becomes of the caller: its context cannot end before. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
         self._close_sockets()
+
+    async def join(self) -> None:
+        """Return when nothing of a closed connection runs any more."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _close_sockets(self) -> None:
@@ -96,7 +99,7 @@ class ServerLink:
         self._socket.close(linger=0)
 
     async def _receive(self) -> None:
-        while True:
+        while not self._is_closed:  # by what a reply has led to
             frames = await self._socket.recv_multipart()
             try:
                 uid, result = decode_reply(frames)

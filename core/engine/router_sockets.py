@@ -8,7 +8,6 @@ raises costs its frame; a task that ends costs the worker, because a worker that
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
@@ -136,8 +135,7 @@ class RouterSockets:
     async def _disconnect(self, link: str) -> None:
         reader = self._readers.pop(link)
         reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reader
+        await asyncio.wait([reader])  # a cancellation of our own comes through
         self._sockets.pop(link).close(linger=0)
         self._events.on_disconnect(link)
 

@@ -322,10 +322,12 @@ class RawClient:
             self.call(Operation.END_SESSION, key.request_id)
 
     def close(self) -> None:
-        self.call(Operation.END_SESSION, "s")
-        self.call(Operation.UNREGISTER_KV_CACHE, self.instance_id)
-        self._context.destroy(linger=0)
-        self.staging.unlink()
+        try:
+            self.call(Operation.END_SESSION, "s")
+            self.call(Operation.UNREGISTER_KV_CACHE, self.instance_id)
+        finally:
+            self._context.destroy(linger=0)  # left to the garbage collector it would wait for what was never sent
+            self.staging.unlink()
 
 
 @pytest.fixture

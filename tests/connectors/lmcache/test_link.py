@@ -100,9 +100,10 @@ async def test_a_link_carries_requests_and_replies_and_tells_of_its_end():
         await asyncio.wait_for(is_lost.wait(), 5)
         assert not deaths
     finally:
-        await link.close()
-        await link.close()
-        context.destroy(linger=0)
+        link.close()
+        link.close()
+        await link.join()
+        context.term()  # nothing is open any more, or it would not return
         peer_context.destroy(linger=0)
 
 
@@ -120,8 +121,9 @@ async def test_a_reply_that_is_none_ends_the_link():
         await asyncio.wait_for(is_lost.wait(), 5)
         assert not replies
     finally:
-        await link.close()
-        context.destroy(linger=0)
+        link.close()
+        await link.join()
+        context.term()
         peer_context.destroy(linger=0)
 
 

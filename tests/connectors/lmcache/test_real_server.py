@@ -359,6 +359,19 @@ async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmca
         assert (await reader.run("after", PROMPT)).transferred_tokens == 4 * CHUNK
 
 
+async def test_a_worker_may_stop_in_the_moment_in_which_the_server_is_lost(start_engine, monkeypatch):
+    async with start_engine() as engine:
+        connector = engine.connector
+
+        async def part() -> None:
+            connector._tell(lambda node: node.on_disconnected(node._calls.attempt))
+
+        monkeypatch.setattr(connector, "_part", part)
+        assert connector.is_connected
+        await asyncio.wait_for(connector.stop(), 10.0)
+        assert not connector.is_connected
+
+
 async def test_a_load_that_a_frozen_server_does_not_end_is_computed(start_engine, lmcache_server):
     async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
         await writer.run("a", PROMPT)
