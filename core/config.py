@@ -7,20 +7,16 @@ value is refused in one place, with its path and what is allowed.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
+from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file
 from core.errors import ConfigError
-
-STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
 
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
 MULTI_CONNECTOR = "multi"  # the connector that stands for several
@@ -200,6 +196,20 @@ class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     client_timeout_s: Seconds = 5.0  # a client that is silent for so long loses its pins
 
 
+class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Images that clients send, for a model that reads them."""
+
+    max_count: Annotated[int, msgspec.Meta(ge=0, le=256)] = 16  # of one request; 0 = none are taken
+    max_bytes: Annotated[int, msgspec.Meta(ge=1, le=20 << 20)] = 8 << 20  # of one file
+    max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of all files of one request
+    max_pixels: Positive = 32 << 20  # of one image
+    allowed_hosts: tuple[str, ...] = ()  # of http(s) URLs: name, *.name, either with :port, address or network; none = refused
+    fetch_timeout_s: Seconds = 5.0  # for one image, its turn and redirects included
+    max_redirects: NonNegative = 3
+    max_fetches: Positive = 32  # of all clients at a time; others wait their turn
+    encode_timeout_s: Seconds = 20.0  # then a request's embeddings are given up, and its prefill worker computes them
+
+
 class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The OpenAI front and the workers' meeting point."""
 
@@ -221,6 +231,13 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
+    images: ImagesSection = ImagesSection()
+
+
+class EncodeSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One encode worker process: a model's vision tower without the rest."""
+
+    max_batch_images: Positive = 4  # computed in one step; what comes meanwhile waits for the next
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,6 +245,7 @@ class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     num_prefill: NonNegative = 1
     num_decode: NonNegative = 1
+    num_encode: NonNegative = 0  # without any, prefill workers compute the embeddings of images
     aggregated: bool = False
     kvstore: bool = False  # a store of its own for the cluster, which connector "store" uses
     ready_timeout_s: Seconds = 120.0
@@ -249,6 +267,15 @@ class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     format: Literal["text", "json"] = "text"  # a line of key=value pairs, or one JSON object
 
 
+class TracingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces of requests for OpenTelemetry (extra ``otel``); the exporter's own variables, ``OTEL_EXPORTER_OTLP_*``, hold too."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://\S+)?$")] = ""  # of a collector's OTLP/HTTP; empty = no traces
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of those that begin here; clients decide about theirs
+    service_name: str = "kvferry"
+    export_interval_s: Seconds = 5.0  # what has ended meanwhile is sent at once
+    timeout_s: Seconds = 5.0  # for one such batch; then it is lost
+
 class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All sections."""
 
@@ -259,9 +286,11 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connector: ConnectorSection = ConnectorSection()
     kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # reads the environment when it is made, as
     router: RouterSection = msgspec.field(default_factory=RouterSection)  # this does
+    encode: EncodeSection = EncodeSection()
     local: LocalSection = LocalSection()
     security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
 
     def __post_init__(self) -> None:
         """Check what two settings mean together."""
@@ -372,96 +401,24 @@ def load_config(
         ConfigError: the file cannot be read, a key does not exist, or a value is out of range; names its path and what is
             allowed.
     """
-    tree = _read_file(path) if path else {}
+    tree = read_file(path) if path else {}
     for assignment in assignments:
         key, sign, text = assignment.partition("=")
         if not sign:
             raise ConfigError(f"--set {assignment!r}: expected a.b=value", param=assignment)
-        _put(tree, key.strip(), _parse_value(text, _kind_of(key.strip())))
+        put(tree, key.strip(), parse_value(text, kind_of(KVFerryConfig, key.strip())))
     for key, value in (overrides or {}).items():
-        _put(tree, key, value)
-    _check_keys(tree, KVFerryConfig, "")
+        put(tree, key, value)
+    check_keys(tree, KVFerryConfig)
     try:
         return msgspec.convert(tree, KVFerryConfig, strict=False)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise _explain(error) from None
+        raise explain(error, KVFerryConfig) from None
 
 
 def dump_config(config: KVFerryConfig) -> str:
     """Return every setting as JSON that ``load_config`` reads back, from a file or from ``STDIN``."""
     return msgspec.json.format(msgspec.json.encode(config)).decode()
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-        if path.suffix == ".json" or path == STDIN:
-            tree = msgspec.json.decode(text)
-        else:
-            tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read configuration file {path}: {error}", param=str(path)) from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"configuration file {path}: expected a mapping of sections", param=str(path))
-    return tree
-
-
-def _kind_of(path: str) -> Any:  # noqa: ANN401 - any type annotation
-    """Return the type of the setting at a dotted path; None where there is none, or below ``connector.extra``."""
-    kind: Any = KVFerryConfig
-    for part in path.split("."):
-        kind = get_type_hints(kind).get(part) if hasattr(kind, "__struct_fields__") else None
-    return kind
-
-
-def _parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
-    """Read the text of an assignment as the kind of its setting asks (see ``load_config``)."""
-    if kind is str:
-        return text
-    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
-        return [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - any configuration value
-    *parents, leaf = key.split(".")
-    node = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"{key}: {parent} is a value, not a section", param=key)
-    node[leaf] = value
-
-
-def _check_keys(tree: Mapping[str, Any], section: type[Section], prefix: str) -> None:
-    """Refuse unknown keys with their path and the nearest known one."""
-    hints = get_type_hints(section)
-    known = section.__struct_fields__
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}? " if near else ""
-            raise ConfigError(f"unknown configuration key {path}: {hint}known keys: {', '.join(known)}", param=path)
-        kind = hints[key]
-        if isinstance(kind, type) and issubclass(kind, Section):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path} is a section, expected a mapping, got {value!r}", param=path)
-            _check_keys(value, kind, f"{path}.")
-
-
-def _explain(error: msgspec.ValidationError) -> ConfigError:
-    """Turn msgspec's message into one with the dotted path and the allowed values."""
-    what, _, where = str(error).partition(" - at `$.")
-    path = where.rstrip("`")
-    kind = _kind_of(path.partition("[")[0])
-    allowed = f"; allowed: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
-    return ConfigError(f"{path}: {what[0].lower()}{what[1:]}{allowed}", param=path)

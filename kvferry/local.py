@@ -30,7 +30,6 @@ import msgspec
 
 from core.clock import SystemClock
 from core.config import (
-    STDIN,
     CacheSection,
     KVFerryConfig,
     KVStoreSection,
@@ -39,6 +38,7 @@ from core.config import (
     WorkerSection,
     dump_config,
 )
+from core.config_tree import STDIN
 from core.errors import ConfigError, StartFailed
 from core.model.hub import resolve_model
 from core.wire.messages import Role

@@ -23,8 +23,17 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", 
     refusal: str
 
 
-class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """An image: known only to be refused by name."""
+class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
+    """Where an image lies: a ``data:`` URL, or an http(s) one. ``detail`` is for models with several sizes: "auto" or nothing."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """An image in a message."""
+
+    image_url: ImageURL
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from core.errors import ContextTooLong, InvalidRequest
-from router.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, ImagePart, RefusalPart, TextPart
+from router.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, ImagePart, ImageURL, RefusalPart, TextPart
 from router.params import ModelLimits
 from router.prompts import INLINE_CHARACTERS, PromptReader
 
@@ -201,7 +201,7 @@ async def test_continuing_and_a_generation_prompt_exclude_each_other(reader):
 
 async def test_images_are_refused_by_their_place(reader):
     with pytest.raises(InvalidRequest, match="image_url") as refused:
-        reader.render(said(USER, ChatMessage(role="user", content=[TextPart(text="a"), ImagePart()])))
+        reader.render(said(USER, ChatMessage(role="user", content=[TextPart(text="a"), ImagePart(ImageURL("data:,"))])))
     assert refused.value.param == "messages[1].content[1]"
 
 
