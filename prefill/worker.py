@@ -40,7 +40,8 @@ class _Prefill:
 
     message: Generate
     arrival_time: float
-    followers: list[NewRequest] = field(default_factory=list)  # the other choices, until the first has its token
+    waves: list[list[NewRequest]]  # what follows once all that have begun have their tokens
+    num_begun: int = 1
     choices: dict[int, PrefillChoice] = field(default_factory=dict)
     kv_handoff: KVHandoff | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -54,7 +55,11 @@ class _Prefill:
 
 
 class PrefillHands(RoleHands):
-    """One engine request per choice, each limited to one token; the first one keeps the blocks."""
+    """One engine request per choice, each limited to one token: first one that computes the prompt, then those that find it.
+
+    The last one keeps the blocks, alone, when all others have their tokens. Blocks that were kept earlier would be held while
+    others wait for blocks: requests could wait for each other, and their leases run out before a router hears of them.
+    """
 
     def __init__(self, facts: EngineFacts) -> None:
         self._facts = facts
@@ -71,7 +76,7 @@ class PrefillHands(RoleHands):
             raise InvalidRequest("a prefill worker only takes requests that are handed over after the first token")
         # One token ends every choice, so a longer minimum only means that it must not be a stop token.
         sampling = msgspec.structs.replace(message.sampling, max_tokens=1, min_tokens=min(1, message.sampling.min_tokens))
-        first, *followers = [
+        requests = [
             NewRequest(
                 request_id=choice_id(message.request_id, index),
                 prompt_token_ids=message.prompt_token_ids,
@@ -81,14 +86,15 @@ class PrefillHands(RoleHands):
                 priority=message.priority,
                 arrival_time=now,
                 cache_salt=message.cache_salt,
-                needs_handoff=index == 0,
+                needs_handoff=index == message.n - 1,
                 kv_load_failure_policy=message.kv_load_failure_policy,
                 deadline=deadline_of(message, now),
             )
             for index in range(message.n)
         ]
-        self._live[message.request_id] = _Prefill(message, now, followers)
-        return [first]
+        first, *waves = [wave for wave in (requests[:1], requests[1:-1], requests[1:][-1:]) if wave]
+        self._live[message.request_id] = _Prefill(message, now, waves)
+        return first
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
         """Collect first tokens; answer when every choice has its own."""
@@ -106,9 +112,6 @@ class PrefillHands(RoleHands):
         """Stop computing, or let go of the blocks if the answer is already on its way."""
         prefill = self._live.pop(request_id, None)
         transfer_id = self._handed_over.pop(request_id, None)
-        if prefill is not None:
-            handoff = prefill.kv_handoff
-            transfer_id = handoff.transfer_id if handoff is not None else None
         return HandsOutput(
             abort_ids=prefill.choice_ids() if prefill is not None else [],
             release_transfer_ids=[transfer_id] if transfer_id is not None else [],
@@ -121,9 +124,10 @@ class PrefillHands(RoleHands):
             self._fail(prefill, index, error, result)
         elif len(prefill.choices) == prefill.message.n:
             self._answer(prefill, now, result)
-        elif prefill.choices:
-            result.new_requests += prefill.followers
-            prefill.followers = []
+        elif len(prefill.choices) == prefill.num_begun:
+            wave = prefill.waves.pop(0)
+            prefill.num_begun += len(wave)
+            result.new_requests += wave
 
     def _collect(self, prefill: _Prefill, index: int, output: EngineCoreOutput) -> None:
         if output.kv_handoff is not None:

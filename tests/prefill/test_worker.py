@@ -39,9 +39,12 @@ def first_token(engine_request_id, token_id, finish_reason="length", **more):
 
 
 def all_choices(hands, message, now):
-    """Return the engine requests of all choices, those included that wait for the first one's token."""
-    first = hands.on_generate(message, now)
-    return first + hands.on_outputs([first_token(first[0].request_id, 11)], now).new_requests
+    """Return the engine requests of all choices, those included that wait for the tokens of others."""
+    requests, begun = [], hands.on_generate(message, now)
+    while begun:
+        requests += begun
+        begun = hands.on_outputs([first_token(request.request_id, 11) for request in begun], now).new_requests
+    return requests
 
 
 @pytest.fixture
@@ -49,11 +52,11 @@ def hands():
     return PrefillHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({EOS})))
 
 
-def test_one_engine_request_per_choice_of_which_the_first_keeps_the_blocks(hands):
+def test_one_engine_request_per_choice_of_which_the_last_keeps_the_blocks(hands):
     requests = all_choices(hands, generate(n=3, min_tokens=4), 1.5)
     assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
     assert [request.choice_index for request in requests] == [0, 1, 2]
-    assert [request.needs_handoff for request in requests] == [True, False, False]
+    assert [request.needs_handoff for request in requests] == [False, False, True]
     assert {request.sampling.max_tokens for request in requests} == {1}
     assert {request.sampling.min_tokens for request in requests} == {1}
     assert {request.arrival_time for request in requests} == {1.5}
@@ -63,8 +66,18 @@ def test_other_choices_start_when_the_prompt_is_in_the_cache(hands):
     assert [request.request_id for request in hands.on_generate(generate(n=3), 0.0)] == ["r/0"]
     assert hands.on_outputs([EngineCoreOutput("r/0", [])], 0.0).new_requests == []
     result = hands.on_outputs([first_token("r/0", 11)], 0.0)
-    assert [request.request_id for request in result.new_requests] == ["r/1", "r/2"]
+    assert [request.request_id for request in result.new_requests] == ["r/1"]
+
+
+def test_no_blocks_are_kept_while_another_choice_waits_for_blocks(hands):
+    """Two requests that keep blocks could each wait for the other's, and no router would renew what it has not heard of."""
+    hands.on_generate(generate(n=4), 0.0)
+    (*middle,) = hands.on_outputs([first_token("r/0", 11)], 0.0).new_requests
+    assert [request.request_id for request in middle] == ["r/1", "r/2"]
     assert hands.on_outputs([first_token("r/1", 12)], 0.0).new_requests == []
+    (last,) = hands.on_outputs([first_token("r/2", 13)], 0.0).new_requests
+    assert (last.request_id, last.needs_handoff) == ("r/3", True)
+    assert not any(request.needs_handoff for request in middle)
 
 
 def test_no_choice_starts_after_a_failure_or_an_abort(hands):
@@ -109,11 +122,9 @@ def test_refuses_what_is_not_for_a_prefill_worker(hands, message):
 
 def test_answers_once_when_every_choice_has_its_first_token(hands):
     hands.on_generate(generate(n=2), 1.0)
-    early = hands.on_outputs(
-        [first_token("r/0", 11, kv_handoff=handoff(), prefill_stats=PrefillStats(3, 2, 0, queue_s=0.05))], 1.1
-    )
+    early = hands.on_outputs([first_token("r/0", 11, prefill_stats=PrefillStats(3, 2, 0, queue_s=0.05))], 1.1)
     assert early.replies == []
-    late = hands.on_outputs([first_token("r/1", 12, prefill_stats=PrefillStats(3, 3, 0))], 1.25)
+    late = hands.on_outputs([first_token("r/1", 12, kv_handoff=handoff(), prefill_stats=PrefillStats(3, 3, 0))], 1.25)
     (done,) = late.replies
     assert isinstance(done, PrefillDone)
     assert [(choice.index, choice.token_id, choice.finish_reason) for choice in done.choices] == [(0, 11, None), (1, 12, None)]
@@ -145,14 +156,14 @@ def test_context_that_is_full_after_the_first_token_ends_the_choice(hands):
 
 def test_releases_the_blocks_at_once_if_every_choice_has_ended(hands):
     hands.on_generate(generate(n=2), 0.0)
-    result = hands.on_outputs([first_token("r/0", EOS, "stop", kv_handoff=handoff()), first_token("r/1", EOS, "stop")], 0.0)
+    result = hands.on_outputs([first_token("r/0", EOS, "stop"), first_token("r/1", EOS, "stop", kv_handoff=handoff())], 0.0)
     assert result.replies[0].kv_handoff is None
     assert result.release_transfer_ids == ["t1"]
 
 
 def test_keeps_the_blocks_if_one_choice_goes_on(hands):
     hands.on_generate(generate(n=2), 0.0)
-    result = hands.on_outputs([first_token("r/0", EOS, "stop", kv_handoff=handoff()), first_token("r/1", 9)], 0.0)
+    result = hands.on_outputs([first_token("r/0", EOS, "stop"), first_token("r/1", 9, kv_handoff=handoff())], 0.0)
     assert result.replies[0].kv_handoff == handoff()
     assert result.release_transfer_ids == []
 
@@ -160,20 +171,20 @@ def test_keeps_the_blocks_if_one_choice_goes_on(hands):
 def test_failed_choice_fails_the_request_and_frees_everything(hands):
     hands.on_generate(generate(n=3), 0.0)
     error = ErrorInfo(code="overloaded", message="full")
-    hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    hands.on_outputs([first_token("r/0", 11)], 0.0)
     result = hands.on_outputs([EngineCoreOutput("r/1", [], finish_reason="error", error=error)], 0.0)
     assert result.replies == [RequestFailed(request_id="r", error=error)]
     assert result.ended == ["r"]
     assert result.abort_ids == ["r/2"]
-    assert result.release_transfer_ids == ["t1"]
+    late = hands.on_outputs([first_token("r/2", 12, kv_handoff=handoff())], 0.0)
+    assert (late.replies, late.release_transfer_ids) == ([], ["t1"])
 
 
 def test_abort_before_the_answer_stops_what_still_runs(hands):
     hands.on_generate(generate(n=2), 0.0)
-    hands.on_outputs([first_token("r/0", 11, kv_handoff=handoff())], 0.0)
+    hands.on_outputs([first_token("r/0", 11)], 0.0)
     result = hands.on_abort("r")
     assert result.abort_ids == ["r/1"]
-    assert result.release_transfer_ids == ["t1"]
     assert hands.on_abort("r") == type(result)()
 
 
