@@ -165,7 +165,7 @@ class WorkerChecks:
                 rows = [row for job in metadata.loads for row in job.block_ids]
             self._loading.update({row: blocks[row].generation for row in rows})
 
-    def on_settled(self, has_work: bool) -> None:
+    def on_settled(self, is_awake: bool) -> None:
         """Check everything that must hold between two turns."""
         scheduler = self._scheduler
         held = Counter(self._scheduler.quarantined)
@@ -174,7 +174,7 @@ class WorkerChecks:
             self._complain(f"{self._name}: {violation}")
         self._follow_quarantine()
         self._check_content()
-        if not has_work:
+        if not is_awake:
             self._check_asleep()
 
     def _follow_quarantine(self) -> None:

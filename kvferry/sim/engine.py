@@ -24,8 +24,8 @@ class EngineWatch(Protocol):
     def on_scheduled(self, step: ScheduledStep) -> None:
         """A step was decided and has not run."""
 
-    def on_settled(self, has_work: bool) -> None:
-        """A turn has ended: everything is consistent. Without work the engine sleeps now."""
+    def on_settled(self, is_awake: bool) -> None:
+        """A turn has ended: everything is consistent. If it is not awake the engine sleeps until a message comes."""
 
 
 class SimEngine:
@@ -80,8 +80,7 @@ class SimEngine:
     def _end_turn(self, outputs: list[EngineCoreOutput]) -> None:
         if outputs:
             self._on_outputs(outputs)
-        has_work = self.core.has_work()
-        self._watch.on_settled(has_work)
-        self._is_awake = has_work or bool(self._inbox)
+        self._is_awake = self.core.has_work() or bool(self._inbox)
+        self._watch.on_settled(self._is_awake)
         if self._is_awake:
             self._process.call_later(0.0, self._turn)

@@ -32,6 +32,12 @@ def test_mixed_faults(seeds):
     assert_good(run_seeds(seeds))
 
 
+@pytest.mark.parametrize("seed", [240, 1295])
+def test_what_was_once_bad(seed):
+    """240: choices that waited for blocks which other choices' hand-overs held. 1295: a sleep that was none."""
+    assert_good(run_seeds([seed]))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seeds", portions(NUM_QUICK, NUM_FULL), ids=name)
 def test_more_mixed_faults(seeds):
