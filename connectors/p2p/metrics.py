@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from connectors.p2p.actions import LoadEnded
+from connectors.reporting import LoadEnded
 from core.errors import fallback_reason
 from core.metrics import PREFIX, read_gauge
 from core.wire.messages import TransferUsage
@@ -17,34 +17,39 @@ _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class P2PMetrics:
-    """Counters of loads. Gauges and the counts of the state machines are read at scrape time."""
+    """Counters of loads. Gauges and the counts of the state machines are read at scrape time.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    ``kind`` is what is moved, the beginning of all names.
+    """
+
+    def __init__(self, registry: CollectorRegistry, kind: str = "kv") -> None:
+        self.kind = kind
         self._registry = registry
+        prefix = PREFIX + kind
         self._transport = Gauge(
-            f"{PREFIX}kv_transport_info", "1 if a peer is read, or reads, by this transport.", ["transport"], registry=registry
+            f"{prefix}_transport_info", "1 if a peer is read, or reads, by this transport.", ["transport"], registry=registry
         )
-        self._transfers = Counter(f"{PREFIX}kv_transfers", "Loads that succeeded.", ["transport"], registry=registry)
-        self._bytes = Counter(f"{PREFIX}kv_transfer_bytes", "Bytes of loads that succeeded.", ["transport"], registry=registry)
+        self._transfers = Counter(f"{prefix}_transfers", "Loads that succeeded.", ["transport"], registry=registry)
+        self._bytes = Counter(f"{prefix}_transfer_bytes", "Bytes of loads that succeeded.", ["transport"], registry=registry)
         self._seconds = Histogram(
-            f"{PREFIX}kv_transfer_seconds",
+            f"{prefix}_transfer_seconds",
             "From the request of a load to its last byte.",
             ["transport"],
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self._verify_seconds = Histogram(
-            f"{PREFIX}kv_verify_seconds",
+            f"{prefix}_verify_seconds",
             "From the last byte of a load to its verdict: seals, digests, and what had to be read again.",
             ["transport"],
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self._verified = Counter(
-            f"{PREFIX}kv_verified_blocks", "Blocks whose seals, and digests if demanded, were right.", registry=registry
+            f"{prefix}_verified_blocks", "Blocks whose seals, and digests if demanded, were right.", registry=registry
         )
         self._failures = Counter(
-            f"{PREFIX}kv_transfer_failures",
+            f"{prefix}_transfer_failures",
             "Loads of which nothing, or not everything, could be used, by reason.",
             ["reason"],
             registry=registry,
@@ -75,20 +80,22 @@ class P2PMetrics:
         num_loading_blocks: Callable[[], float],
         events: Callable[[], dict[str, int]],
     ) -> None:
-        """Publish the gauges, and as ``kvferry_kv_handover_events_total`` what the state machines count."""
-        read_gauge(self._registry, "kv_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
-        read_gauge(self._registry, "kv_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
-        self._registry.register(_EventCounts(events))
+        """Publish the gauges, and as ``kvferry_<kind>_handover_events_total`` what the state machines count."""
+        kind = self.kind
+        read_gauge(self._registry, f"{kind}_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
+        read_gauge(self._registry, f"{kind}_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
+        self._registry.register(_EventCounts(kind, events))
 
 
 class _EventCounts(Collector):
     """Counters whose truth lies in the state machines."""
 
-    def __init__(self, read: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, kind: str, read: Callable[[], dict[str, int]]) -> None:
+        self._name = f"{PREFIX}{kind}_handover_events"
         self._read = read
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        family = CounterMetricFamily(f"{PREFIX}kv_handover_events", "Events of leases, handshakes and peers.", labels=["event"])
+        family = CounterMetricFamily(self._name, "Events of leases, handshakes and peers.", labels=["event"])
         for name, count in self._read().items():
             family.add_metric([name], count)
         yield family

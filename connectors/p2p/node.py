@@ -3,7 +3,7 @@
 Owns the consumer's ``PullProtocol``, the producer's ``LeaseTable`` and handshake, and the routing of everything that happens to
 them. Every entry point returns actions, to be carried out in order: control messages on sockets (``SendControl``,
 ``CloseControl``, ``Reply``), commands for the transfer thread, reports for the worker side. Knows no sockets and no threads;
-reads the clock that it was given. ``connectors.p2p.bundle`` carries it in a worker, the simulation under a virtual clock.
+reads the clock that it was given. ``connectors.p2p.carrier`` carries it in a worker, the simulation under a virtual clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The p2p connector under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.bundle`` does in a worker.
+"""The p2p connector under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.carrier`` does in a worker.
 
 Scheduler side, worker side, node and transfer executor are the real ones; the event loop, the sockets and the transfer thread
 are simulated. The queues between the three threads keep their order, and each takes its time.
@@ -17,7 +17,6 @@ from connectors.p2p.actions import (
     Action,
     CloseControl,
     LeaseGrant,
-    LoadEnded,
     P2PConnectorMetadata,
     QuarantineEnded,
     Reply,
@@ -28,7 +27,7 @@ from connectors.p2p.actions import (
     TransferCommand,
     TransferEvent,
 )
-from connectors.p2p.bundle import node_settings
+from connectors.p2p.carrier import node_settings
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
@@ -36,6 +35,7 @@ from connectors.p2p.staging import StagedRows, StagingArea, map_staging_area
 from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.transports import TransportSettings, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reporting import LoadEnded
 from core.config import ConnectorSection
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester

@@ -98,10 +98,10 @@ async def test_engine_without_seals_is_refused(pool):
     [
         lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
         lambda connector: connector.release(["t"]),
-        lambda connector: connector._answer(LeaseRenew(transfer_ids=("t",))),
-        lambda connector: connector._on_timer(),
-        lambda connector: connector._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
-        lambda connector: connector._on_disconnected("tcp://p:1"),
+        lambda connector: connector.carrier._answer(LeaseRenew(transfer_ids=("t",))),
+        lambda connector: connector.carrier._on_timer(),
+        lambda connector: connector.carrier._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
+        lambda connector: connector.carrier._on_disconnected("tcp://p:1"),
     ],
     ids=["step", "release", "question", "timer", "control", "disconnected"],
 )
@@ -111,7 +111,7 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     woken = asyncio.Event()
     connector.worker.set_wakeup(woken.set)
     await connector.start()
-    connector._node = BrokenNode()
+    connector.carrier._node = BrokenNode()
     happen(connector)
     async with asyncio.timeout(20):
         await woken.wait()
@@ -126,9 +126,9 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     connector.worker.register_kv_caches(pool.region)
     await connector.start()
     peer = PeerId("tcp://p:1", 1)
-    connector._note_peer(OpenPeer(peer, "inproc", b"", 8, 64))
+    connector.carrier._note_peer(OpenPeer(peer, "inproc", b"", 8, 64))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
-    connector._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
+    connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text

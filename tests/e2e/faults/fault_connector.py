@@ -40,13 +40,14 @@ class CommandedConnector(P2PConnector):
 
     def end_deadlines(self) -> None:
         """Let the deadline of every load in progress be now. Any thread."""
-        self._call_soon(self._end_deadlines, None)
+        self.carrier.call_soon(self._end_deadlines)
 
-    def _end_deadlines(self, _: None) -> None:
-        assert self._node is not None
-        for load in self._node._pull._loads.values():
-            load.deadline = self._context.clock.now()
-        self._on_timer()
+    def _end_deadlines(self) -> None:
+        node = self.carrier.node
+        assert node is not None
+        for load in node._pull._loads.values():
+            load.deadline = node._clock.now()
+        self.carrier._on_timer()
 
 
 class BoastfulConnector(CommandedConnector):
@@ -54,8 +55,9 @@ class BoastfulConnector(CommandedConnector):
 
     async def start(self) -> None:
         await super().start()
-        assert self._node is not None
-        self._node._leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
+        node = self.carrier.node
+        assert node is not None
+        node._leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
 
 
 class FaultDesk:
