@@ -8,6 +8,7 @@
     │   ├── ModelNotFound          404
     │   ├── Overloaded             429  admission refused for now
     │   ├── NoWorker               503  nobody can serve it at the moment
+    │   ├── EncoderInputMissing    503  embeddings of an image cannot be had, and the image is not at hand
     │   ├── RouterSilent           503  the worker gave it up: it took its router for dead
     │   ├── DeadlineExceeded       504  the request's own budget is used up
     │   └── Cancelled              499  the client went away, or an operator aborted it
@@ -87,6 +88,14 @@ class NoWorker(RequestError):
     """No worker, or no compatible pair of workers, can take the request at the moment."""
 
     code = "no_worker"
+    http_status = 503
+    retryable = True
+
+
+class EncoderInputMissing(RequestError):
+    """The embeddings of an image cannot be had: they did not arrive, or not intact, and the image is not at hand here."""
+
+    code = "encoder_input_missing"
     http_status = 503
     retryable = True
 

@@ -6,18 +6,20 @@ Torch-free. Only the engine thread touches these objects. Names and meanings fol
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from core.kv.hashing import BlockHasher
+from core.kv.hashing import BlockHasher, ExtraKey
 from core.wire.kv import KVHandoff
+from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
 from core.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from core.encoder import ECConnectorMetadata, ECConnectorWorkerMetadata
 
 
 class RequestStatus(IntEnum):
@@ -93,6 +95,9 @@ class NewRequest:
     kv_handoff: KVHandoff | None = None  # decode worker: where the prompt's KV lies
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
     deadline: float | None = None  # when the request's budget ends, on the engine's clock
+    mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping
+    media: Sequence[bytes] = ()  # raw files by ``MMFeature.media_index``; missing or empty where a file is not at hand
+    ec_sources: Sequence[ECSource] = ()  # where embeddings of these items lie already
 
 
 class Request:
@@ -100,7 +105,8 @@ class Request:
 
     ``num_computed_tokens`` is optimistic: it advances when a step is scheduled, before the step has run.
     ``num_in_flight_tokens`` are scheduled tokens whose step has not been processed yet. ``block_hashes`` holds one
-    16-byte chain value per full run of ``hash_block_size`` tokens and grows with the tokens.
+    16-byte chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position behind
+    the last token of its media, 0 without any: once so much is computed, no embedding is needed any more.
     """
 
     __slots__ = (
@@ -111,12 +117,16 @@ class Request:
         "cache_salt",
         "choice_index",
         "deadline",
+        "ec_sources",
         "extra_keys",
         "first_scheduled_time",
         "has_failed_load",
         "kv_handoff",
         "kv_load_failure_policy",
         "max_tokens",
+        "media",
+        "mm_end",
+        "mm_features",
         "needs_handoff",
         "num_computed_tokens",
         "num_in_flight_tokens",
@@ -147,6 +157,10 @@ class Request:
         self.kv_handoff = new.kv_handoff
         self.kv_load_failure_policy = new.kv_load_failure_policy
         self.deadline = new.deadline
+        self.mm_features = tuple(new.mm_features)
+        self.mm_end = self.mm_features[-1].end if self.mm_features else 0
+        self.media = tuple(new.media)
+        self.ec_sources: Mapping[bytes, ECSource] = {source.seal.identifier: source for source in new.ec_sources}
 
         self.all_token_ids = array("i", new.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -166,7 +180,7 @@ class Request:
         self.skip_reading_prefix_cache = new.sampling.prompt_logprobs is not None
 
         self._hasher = hasher
-        self.extra_keys: tuple[tuple[str, ...], ...] = (("cache_salt", new.cache_salt),) if new.cache_salt else ()
+        self.extra_keys = _extra_keys(new)
         self.block_hashes: list[bytes] = []
         self.update_block_hashes()
 
@@ -174,6 +188,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The output so far, other workers' tokens included (a copy)."""
         return self.all_token_ids[self.num_prompt_tokens :].tolist()
+
+    def has_media(self, index: int) -> bool:
+        """True if the file of feature ``index`` is at hand, so that its embeddings can be computed here."""
+        media_index = self.mm_features[index].media_index
+        return media_index < len(self.media) and bool(self.media[media_index])
 
     def append_output_token(self, token_id: int) -> None:
         """Append one sampled token and, where it completes a run of ``hash_block_size``, its hash."""
@@ -197,6 +216,12 @@ class Request:
         return f"Request({self.request_id} {self.status.name} {self.num_computed_tokens}/{self.num_tokens})"
 
 
+def _extra_keys(new: NewRequest) -> tuple[ExtraKey, ...]:
+    """Return what enters the hashes of the request's blocks besides tokens; see ``core.kv.hashing.block_extra_keys``."""
+    keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in new.mm_features]
+    return (*keys, ("cache_salt", new.cache_salt)) if new.cache_salt else tuple(keys)
+
+
 # ---- scheduler → runner ----------------------------------------------------------------------------------------------
 
 
@@ -215,6 +240,8 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # masked by the sampler below ``min_tokens``
+    mm_features: tuple[MMFeature, ...] = ()
+    media: tuple[bytes, ...] = ()  # by ``MMFeature.media_index``; missing or empty where a file is not at hand
 
 
 @dataclass(slots=True)
@@ -231,7 +258,12 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step computes. ``num_scheduled_tokens`` keeps scheduling order."""
+    """What one step computes. ``num_scheduled_tokens`` keeps scheduling order.
+
+    ``scheduled_encoder_inputs`` names, by request, the features whose embeddings the encoder computes before the decoder runs;
+    each identifier once in a step. Features that are in the encoder cache, or that the EC connector loads in this step, are not
+    among them. The runner deletes ``free_encoder_identifiers`` from its cache before anything else.
+    """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
@@ -241,6 +273,9 @@ class SchedulerOutput:
     preempted_req_ids: set[str] = field(default_factory=set)  # have lost their blocks, by preemption or by a failed load
     has_sync_kv_loads: bool = False
     kv_connector_metadata: KVConnectorMetadata | None = None
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    free_encoder_identifiers: list[bytes] = field(default_factory=list)
+    ec_connector_metadata: ECConnectorMetadata | None = None
 
 
 # ---- runner → scheduler ----------------------------------------------------------------------------------------------
@@ -284,6 +319,31 @@ class KVConnectorOutput:
 
 
 @dataclass(slots=True)
+class ECConnectorOutput:
+    """What the worker side of an EC connector has to report after a step, by identifier of the item.
+
+    ``finished_saving`` can be read by others from now on, and where. ``failed_loading`` were to be loaded in this step, and are
+    not in the encoder cache unless the runner has computed them. ``worker_meta`` is for the connector's own scheduler side.
+    """
+
+    finished_saving: dict[bytes, ECSource] = field(default_factory=dict)
+    failed_saving: dict[bytes, ErrorInfo] = field(default_factory=dict)
+    finished_loading: set[bytes] = field(default_factory=set)
+    failed_loading: dict[bytes, ErrorInfo] = field(default_factory=dict)
+    worker_meta: ECConnectorWorkerMetadata | None = None
+
+    def is_empty(self) -> bool:
+        """True if there is nothing to tell."""
+        return not (
+            self.finished_saving
+            or self.failed_saving
+            or self.finished_loading
+            or self.failed_loading
+            or self.worker_meta is not None
+        )
+
+
+@dataclass(slots=True)
 class ModelRunnerOutput:
     """What one step produced.
 
@@ -297,6 +357,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
     failed: dict[str, ErrorInfo] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
+    ec_connector_output: ECConnectorOutput | None = None
 
 
 # ---- scheduler → worker ----------------------------------------------------------------------------------------------

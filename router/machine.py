@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 from core.errors import KVFerryError, ProtocolError
 from core.wire.messages import (
+    EncodeDone,
+    EncodeFailed,
     ErrorInfo,
     Goodbye,
     Heartbeat,
     PrefillDone,
     Refused,
     Register,
+    RegisterEncoder,
     Rejected,
     RequestFailed,
     RouterMessage,
@@ -87,6 +90,8 @@ class RouterMachine:
                 return self._after(self.cluster.on_heartbeat(peer, message, now), now)
             case Goodbye():
                 return self._after(self.cluster.on_goodbye(message), now)
+            case RegisterEncoder() | EncodeDone() | EncodeFailed():
+                return [_refuse(peer, ErrorInfo(code="unsupported_role", message="no use for encode workers", http_status=400))]
         sender = self.cluster.by_peer(peer)
         if sender is None:
             return [_refuse(peer, ErrorInfo(code="not_registered", message="register first", http_status=400, retryable=True))]

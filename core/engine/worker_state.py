@@ -43,6 +43,8 @@ from core.request import EngineCoreOutput, NewRequest
 from core.wire import messages
 from core.wire.messages import (
     Abort,
+    EncodeFailed,
+    EncodeRequest,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -162,6 +164,8 @@ class WorkerState:
         match message:
             case Generate():
                 return self._on_generate(link, message, now)
+            case EncodeRequest():
+                return [Send(link, _refuse_encoding(message))]
             case Abort():
                 return self._on_abort(link, message, now)
             case Release():
@@ -479,3 +483,8 @@ class WorkerState:
 
 def _num_choices(message: Generate) -> int:
     return len(message.choices) or message.n
+
+
+def _refuse_encoding(message: EncodeRequest) -> EncodeFailed:
+    error = InvalidRequest("this worker embeds no images for others")
+    return EncodeFailed(request_id=message.request_id, error=ErrorInfo.of(error))

@@ -8,6 +8,10 @@ hash is the chain's value at its end. Cryptographic, because with a fast hash on
     data   = parent[16] | len(extra): u32 | extra | n: u32 | tokens: int32[n]        partial tail, n < block
     parent = the value before, or 16 zero bytes
 
+A media item has an identifier of its own, which the hashes of the blocks that it overlaps hold as an extra key:
+
+    identifier = blake2b(digest_size=16, key=model_fingerprint, person=DOMAIN, len(processing): u32 | processing | file)
+
 All integers are little-endian. Full blocks and tails have different domains (BLAKE2's ``person``), so that a tail can never
 collide with a full block. Knows nothing about requests or pools; called by ``core.request`` for each new full block and by
 whoever seals or checks a partial last block.
@@ -34,6 +38,7 @@ _TOKEN_BYTES = 4
 _MAX_FINGERPRINT_BYTES = 64
 _DOMAIN_FULL = b"kvferry full v1"
 _DOMAIN_TAIL = b"kvferry tail v1"
+_DOMAIN_MEDIA = b"kvferry media v1"
 _U32 = struct.Struct("<I")
 _NO_EXTRA = _U32.pack(0)
 
@@ -50,7 +55,7 @@ def block_extra_keys(request_keys: Sequence[ExtraKey], start: int, end: int) -> 
         match key:
             case ("lora", str()):
                 keys.append(key)
-            case ("mm", str() as identifier, int(offset), int(length)):
+            case ("mm", bytes() as identifier, int(offset), int(length)):
                 if offset < end and offset + length > start:
                     keys.append(("mm", identifier, offset - start))
             case ("cache_salt", str()):
@@ -102,6 +107,25 @@ def _num_tokens(token_ids: TokenIds) -> int:
     return len(token_ids)
 
 
+def hash_media(model_fingerprint: bytes, processing: bytes, media: bytes) -> bytes:
+    """Return the 16-byte identifier of a media file, as the model sees it.
+
+    ``processing`` are the parameters by which pixels are made of it: whatever changes the embeddings and is neither the file
+    nor the model. The same for every tenant: an embedding tells nothing that the file does not.
+    Raises: ValueError for a fingerprint that is empty or longer than 64 bytes.
+    """
+    _check_fingerprint(model_fingerprint)
+    state = hashlib.blake2b(digest_size=BLOCK_HASH_BYTES, key=model_fingerprint, person=_DOMAIN_MEDIA)
+    state.update(_with_length(processing))
+    state.update(media)
+    return state.digest()
+
+
+def _check_fingerprint(model_fingerprint: bytes) -> None:
+    if not 0 < len(model_fingerprint) <= _MAX_FINGERPRINT_BYTES:
+        raise ValueError(f"model fingerprint must have 1 to 64 bytes, not {len(model_fingerprint)}")
+
+
 class BlockHasher:
     """Hashes token sequences of one model.
 
@@ -110,8 +134,7 @@ class BlockHasher:
     """
 
     def __init__(self, model_fingerprint: bytes, hash_block_size: int = HASH_BLOCK_SIZE) -> None:
-        if not 0 < len(model_fingerprint) <= _MAX_FINGERPRINT_BYTES:
-            raise ValueError(f"model fingerprint must have 1 to 64 bytes, not {len(model_fingerprint)}")
+        _check_fingerprint(model_fingerprint)
         if hash_block_size < 1:
             raise ValueError(f"hash_block_size must be positive, not {hash_block_size}")
         self.hash_block_size = hash_block_size

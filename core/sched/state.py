@@ -140,6 +140,8 @@ class Step:
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
                 stop_token_ids=request.stop_token_ids,
+                mm_features=request.mm_features,
+                media=request.media,
             )
         )
         self.output.num_scheduled_tokens[request.request_id] = num_new_tokens

@@ -11,6 +11,9 @@ from typing import Annotated
 from msgspec import Meta
 
 INT32_MAX = 2**31 - 1
+MAX_NUM_FEATURES = 256  # of one request
+MAX_MEDIA_BYTES = 20 << 20  # one image file
+MAX_REQUEST_MEDIA_BYTES = 40 << 20  # all of one request together; within the frame cap of the request plane
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]  # ids of requests, engines, transfers
 Text = Annotated[str, Meta(max_length=8192)]  # addresses, reasons
@@ -26,3 +29,8 @@ Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
 WholeMilliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 HttpStatus = Annotated[int, Meta(ge=400, le=599)]
+MediaIdentifier = Annotated[bytes, Meta(min_length=16, max_length=16)]
+MediaIndex = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+EmbeddingCount = Annotated[int, Meta(ge=1, le=2**20)]
+Media = Annotated[bytes, Meta(max_length=MAX_MEDIA_BYTES)]
+Payload = Annotated[bytes, Meta(max_length=64 << 10)]  # what one connector tells another of its kind

@@ -7,17 +7,21 @@ the hot path, and a golden-bytes test pins it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from core.errors import KVFerryError
+from core.tracing import TraceContext
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
+    MAX_NUM_FEATURES,
     ChoiceIndex,
     Count,
     Fraction,
     HttpStatus,
+    Media,
+    MediaIndex,
     Milliseconds,
     Name,
     NumChoices,
@@ -27,11 +31,17 @@ from core.wire.limits import (
     Unsigned64,
     WholeMilliseconds,
 )
+from core.wire.media import ECSource, MMFeature
 from core.wire.sampling import SamplingParams
 
-Role = Literal["prefill", "decode", "aggregated"]
+Role = Literal["prefill", "decode", "aggregated", "encode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 LoadFailurePolicy = Literal["recompute", "fail"]
+
+# Of one request. ``Media`` are raw files by ``MMFeature.media_index``; empty where the file is not at hand.
+MMFeatures = Annotated[tuple[MMFeature, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
+MediaFiles = Annotated[tuple[Media, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
+ECSources = Annotated[tuple[ECSource, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,6 +104,21 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     kv_verify: KVVerify = "auto"  # what it checks of what it reads
     has_digests: bool = False  # its seals hold digests
+    ops_address: Text = ""
+    pid: Count = 0
+    ec_connector: Text = ""  # by which it reads embeddings of encode workers; empty = it computes all of them
+
+
+class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
+    """An encode worker introduces itself, as by ``Register``: it has no KV cache, so there is less to say."""
+
+    engine_id: Name
+    incarnation: Unsigned64
+    model: Name
+    model_fingerprint: bytes
+    ec_connector: Name  # by which its embeddings are read
+    max_num_images: Positive  # that it holds at most, waiting ones included; more are refused
+    host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     ops_address: Text = ""
     pid: Count = 0
 
@@ -185,6 +210,24 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_
     error: ErrorInfo
 
 
+class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="edone", omit_defaults=True):
+    """The embeddings of these items are computed, and held for whoever reads them."""
+
+    request_id: Name
+    ec_sources: ECSources
+    num_cached: Count = 0  # items that were there already
+    queue_ms: Milliseconds = 0.0
+    encode_ms: Milliseconds = 0.0
+
+
+class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_defaults=True):
+    """An encode worker cannot embed the items of a request; it keeps nothing of it. ``media_index`` names a bad image."""
+
+    request_id: Name
+    error: ErrorInfo
+    media_index: MediaIndex | None = None
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
     """Answer to a frame the worker could not understand or may not accept."""
 
@@ -233,6 +276,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     cache_salt: str = ""
     deadline_ms: WholeMilliseconds = 0
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the worker's own
+    trace: TraceContext | None = None  # of the router's leg; None = the request is not traced
+    mm_features: MMFeatures = ()  # in the order of the prompt, not overlapping
+    media: MediaFiles = ()
+    ec_sources: ECSources = ()  # of items whose embeddings an encode worker holds
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -240,6 +287,19 @@ class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     index: ChoiceIndex
     output_token_ids: tuple[TokenId, ...]
+
+
+class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_defaults=True):
+    """Embed the items of a request and hold them for its prefill worker. An ``Abort`` ends it, too.
+
+    Features with the same identifier are one item. ``deadline_ms`` is a duration from sending; 0 = none.
+    """
+
+    request_id: Name
+    mm_features: MMFeatures
+    media: MediaFiles
+    priority: int = 0
+    deadline_ms: WholeMilliseconds = 0
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):
@@ -268,5 +328,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_default
 
 
 # A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).
-WorkerMessage = Register | Heartbeat | Goodbye | PrefillDone | RequestFailed | Rejected
-RouterMessage = Registered | Refused | Generate | Abort | Release | Renew | Drain
+WorkerMessage = (
+    Register | RegisterEncoder | Heartbeat | Goodbye | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Rejected
+)
+RouterMessage = Registered | Refused | Generate | EncodeRequest | Abort | Release | Renew | Drain

@@ -13,14 +13,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.config import HASH_BLOCK_SIZE
-from core.kv.hashing import BlockHasher, block_extra_keys, encode_extra_keys
+from core.kv.hashing import BlockHasher, block_extra_keys, encode_extra_keys, hash_media
 
 ROOT = Path(__file__).resolve().parents[3]
 FINGERPRINT = b"golden model fingerprint"
 TOKENS = array("i", range(100, 140))
-KEYS = (("lora", "adapter"), ("mm", "image-1", 20, 30), ("cache_salt", "tenant"))
+KEYS = (("lora", "adapter"), ("mm", b"image-1", 20, 30), ("cache_salt", "tenant"))
 GOLDEN_PLAIN = ["a70403f8392d8e0c829d57f4536ae7e8", "5871b985f8fefd1949826463c2a38d3d"]
-GOLDEN_KEYED = ["703b40345babd1d7bcb713523a139ce8", "7a00919bae7b29b34ee427f2392b624a"]
+GOLDEN_KEYED = ["703b40345babd1d7bcb713523a139ce8", "bf9d0020c86c9d64142ca53f62168e41"]
+GOLDEN_MEDIA = "506b931723129cfdaac20d5c4cdab57b"
 GOLDEN_TAIL = "105ec7eb69229153603e41323f4895ad"
 GOLDEN_SALTED_TAIL = "27fde4e470209fc39fd88d6caec62536"
 
@@ -38,6 +39,7 @@ def test_values_are_fixed_for_ever(golden_hasher):
     plain = golden_hasher.hash_request_blocks(TOKENS)
     assert [value.hex() for value in plain] == GOLDEN_PLAIN
     assert [value.hex() for value in golden_hasher.hash_request_blocks(TOKENS, KEYS)] == GOLDEN_KEYED
+    assert hash_media(FINGERPRINT, b"size=4", b"file").hex() == GOLDEN_MEDIA
     assert golden_hasher.partial_hash(plain[-1], TOKENS[32:]).hex() == GOLDEN_TAIL
     assert golden_hasher.partial_hash(None, TOKENS[:3], (("cache_salt", "tenant"),)).hex() == GOLDEN_SALTED_TAIL
 
@@ -132,14 +134,14 @@ def test_adapter_enters_every_block():
 
 
 def test_multimodal_item_enters_the_blocks_it_overlaps_relative_to_their_start():
-    item = (("mm", "image", 20, 30),)  # tokens 20..49
+    item = (("mm", b"image", 20, 30),)  # tokens 20..49
     keys = [block_extra_keys(item, start, start + 16) for start in (0, 16, 32, 48, 64)]
-    assert keys == [(), (("mm", "image", 4),), (("mm", "image", -12),), (("mm", "image", -28),), ()]
+    assert keys == [(), (("mm", b"image", 4),), (("mm", b"image", -12),), (("mm", b"image", -28),), ()]
 
 
 def test_multimodal_item_changes_values_from_its_first_block_on(golden_hasher):
-    cat = golden_hasher.hash_request_blocks(TOKENS, (("mm", "cat", 20, 4),))
-    dog = golden_hasher.hash_request_blocks(TOKENS, (("mm", "dog", 20, 4),))
+    cat = golden_hasher.hash_request_blocks(TOKENS, (("mm", b"cat", 20, 4),))
+    dog = golden_hasher.hash_request_blocks(TOKENS, (("mm", b"dog", 20, 4),))
     assert [left == right for left, right in zip(cat, dog, strict=True)] == [True, False]
 
 
@@ -209,3 +211,10 @@ def test_tokens_of_another_width_are_refused(golden_hasher):
         golden_hasher.hash_request_blocks(array("q", TOKENS))
     with pytest.raises(ValueError, match="whole number"):
         golden_hasher.hash_request_blocks(b"abc")
+
+
+def test_an_image_is_another_one_for_another_model_or_another_processing_of_it():
+    parts = [(FINGERPRINT, b"ab", b"c"), (FINGERPRINT, b"a", b"bc"), (b"other", b"ab", b"c"), (FINGERPRINT, b"ab", b"d")]
+    assert len({hash_media(*part) for part in parts}) == len(parts)
+    with pytest.raises(ValueError, match="1 to 64 bytes"):
+        hash_media(b"", b"", b"file")

@@ -17,10 +17,14 @@ from core.wire.kv import (
     LeaseRenew,
     LeaseState,
 )
+from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import (
     Abort,
     ChoiceStart,
     Drain,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -30,6 +34,7 @@ from core.wire.messages import (
     Refused,
     Register,
     Registered,
+    RegisterEncoder,
     Rejected,
     Release,
     Renew,
@@ -87,6 +92,15 @@ TRANSFER = TransferUsage(
     recomputed_tokens=7,
     fallback_reason="stale",
 )
+FEATURE = MMFeature(identifier=b"i" * 16, offset=1, length=2, num_embeds=2, media_index=1)
+SOURCE = ECSource(
+    seal=ECSeal(identifier=b"i" * 16, num_embeds=2, hidden_size=4, dtype="float32", digest=2**64 - 1),
+    connector="shared",
+    engine_id="e0",
+    incarnation=3,
+    lease_ms=60000,
+    payload=b"where",
+)
 
 WORKER_MESSAGES = {
     "register": Register(
@@ -107,6 +121,18 @@ WORKER_MESSAGES = {
         has_digests=True,
         ops_address="http://127.0.0.1:1",
         pid=7,
+        ec_connector="shared",
+    ),
+    "register_encoder": RegisterEncoder(
+        engine_id="e0",
+        incarnation=3,
+        model="m",
+        model_fingerprint=b"model",
+        ec_connector="shared",
+        max_num_images=9,
+        host_id="host",
+        ops_address="http://127.0.0.1:2",
+        pid=8,
     ),
     "heartbeat": Heartbeat(
         engine_id="p0",
@@ -128,6 +154,8 @@ WORKER_MESSAGES = {
         prefill_ms=2.5,
     ),
     "request_failed": RequestFailed(request_id="r1", error=ERROR),
+    "encode_done": EncodeDone(request_id="r1", ec_sources=(SOURCE,), num_cached=1, queue_ms=1.5, encode_ms=2.5),
+    "encode_failed": EncodeFailed(request_id="r1", error=ERROR, media_index=1),
     "rejected": Rejected(error=ERROR),
 }
 TOKENS = {
@@ -160,6 +188,12 @@ ROUTER_MESSAGES = {
         cache_salt="salt",
         deadline_ms=1000,
         kv_load_failure_policy="fail",
+        mm_features=(FEATURE,),
+        media=(b"", b"file"),
+        ec_sources=(SOURCE,),
+    ),
+    "encode_request": EncodeRequest(
+        request_id="r1", mm_features=(FEATURE,), media=(b"", b"file"), priority=-1, deadline_ms=1000
     ),
     "abort": Abort(request_ids=("r1",), reason="timeout"),
     "release": Release(transfer_ids=("t1",)),
