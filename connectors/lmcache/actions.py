@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
 from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
 from connectors.lmcache.wire import TokenSpan
+from connectors.reporting import LoadEnded
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.block import NULL_BLOCK_ID
-from core.wire.messages import ErrorInfo, TransferUsage
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
 
@@ -179,20 +179,6 @@ class LookupAnswered:
 
     session_id: str
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """The load of a request is over, said once. Nothing writes into its blocks any more.
-
-    Without an error every block is verified. With one, ``invalid_block_ids`` must not be used and the others are verified; if
-    it names none, nothing may be used. ``usage`` is None if the request was aborted.
-    """
-
-    request_id: str
-    usage: TransferUsage | None
-    error: ErrorInfo | None = None
-    invalid_block_ids: tuple[int, ...] = ()
 
 
 Action = Probe | Connect | Send | Opened | Closed | SealPages | TakePages | LookupAnswered | LoadEnded

@@ -19,7 +19,6 @@ from connectors.lmcache.actions import (
     Closed,
     Connect,
     LMCacheMPConnectorMetadata,
-    LoadEnded,
     LookupAnswered,
     Opened,
     Probe,
@@ -37,6 +36,7 @@ from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Sta
 from connectors.lmcache.wire import Namespace
 from connectors.lmcache.worker import LMCacheMPConnectorWorker
 from connectors.registry import Connector, ConnectorContext
+from connectors.reporting import LoadEnded
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, KVFerryError
 from core.ids import new_hex_id

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from connectors.reporting import LoadEnded
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
 from core.transport import PeerId
 from core.wire.kv import ControlMessage, KVLayoutInfo
-from core.wire.messages import ErrorInfo, TransferUsage
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
 
@@ -223,22 +223,6 @@ class PeerFailed:
 
 
 # ---- state machine → engine ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """The load of a request is over; said once, and at once whatever ended it.
-
-    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
-    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
-    A read may still write the blocks in ``quarantined_block_ids``, until ``QuarantineEnded``.
-    """
-
-    request_id: str
-    usage: TransferUsage | None
-    error: ErrorInfo | None = None
-    invalid_block_ids: tuple[int, ...] = ()
-    quarantined_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from connectors.p2p.actions import LoadEnded, PullRequest, TokenCopy
+from connectors.p2p.actions import PullRequest, TokenCopy
+from connectors.reporting import LoadEnded
 from core.transport import PeerId
 from core.wire.messages import ErrorInfo, TransferUsage
 

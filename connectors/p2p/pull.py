@@ -27,7 +27,6 @@ from connectors.p2p.actions import (
     CancelRead,
     CloseControl,
     HandoffRef,
-    LoadEnded,
     PeerFailed,
     PostRead,
     PostSealRead,
@@ -42,6 +41,7 @@ from connectors.p2p.load import Load, LoadPhase, RowSlice
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
 from connectors.p2p.quarantine import Quarantine
 from connectors.p2p.verification import SealCheck, check_seals
+from connectors.reporting import LoadEnded
 from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
 from core.transport import PeerId
 from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, KVVerify, LeaseState

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from connectors.reporting import LoadEnded
 from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
-from core.wire.messages import ErrorInfo, TransferUsage
 from kvstore.key import StoreKey
 
 # ---- scheduler side → mover ------------------------------------------------------------------------------------------
@@ -53,20 +53,6 @@ class TierConnectorMetadata(KVConnectorMetadata):
 
 
 # ---- mover → engine --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """A load is over, and nothing is written for it any more; said once, and at once whatever ended it.
-
-    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
-    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted.
-    """
-
-    request_id: str
-    usage: TransferUsage | None
-    error: ErrorInfo | None = None
-    invalid_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

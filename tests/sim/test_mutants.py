@@ -19,7 +19,7 @@ import core.sched.load_failures
 import core.sched.scheduler
 import router.flows
 import router.legs
-from connectors.p2p.actions import PostRead, QuarantineEnded
+from connectors.p2p.actions import PostRead
 from connectors.p2p.leases import LeaseTable
 from connectors.p2p.load import Load
 from connectors.p2p.node import P2PNode
@@ -28,6 +28,7 @@ from connectors.p2p.staging import StagingArea
 from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.verification import Verdict
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reporting import LoadEnded
 from core.engine.core import EngineCore
 from core.engine.worker_state import WorkerState
 from core.kv.coordinator import KVCacheCoordinator
@@ -164,13 +165,7 @@ def free_quarantined_blocks_at_once(patch: Patch) -> None:
 
 
 def never_release_quarantine(patch: Patch) -> None:
-    real = connectors.p2p.worker._add
-
-    def add(output, report):
-        if not isinstance(report, QuarantineEnded):
-            real(output, report)
-
-    patch(connectors.p2p.worker, "_add", add)
+    patch(connectors.p2p.worker, "_end_quarantine", returns(None))
 
 
 def report_no_open_rows(patch: Patch) -> None:
@@ -181,12 +176,12 @@ def report_no_open_rows(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = connectors.p2p.worker._add_load
+    real = LoadEnded.add_to
 
-    def add_load(output, ended):
-        real(output, dataclasses.replace(ended, error=None, invalid_block_ids=()))
+    def add_to(ended, output):
+        real(dataclasses.replace(ended, error=None, invalid_block_ids=()), output)
 
-    patch(connectors.p2p.worker, "_add_load", add_load)
+    patch(LoadEnded, "add_to", add_to)
 
 
 def keep_the_tokens_of_failed_loads(patch: Patch) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-import connectors.tier.worker
-from connectors.tier.jobs import LoadEnded
+from connectors.reporting import LoadEnded
 from connectors.tier.saving import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
 from core.engine.core import EngineCore
@@ -43,12 +42,12 @@ def use_what_a_store_gives_unverified(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = connectors.tier.worker._add_load
+    real = LoadEnded.add_to
 
-    def add_load(output, ended):
-        real(output, LoadEnded(ended.request_id, ended.usage))
+    def add_to(ended, output):
+        real(LoadEnded(ended.request_id, ended.usage), output)
 
-    patch(connectors.tier.worker, "_add_load", add_load)
+    patch(LoadEnded, "add_to", add_to)
 
 
 def keep_for_ever_what_is_saved(patch: Patch) -> None:

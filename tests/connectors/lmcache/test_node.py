@@ -13,7 +13,6 @@ from connectors.lmcache.actions import (
     Connect,
     LMCacheMPConnectorMetadata,
     Load,
-    LoadEnded,
     Lookup,
     LookupAnswered,
     Opened,
@@ -31,6 +30,7 @@ from connectors.lmcache.node import LMCacheNode, Phase
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Namespace, Operation, TokenSpan
+from connectors.reporting import LoadEnded
 from core.errors import ConnectorUnavailable, CorruptBlock, PeerUnreachable
 from core.ids import RandomIds, SeededIds
 from core.testing.clock import FakeClock

@@ -11,7 +11,6 @@ from connectors.p2p.actions import (
     Action,
     ClosePeer,
     HandoffRef,
-    LoadEnded,
     OpenPeer,
     PostRead,
     PostSealRead,
@@ -23,6 +22,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.pull import PullProtocol, PullSettings
+from connectors.reporting import LoadEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock

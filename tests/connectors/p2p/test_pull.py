@@ -5,11 +5,11 @@ import pytest
 from connectors.p2p.actions import (
     CloseControl,
     ClosePeer,
-    LoadEnded,
     OpenPeer,
     PeerFailed,
     PostRead,
 )
+from connectors.reporting import LoadEnded
 from core.errors import LayoutMismatch, PeerUnreachable, TransferError
 from core.transport import PeerId
 from core.wire.kv import (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from connectors.p2p.actions import LoadEnded, PostRead, PostSealRead, SendControl
+from connectors.p2p.actions import PostRead, PostSealRead, SendControl
+from connectors.reporting import LoadEnded
 from core.errors import TransferError
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
 

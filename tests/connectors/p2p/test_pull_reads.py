@@ -2,7 +2,8 @@
 
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, LoadEnded, PostRead, PostSealRead
+from connectors.p2p.actions import CancelRead, ClosePeer, PostRead, PostSealRead
+from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, TransferError
 from core.transport import PeerId
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, LoadEnded, P2PConnectorMetadata, SendingEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, SendingEnded
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reporting import LoadEnded
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import find_mismatch, layout_fingerprint

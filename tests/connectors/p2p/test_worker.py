@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LoadEnded, P2PConnectorMetadata, QuarantineEnded, SendingEnded
+from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, QuarantineEnded, SendingEnded
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reporting import LoadEnded
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
 from core.transport import PeerId

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from connectors.tier import mover as mover_module
-from connectors.tier.jobs import LoadEnded, LoadJob, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
+from connectors.reporting import LoadEnded
+from connectors.tier.jobs import LoadJob, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
 from connectors.tier.mover import BLOCKS_PER_TURN, TierMover
 from connectors.tier.pool_access import open_pool
 from core.digest import BlockDigester

@@ -15,7 +15,6 @@ from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
     LeaseGrant,
-    LoadEnded,
     P2PConnectorMetadata,
     PullRequest,
     QuarantineEnded,
@@ -31,6 +30,7 @@ from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.node import NodeSettings, P2PNode
 from connectors.p2p.pull import PullSettings
 from connectors.p2p.transfer import TransferExecutor
+from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, fallback_reason
 from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock

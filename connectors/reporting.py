@@ -1,0 +1,115 @@
+"""The engine thread's end of the queue in which a connector's threads report: what connectors p2p, tier and LMCache share.
+
+Owns the queue, the engine's wakeup and the connector's death. Knows one report, the end of a load; what else a connector has to
+say, and what it is told in each step, is its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from core.connector import KVConnectorWorker, KVPoolRegion
+from core.errors import EngineDead
+from core.request import KVConnectorOutput
+from core.wire.messages import ErrorInfo, TransferUsage
+
+ReportT = TypeVar("ReportT")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The load of a request is over; said once, and at once whatever ended it.
+
+    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
+    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
+    Nothing is written for the load any more, except into ``quarantined_block_ids``, which the connector reports again.
+    """
+
+    request_id: str
+    usage: TransferUsage | None
+    error: ErrorInfo | None = None
+    invalid_block_ids: tuple[int, ...] = ()
+    quarantined_block_ids: tuple[int, ...] = ()
+
+    def add_to(self, output: KVConnectorOutput) -> None:
+        """Tell it in a step's output."""
+        output.finished_recving.add(self.request_id)
+        output.quarantined_block_ids.update(self.quarantined_block_ids)
+        if self.usage is not None:
+            output.transfer_usage[self.request_id] = self.usage
+        if self.error is None:
+            return
+        if self.invalid_block_ids:
+            output.invalid_block_ids.update(self.invalid_block_ids)
+            output.load_errors[self.request_id] = self.error
+        else:
+            output.failed_recving[self.request_id] = self.error
+
+
+class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
+    """A worker side that never blocks: ``report``, ``wake`` and ``fail`` are callable from any thread.
+
+    ``name`` says in an error what has died.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.pool: KVPoolRegion | None = None
+        self._name = name
+        self._reports: deque[ReportT] = deque()
+        self._wakeup: Callable[[], None] = _no_wakeup
+        self._death: BaseException | None = None
+
+    def register_kv_caches(self, pool: KVPoolRegion) -> None:
+        """Keep the pool for those who copy."""
+        self.pool = pool
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Receive what wakes an idle engine."""
+        self._wakeup = wakeup
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """Drain the reports.
+
+        Raises:
+            EngineDead: a part of the connector outside the engine thread has ended; nobody knows what still waits for it.
+        """
+        if self._death is not None:
+            raise EngineDead(f"{self._name} has died: {self._death!r}")
+        output = KVConnectorOutput()
+        self._tell(self._drain(), output)
+        return output
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the two sets of ``get_transfer_results``."""
+        output = self.get_transfer_results(finished_req_ids)
+        return output.finished_sending, output.finished_recving
+
+    def report(self, report: ReportT) -> None:
+        """Queue news and wake the engine."""
+        self._reports.append(report)
+        self._wakeup()
+
+    def wake(self) -> None:
+        """Wake the engine: there is an answer that its scheduler side waits for."""
+        self._wakeup()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the next step raise."""
+        self._death = error
+        self._wakeup()
+
+    @abstractmethod
+    def _tell(self, reports: Iterator[ReportT], output: KVConnectorOutput) -> None:
+        """Put all reports, in their order, into the step's output."""
+
+    def _drain(self) -> Iterator[ReportT]:
+        while self._reports:
+            yield self._reports.popleft()
+
+
+def _no_wakeup() -> None:
+    """Stand in until the engine has given its own."""
