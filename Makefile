@@ -61,7 +61,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) --editable '.[nixl,redis,test]'
+	$(PIP) --editable '.[nixl,redis,otel,test]'
 	touch $@
 
 # On other systems than Linux x86_64 put Helm 3.14 or newer into $(BIN) yourself.

@@ -268,7 +268,7 @@ class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TracingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces of requests for OpenTelemetry (extra ``otel``); the exporter's own variables, ``OTEL_EXPORTER_OTLP_*``, hold too."""
+    """Traces of requests for OpenTelemetry (extra ``otel``), whose own variables ``OTEL_EXPORTER_OTLP_*`` hold as well."""
 
     endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://\S+)?$")] = ""  # of a collector's OTLP/HTTP; empty = no traces
     sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of those that begin here; clients decide about theirs

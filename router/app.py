@@ -27,6 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.errors import Cancelled, InvalidRequest, KVFerryError
 from core.log import event
+from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
 from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
@@ -200,7 +201,9 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
 
 
 def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
-    return Caller(client_id=client_id(request.scope, named_in_body), receive=request.receive)
+    headers = request.headers
+    trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
+    return Caller(client_id=client_id(request.scope, named_in_body), receive=request.receive, trace=trace)
 
 
 def _status(status: int, content: dict[str, Any]) -> ASGIResponse:

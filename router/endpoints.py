@@ -17,6 +17,7 @@ from litestar.types import ASGIApp, Receive
 
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
+from core.tracing import TraceContext
 from router.logprobs import TokenTexts
 from router.metrics import RouterMetrics
 from router.news import Submission
@@ -60,6 +61,7 @@ class Caller:
 
     client_id: str
     receive: Receive
+    trace: TraceContext | None = None  # the client's span
 
 
 class Endpoints:
@@ -127,7 +129,8 @@ class Endpoints:
             system_fingerprint=self._fingerprint(),
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
-        generation = self.service.open(caller.client_id, submissions)  # last: from here on, workers have to be stopped
+        # Last: from here on, workers have to be stopped.
+        generation = self.service.open(caller.client_id, submissions, caller.trace)
         answer = Answer(generation, output, shaper, caller.receive)
         try:
             if options.is_stream:

@@ -10,8 +10,10 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.model.hub import resolve_model
+from core.tracing import open_tracer
 from core.wire.curve import derive_keys
 from router.served import served_model
 from router.server import Router
@@ -27,8 +29,16 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
     """
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     keys = derive_keys(config.security.cluster_key)
-    router = Router(config.router, served_model(config.model, files), keys=keys)
-    return asyncio.run(_serve(router, announce))
+    clock = SystemClock()
+    router = Router(config.router, served_model(config.model, files), clock=clock, keys=keys)
+    tracer = open_tracer(config.tracing, "router", router.service.machine.cluster.welcome.router_id, clock)
+    if tracer is None:
+        return asyncio.run(_serve(router, announce))
+    router.service.trace_with(tracer)
+    try:
+        return asyncio.run(_serve(router, announce))
+    finally:
+        tracer.close()
 
 
 async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] | None) -> int:

@@ -18,9 +18,10 @@ from core.clock import Clock
 from core.config import RouterSection
 from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
+from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import ErrorInfo, Generate
+from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.cluster import Joined, Left, Worker, WorkerKey
 from router.flow import Deliver, Ended, Flow, Phase, Retried
@@ -28,6 +29,7 @@ from router.machine import Action, RouterLimits, RouterMachine, Transmit
 from router.metrics import RouterMetrics
 from router.news import Submission, Update
 from router.policy import unpaired
+from router.traces import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +109,8 @@ class RouterService:
         self._next_stranger_warning = 0.0
         self._clock = clock
         self._metrics = metrics
+        self._model = model
+        self._traces = RequestTraces(None, model)
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
         self._listeners: dict[str, _Listener] = {}
         self._context: AsyncContext | None = None
@@ -118,6 +122,10 @@ class RouterService:
         self._is_idle.set()
         self._death: asyncio.Future[BaseException] | None = None
         self._add_gauges()
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Record spans of the requests that come from now on."""
+        self._traces = RequestTraces(tracer, self._model)
 
     # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -195,22 +203,25 @@ class RouterService:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def open(self, client_id: str, submissions: Sequence[Submission]) -> Generation:
-        """Start all prompts of an HTTP request, or none.
+    def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
+        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span.
 
         Raises:
             RequestError: why one of them cannot be served now.
         """
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
         now = self._clock.now()
+        self._traces.begin(submissions, trace, now)
         try:
             for index, submission in enumerate(submissions):
                 actions = self.machine.submit(submission, now)
                 self._listeners[submission.request_id] = _Listener(generation, index, now)
                 self._is_idle.clear()
                 self._perform(actions)
-        except KVFerryError:
+        except KVFerryError as error:
             generation.abort("another prompt of the request was refused")
+            for submission in submissions:
+                self._traces.fail(submission.request_id, ErrorInfo.of(error), self._clock.now())
             raise
         return generation
 
@@ -303,6 +314,7 @@ class RouterService:
         if listener is None:
             return
         listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the machine has lost it
+        self._traces.fail(request_id, ErrorInfo.of(error), self._clock.now())
         if not self._listeners:
             self._is_idle.set()
 
@@ -330,7 +342,7 @@ class RouterService:
         if self._socket is None:
             return []
         try:
-            frame = codec.encode_router_message(action.message)
+            frame = codec.encode_router_message(self._traced(action))
         except ProtocolError as error:
             assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
             return self.machine.fail_try(action.message.request_id, error, self._clock.now())
@@ -341,12 +353,22 @@ class RouterService:
         logger.warning(event("unreachable_peer", peer=action.peer.hex(), error=str(failure)))
         return self.machine.on_unreachable(action.peer, self._clock.now())
 
+    def _traced(self, action: Transmit) -> RouterMessage:
+        """Return the message of an action, with the span of the leg that it begins."""
+        message = action.message
+        worker = self.machine.cluster.by_peer(action.peer)
+        if not self._traces.is_on or not isinstance(message, Generate) or worker is None:
+            return message
+        (request_id,) = self.machine.flows.find_requests([message.request_id])
+        return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())
+
     def _deliver(self, action: Deliver) -> None:
         listener = self._listeners[action.request_id]
         if any(choice.token_ids for choice in action.update.choices):
             now = self._clock.now()
             if listener.last_token_at is None:
                 self._metrics.observe_first_token(now - listener.arrival)
+                self._traces.note_first_token(action.request_id, now)
             else:
                 self._metrics.observe_inter_token(now - listener.last_token_at)
             listener.last_token_at = now
@@ -360,6 +382,7 @@ class RouterService:
 
     def _on_retried(self, retried: Retried) -> None:
         self._metrics.count_retry(retried.kind, retried.error.code)
+        self._traces.note_retry(retried, self._clock.now())
         logger.warning(
             event(
                 "retried",
@@ -383,6 +406,7 @@ class RouterService:
             self._metrics.observe_success(seconds, [str(reason) for reason in flow.finish_reasons])
         for kind in sorted(set(flow.retried)):
             self._metrics.count_retried(kind, flow.error.code if flow.error else "served")
+        trace_id = self._traces.end(flow, now)
         if listener is None:
             return
         outcome = flow.error.code if flow.error else ",".join(sorted({str(reason) for reason in flow.finish_reasons}))
@@ -400,6 +424,7 @@ class RouterService:
                 prefill=flow.prefill.engine_id if flow.prefill else "-",
                 decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
                 retries=len(flow.retried),
+                **({"trace_id": trace_id} if trace_id else {}),
                 **({"message": flow.error.message} if flow.error else {}),
             )
         )

@@ -19,6 +19,7 @@ from core.config import KVFerryConfig
 from core.engine.build import BuiltEngine, ConnectorSides, apply_cpu_threads, build_engine
 from core.engine.hands import EngineFacts, RoleHands
 from core.ids import IdSource
+from core.tracing import Tracer
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Role
 
@@ -73,6 +74,7 @@ class WorkerContext:
     clock: Clock
     ids: IdSource
     metrics: CollectorRegistry
+    tracer: Tracer | None = None  # None = requests are not traced
 
 
 ConnectorBuilder = Callable[[WorkerContext, KVLayoutInfo, bytes], ConnectorBundle]

@@ -37,12 +37,14 @@ from core.engine.hands import EngineFacts, RoleHands
 from core.engine.ops_http import OpsResponse, OpsServer
 from core.engine.router_sockets import RouterSockets
 from core.engine.thread import EngineThread
+from core.engine.traces import WorkerTraces
 from core.engine.worker_state import WorkerState
 from core.errors import EngineDead, ProtocolError
 from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.metrics import WorkerMetrics, read_labelled_counter
 from core.request import EngineCoreOutput
+from core.tracing import open_tracer
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.curve import derive_keys
 from core.wire.messages import PrefillDone, Register, RequestFailed, Role
@@ -78,6 +80,7 @@ class Worker:
         self._num_blocks = 0
         self._engine: EngineThread | None = None
         self._state: WorkerState | None = None
+        self._traces = WorkerTraces(context.tracer, context.engine_id)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._exit_code: asyncio.Future[int] | None = None
@@ -208,7 +211,9 @@ class Worker:
         except ProtocolError as error:
             self._perform(self._state.on_bad_frame(link, error))
             return
-        self._perform(self._state.on_router_message(link, message, self._clock.now()))
+        now = self._clock.now()
+        self._traces.on_message(message, now)
+        self._perform(self._state.on_router_message(link, message, now))
 
     def on_links_death(self, error: BaseException) -> None:
         """End the process as after the engine's death: a worker that heartbeats but hears nothing serves nobody."""
@@ -273,6 +278,7 @@ class Worker:
 
     def _send(self, action: Send) -> None:
         message = action.message
+        self._traces.on_reply(message, self._clock.now())
         try:
             frame = encode_tokens(message) if isinstance(message, list) else encode_worker_message(message)
         except ProtocolError as error:
@@ -437,13 +443,20 @@ def run_worker(
         KVFerryError: it cannot start.
     """
     ids = RandomIds()
+    clock = SystemClock()
+    tracer = open_tracer(config.tracing, role, config.worker.engine_id, clock)
     context = WorkerContext(
         config=config,
         role=role,
         engine_id=config.worker.engine_id,
         incarnation=new_incarnation(ids),
-        clock=SystemClock(),
+        clock=clock,
         ids=ids,
         metrics=CollectorRegistry(),
+        tracer=tracer,
     )
-    return asyncio.run(Worker(context, lambda: assemble(context, hands, build_connector)).run(announce))
+    try:
+        return asyncio.run(Worker(context, lambda: assemble(context, hands, build_connector)).run(announce))
+    finally:
+        if tracer is not None:
+            tracer.close()
