@@ -17,6 +17,7 @@ A block holds all layers of its group as one contiguous run, so that it moves wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -26,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from core.attention.torch_kernels import upload
 from core.errors import ConfigError
 
 _POOL_DIMS = 6
@@ -103,9 +105,13 @@ class PagedKVCache:
             row = block_id * rows_per_block + ((key_or_value * Hkv) + head) * block_size + offset       HND, [T, 2, Hkv]
             row = block_id * rows_per_block +   key_or_value * block_size               + offset       NHD, [T, 2]
         """
+        return upload(self.row_indices(slots), self.device)
+
+    def row_indices(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return what ``rows_of_slots`` returns, on the host."""
         blocks, offsets = np.divmod(slots, self.block_size)
-        rows = (blocks * self._rows_per_block + offsets)[:, None] + self._plane_rows
-        return torch.from_numpy(rows.ravel()).to(self.device)
+        rows: npt.NDArray[np.int64] = (blocks * self._rows_per_block + offsets)[:, None] + self._plane_rows
+        return rows.ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     preferred_layout: ClassVar[KVLayout]
     device_types: ClassVar[frozenset[str]]  # types of torch devices it runs on; empty means all
+    larger_block_sizes: ClassVar[tuple[int, ...]] = ()  # worth a try where the kernel refuses the configured one
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
@@ -226,6 +233,24 @@ class AttentionBackend(ABC):
 
         The step's keys and values are already written.
         """
+
+    def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
+        """Return for which widths of a decode step's block tables a graph is worth recording, the last one ``max_blocks``.
+
+        Empty: this backend's work cannot be recorded, because it looks at host values while it attends.
+        """
+        return ()
+
+    def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> AttentionPlan:
+        """Return the plan of ``num_seqs`` padding rows whose tensors stay where they are, for a graph of one decode step.
+
+        ``num_blocks``: width of the block tables, one of ``graph_widths``. ``specs``: of the layers of the group.
+        """
+        raise NotImplementedError(f"attention backend {self.name} has no graphs")
+
+    def refill_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
+        """Put a decode step into a plan of ``static_plan``; its sequences, padding rows included, are as many as the plan's."""
+        raise NotImplementedError(f"attention backend {self.name} has no graphs")
 
     def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
         """Write the step's keys and values ``[T, 2, num_kv_heads, head_dim]`` into the pool.

@@ -25,6 +25,7 @@ from core.attention.base import (
     KVLayout,
     PagedKVCache,
 )
+from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
@@ -50,12 +51,32 @@ class AttentionProblem:
     block_size: int
 
 
+CANDIDATES: tuple[type[AttentionBackend], ...] = (PagedCpuBackend, VarlenBackend, BatchedSdpaBackend, SdpaBackend)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What the engine builds its pool for: the backend, whose ``preferred_layout`` is the pool's, and the size of a block."""
+
+    backend: type[AttentionBackend]
+    block_size: int  # tokens
+
+
 def select_backend(
+    problem: AttentionProblem, name: str = "auto", candidates: tuple[type[AttentionBackend], ...] = CANDIDATES
+) -> type[AttentionBackend]:
+    """Return the backend to use for blocks of the problem's size; see ``choose_attention``."""
+    return choose_attention(problem, name, candidates, may_enlarge=False).backend
+
+
+def choose_attention(
     problem: AttentionProblem,
     name: str = "auto",
-    candidates: tuple[type[AttentionBackend], ...] = (PagedCpuBackend, VarlenBackend, SdpaBackend),
-) -> type[AttentionBackend]:
-    """Return the backend to use; its ``preferred_layout`` is the pool's layout.
+    candidates: tuple[type[AttentionBackend], ...] = CANDIDATES,
+    *,
+    may_enlarge: bool = True,
+) -> AttentionChoice:
+    """Return the backend to use, and the size of a block: the problem's, or a multiple of it where the kernel demands one.
 
     ``auto`` takes the first candidate for this type of device that passes the probe, and logs why others did not. A backend
     asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown or nothing passes.
@@ -68,11 +89,18 @@ def select_backend(
         raise ConfigError(f"no attention backend {name!r}; known: auto, {', '.join(c.name for c in candidates)}")
     failures = []
     for candidate in eligible:
-        failure = probe(candidate, problem)
-        if failure is None:
-            return _chosen(candidate, problem)
-        logger.warning(event("attention_backend_refused", backend=candidate.name, reason=failure))
-        failures.append(f"{candidate.name}: {failure}")
+        sizes = [problem.block_size]
+        if may_enlarge:
+            sizes += [n for n in candidate.larger_block_sizes if n > problem.block_size and n % problem.block_size == 0]
+        refused: list[str] = []
+        for size in sizes:
+            failure = probe(candidate, replace(problem, block_size=size))
+            if failure is None:
+                return _chosen(candidate, replace(problem, block_size=size))
+            refused.append(failure if len(sizes) == 1 else f"blocks of {size}: {failure}")
+        reason = "; ".join(dict.fromkeys(refused))
+        logger.warning(event("attention_backend_refused", backend=candidate.name, reason=reason))
+        failures.append(f"{candidate.name}: {reason}")
     raise ConfigError(f"no attention backend can serve here ({'; '.join(failures)})")
 
 
@@ -89,7 +117,7 @@ def probe(backend_type: type[AttentionBackend], problem: AttentionProblem) -> st
     return f"differs from the reference by {worst:.2g} (allowed {tolerance:.2g})"
 
 
-def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> type[AttentionBackend]:
+def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> AttentionChoice:
     logger.info(
         event(
             "attention_backend",
@@ -100,7 +128,7 @@ def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> 
             block_size=problem.block_size,
         )
     )
-    return backend_type
+    return AttentionChoice(backend_type, problem.block_size)
 
 
 def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem, spec: AttentionSpec) -> float:
@@ -127,12 +155,11 @@ def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem,
 
 
 def _tightened(spec: AttentionSpec, block_size: int) -> AttentionSpec:
-    """Return the spec with its window or chunk cut to what the short probe sequences feel."""
-    limit = block_size // 2 + 1
+    """Return the spec with its window or chunk cut to what the short probe sequences feel; chunks stay whole blocks."""
     return replace(
         spec,
-        sliding_window=None if spec.sliding_window is None else min(spec.sliding_window, limit),
-        chunk_size=None if spec.chunk_size is None else min(spec.chunk_size, limit),
+        sliding_window=None if spec.sliding_window is None else min(spec.sliding_window, block_size // 2 + 1),
+        chunk_size=None if spec.chunk_size is None else min(spec.chunk_size, block_size),
     )
 
 

@@ -12,36 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.attention.base import KVLayout
+from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
-
-
-def documented_varlen_attn(query, key, value, cu_seq_q, *lengths, **options):
-    """The documented meaning of ``varlen_attn`` with a block table, token by token."""
-    cu_seq_k, max_q, max_k = lengths
-    assert cu_seq_k is None
-    assert all(t.dtype is torch.int32 for t in (cu_seq_q, options["seqused_k"], options["block_table"]))
-    assert options["block_table"].min() >= 0
-    assert options["block_table"].max() < len(key)
-    left, right = options["window_size"]
-    assert right == 0
-    group = query.shape[1] // key.shape[2]
-    assert options["enable_gqa"] == (group > 1)
-    output = torch.empty_like(query)
-    for s, num_keys in enumerate(options["seqused_k"].tolist()):
-        pages = options["block_table"][s].long()
-        keys, values = (x[pages].flatten(0, 1)[:num_keys].repeat_interleave(group, dim=1) for x in (key, value))
-        start, end = cu_seq_q[s].item(), cu_seq_q[s + 1].item()
-        assert end - start <= max_q
-        assert num_keys <= max_k
-        for row in range(start, end):
-            position = num_keys - (end - row)
-            lowest = 0 if left < 0 else max(0, position - left)
-            seen = slice(lowest, position + 1)
-            scores = torch.einsum("hd,khd->hk", query[row], keys[seen]) * options["scale"]
-            output[row] = torch.einsum("hk,khd->hd", torch.softmax(scores.float(), -1).to(query.dtype), values[seen])
-    return output
+from core.testing.varlen_kernel import documented_varlen_attn
 
 
 class StandInVarlenBackend(VarlenBackend):
@@ -54,6 +29,7 @@ BACKENDS = [
     pytest.param(PagedCpuBackend, KVLayout.HND, id="paged_cpu-HND"),
     pytest.param(PagedCpuBackend, KVLayout.NHD, id="paged_cpu-NHD"),
     pytest.param(StandInVarlenBackend, KVLayout.NHD, id="varlen-NHD"),
+    pytest.param(BatchedSdpaBackend, KVLayout.NHD, id="gather-NHD"),
 ]
 pytestmark = pytest.mark.parametrize(("backend_type", "layout"), BACKENDS)
 HEADS = [pytest.param(9, 3, id="grouped"), pytest.param(4, 4, id="multi-head"), pytest.param(6, 1, id="multi-query")]
@@ -62,6 +38,7 @@ MASKS = [
     pytest.param({"sliding_window": 20}, id="sliding-window"),
     pytest.param({"sliding_window": 1}, id="window-of-one"),
     pytest.param({"chunk_size": 24}, id="chunked-local"),
+    pytest.param({"chunk_size": 32}, id="chunks-of-whole-blocks"),
 ]
 
 

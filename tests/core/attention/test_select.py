@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
-from core.attention.select import AttentionProblem, probe, select_backend
+from core.attention.select import AttentionChoice, AttentionProblem, choose_attention, probe, select_backend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
 
@@ -102,7 +103,7 @@ def test_named_backend_is_never_replaced():
     assert select_backend(problem(), "sdpa") is SdpaBackend
     with pytest.raises(ConfigError, match="paged_cpu: NotImplementedError: no kernel image"):
         select_backend(problem(), "paged_cpu", candidates=(Refusing, SdpaBackend))
-    with pytest.raises(ConfigError, match="no attention backend 'flash'; known: auto, paged_cpu, varlen, sdpa"):
+    with pytest.raises(ConfigError, match="no attention backend 'flash'; known: auto, paged_cpu, varlen, gather, sdpa"):
         select_backend(problem(), "flash")
 
 
@@ -123,3 +124,27 @@ def test_varlen_without_a_kernel_is_refused_by_the_probe():
 def test_varlen_in_the_wrong_layout_is_a_config_error(paged):
     with pytest.raises(ConfigError, match="NHD, got HND"):
         VarlenBackend(paged.Step(paged.Case([paged.Seq(3)]), KVLayout.HND).cache)
+
+
+class WantsPagesOf256(SdpaBackend):
+    name = "wants_256"
+    larger_block_sizes = (100, 128, 256)
+
+    def plan(self, batch):
+        if self.cache.block_size % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        return super().plan(batch)
+
+
+def test_a_kernel_that_demands_larger_pages_decides_the_block_size():
+    assert choose_attention(problem(), "auto", (WantsPagesOf256, SdpaBackend)) == AttentionChoice(WantsPagesOf256, 256)
+
+
+def test_a_larger_block_is_a_multiple_of_the_configured_one(caplog):
+    asked = replace(problem(), block_size=96)
+    assert choose_attention(asked, "auto", (WantsPagesOf256, SdpaBackend)) == AttentionChoice(SdpaBackend, 96)
+    assert [record.message.count("divisible") for record in caplog.records if "refused" in record.message] == [1]
+
+
+def test_the_configured_size_comes_first():
+    assert choose_attention(problem(), "auto", (SdpaBackend,)).block_size == problem().block_size

@@ -1,0 +1,87 @@
+"""What this build of torch offers for paged attention on CUDA: one place that looks, so that nobody else has to know versions.
+
+Owns the names of torch's functions and of the optional packages behind them. Does not know: pools, batches, or whether a
+kernel is right; ``core.attention.select`` probes that. Called by ``core.attention.varlen``.
+
+``torch.nn.attention.varlen.varlen_attn`` is documented with ``block_table`` from torch 2.12 on; its signature is looked at. The
+kernels that torch brings along (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one,
+and come in packages of their own that ``activate_flash_attention_impl`` puts in their place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+
+_PAGED_ARGUMENTS = frozenset({"window_size", "enable_gqa", "seqused_k", "block_table"})
+_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}  # by the major number of the device's compute capability
+
+
+def varlen_kernel() -> Callable[..., Any]:
+    """Return torch's ``varlen_attn``. The import takes 2 s.
+
+    Raises:
+        ConfigError: this torch has none, or one that takes no block table; says which version it is.
+    """
+    try:
+        kernel: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        raise ConfigError(f"torch {torch.__version__} has no varlen_attn") from None
+    missing = _PAGED_ARGUMENTS - inspect.signature(kernel).parameters.keys()
+    if missing:
+        raise ConfigError(f"varlen_attn of torch {torch.__version__} lacks {', '.join(sorted(missing))}")
+    return kernel
+
+
+def activate_paged_kernel(device: torch.device) -> str | None:
+    """Put the FlashAttention that takes block tables in the place of torch's own; return its name, None if there is none.
+
+    A process has one at a time; one that is active already stays. None on devices that no such package serves.
+
+    Raises:
+        ConfigError: there is one for this device, but its package is not installed; says why.
+    """
+    attention = importlib.import_module("torch.nn.attention")
+    current, activate = (
+        getattr(attention, name, None) for name in ("current_flash_attention_impl", "activate_flash_attention_impl")
+    )
+    if device.type != "cuda" or current is None or activate is None:
+        return None
+    active: str | None = current()
+    if active is not None:
+        return active
+    name = _IMPLEMENTATIONS.get(torch.cuda.get_device_capability(device)[0])
+    if name is None:
+        return None
+    try:
+        activate(name)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{name}, which takes block tables on this device, is not there: {error}") from None
+    return name
+
+
+def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an array of any shape and dtype
+    """Return a copy of a host array on ``device``; the caller may change the array at once.
+
+    To a CUDA device it goes through pinned memory and without waiting: what is launched later sees it.
+    """
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.clone()
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def refill(target: Tensor, array: Any) -> None:  # noqa: ANN401
+    """Copy a host array into a tensor that a recorded graph reads; as ``upload`` otherwise."""
+    host = torch.from_numpy(array)
+    if target.device.type != "cuda":
+        target.copy_(host)
+    else:
+        target.copy_(host.pin_memory(), non_blocking=True)

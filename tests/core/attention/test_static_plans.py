@@ -1,0 +1,80 @@
+"""Plans whose tensors stay where they are attend like ordinary ones, whatever decode step they were refilled with last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.attention.base import KVLayout
+from core.attention.batched import BatchedSdpaBackend
+from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.varlen import VarlenBackend
+from core.errors import ConfigError
+from core.testing.varlen_kernel import documented_varlen_attn
+
+LENGTHS = ((1, 15, 16, 17), (33, 64, 65, 31), (2, 90, 48, 5))
+MASKS = [{}, {"sliding_window": 20}, {"chunk_size": 32}]
+
+
+class StandInVarlenBackend(VarlenBackend):
+    kernel = documented_varlen_attn
+
+
+@pytest.fixture(params=["varlen", "gather"])
+def backend_type(request):
+    return StandInVarlenBackend if request.param == "varlen" else BatchedSdpaBackend
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])
+@pytest.mark.parametrize("layout", [KVLayout.NHD])
+def test_refilled_plan_attends_like_a_fresh_one(paged, backend_type, layout, mask):
+    for lengths in LENGTHS:
+        step = paged.Step(paged.Case([paged.Seq(n) for n in lengths], num_padding_rows=3, **mask), layout)
+        backend = backend_type(step.cache)
+        widest = step.batch.block_tables.shape[1]
+        plan = backend.static_plan(7, backend.graph_widths(widest)[-1], [step.case.spec])
+        other = paged.Step(paged.Case([paged.Seq(n) for n in (6, 5, 4, 3)], num_padding_rows=3, seed=1, **mask), layout)
+        backend.refill_plan(plan, other.batch)
+        backend.refill_plan(plan, step.batch)
+        torch.testing.assert_close(step.step(backend, plan).double(), step.expected(), rtol=0, atol=2e-5)
+
+
+def test_refilling_keeps_every_tensor_in_its_place(paged, backend_type):
+    step = paged.Step(paged.Case([paged.Seq(n) for n in LENGTHS[1]], chunk_size=32), KVLayout.NHD)
+    backend = backend_type(step.cache)
+    plan = backend.static_plan(4, 8, [step.case.spec])
+    before = _addresses(plan)
+    backend.refill_plan(plan, step.batch)
+    step.step(backend, plan)
+    assert len(before) > 2
+    assert _addresses(plan) == before
+
+
+def test_a_backend_that_looks_at_host_values_offers_no_graphs(paged):
+    step = paged.Step(paged.Case([paged.Seq(3)]), KVLayout.HND)
+    assert PagedCpuBackend(step.cache).graph_widths(8) == ()
+    with pytest.raises(NotImplementedError):
+        PagedCpuBackend(step.cache).static_plan(1, 8, [step.case.spec])
+
+
+def test_varlen_offers_no_graph_for_chunks_of_no_whole_blocks(paged):
+    step = paged.Step(paged.Case([paged.Seq(3)], chunk_size=24), KVLayout.NHD)
+    with pytest.raises(ConfigError, match="chunks of 24 tokens"):
+        StandInVarlenBackend(step.cache).static_plan(1, 8, [step.case.spec])
+
+
+def test_widths_of_the_gather_backend_are_powers_of_two_up_to_the_widest(paged):
+    step = paged.Step(paged.Case([paged.Seq(3)]), KVLayout.NHD)
+    assert BatchedSdpaBackend(step.cache).graph_widths(20) == (1, 2, 4, 8, 16, 20)
+    assert BatchedSdpaBackend(step.cache).graph_widths(1) == (1,)
+
+
+def _addresses(value, seen=None):
+    """Return the addresses of all tensors below a plan."""
+    if isinstance(value, torch.Tensor):
+        return [value.data_ptr()]
+    if isinstance(value, dict):
+        return [address for item in value.values() for address in _addresses(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [address for name in value.__dataclass_fields__ for address in _addresses(getattr(value, name))]
+    return []
