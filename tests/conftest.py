@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import psutil
 import pytest
 
@@ -44,6 +45,13 @@ _CLUSTER_SETTINGS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked 'full' as well (make test-full)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Five times the random examples with --full, where a test goes by the profile."""
+    hypothesis.settings.register_profile("full", max_examples=5 * hypothesis.settings.default.max_examples)
+    if config.getoption("--full"):
+        hypothesis.settings.load_profile("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -619,7 +619,5 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert find_violations(self.manager) == []
 
 
-KVCacheMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+KVCacheMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestKVCache = KVCacheMachine.TestCase

@@ -214,7 +214,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     specs=specs,
     num_blocks=st.integers(2, 60),

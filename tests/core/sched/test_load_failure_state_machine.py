@@ -241,4 +241,4 @@ def test_random_failures_change_no_token_and_leak_nothing(run_machine):
 
 @pytest.mark.slow
 def test_many_random_failures(run_machine):
-    run_machine(2000)
+    run_machine(4 * settings.default.max_examples)

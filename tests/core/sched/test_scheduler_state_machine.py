@@ -435,4 +435,4 @@ def test_random_histories_give_the_oracles_tokens_and_leak_nothing(run_machine):
 
 @pytest.mark.slow
 def test_many_random_histories(run_machine):
-    run_machine(2000)
+    run_machine(4 * settings.default.max_examples)
