@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import gzip
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+from core.clock import Clock
+from core.tracing import Tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
 
 TRACES_PATH = "/v1/traces"
 
@@ -105,3 +113,15 @@ class TraceCollector:
 
 def _values(attributes) -> dict[str, str | int | float | bool]:  # type: ignore[no-untyped-def]  # noqa: ANN001 - protobuf's
     return {entry.key: getattr(entry.value, entry.value.WhichOneof("value")) for entry in attributes}
+
+
+def memory_tracer(clock: Clock) -> tuple[Tracer, Callable[[], dict[str, ReadableSpan]]]:
+    """Return a tracer that records every trace in memory, and what reads the ended spans by name."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = Tracer(provider, clock, wall_clock_ns=lambda: round(clock.now() * 1e9))
+    return tracer, lambda: {span.name: span for span in exporter.get_finished_spans()}

@@ -9,7 +9,7 @@ import pytest
 from core.config import TracingSection, load_config
 from core.errors import ConfigError
 from core.testing.clock import FakeClock
-from core.testing.trace_collector import TraceCollector
+from core.testing.trace_collector import TraceCollector, memory_tracer
 from core.tracing import TraceContext, Tracer, open_tracer, parse_trace_context, traces_url
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -159,17 +159,12 @@ def test_the_client_decides_about_its_traces_and_the_ratio_about_ours(collector,
     assert (contexts[0] is not None) == is_recorded
 
 
-def test_times_are_those_of_the_wall_clock_that_go_with_the_process_s_own(collector):
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider, clock = InMemorySpanExporter(), TracerProvider(), FakeClock(50.0)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = Tracer(provider, clock, wall_clock_ns=lambda: 9_000_000_000)
+def test_times_are_those_of_the_wall_clock_that_go_with_the_process_s_own():
+    clock = FakeClock(50.0)
+    tracer, spans = memory_tracer(clock)
+    tracer = Tracer(tracer._provider, clock, wall_clock_ns=lambda: 9_000_000_000)
     tracer.record("past", 48.0, 49.5, None, {})
-    (span,) = exporter.get_finished_spans()
-    assert (span.start_time, span.end_time) == (7_000_000_000, 8_500_000_000)
+    assert (spans()["past"].start_time, spans()["past"].end_time) == (7_000_000_000, 8_500_000_000)
 
 
 def test_a_collector_that_is_not_there_holds_nobody_up(collector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from core.tracing import TraceContext
 from core.wire.kv import (
     ControlError,
     GroupBlocks,
@@ -188,6 +189,7 @@ ROUTER_MESSAGES = {
         cache_salt="salt",
         deadline_ms=1000,
         kv_load_failure_policy="fail",
+        trace=TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="vendor=1"),
         mm_features=(FEATURE,),
         media=(b"", b"file"),
         ec_sources=(SOURCE,),
