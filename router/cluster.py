@@ -13,7 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from core.wire.messages import ErrorInfo, Goodbye, Heartbeat, Refused, Register, Registered, Role, RouterMessage
+from core.wire.messages import (
+    ErrorInfo,
+    Goodbye,
+    Heartbeat,
+    Refused,
+    Register,
+    Registered,
+    RegisterEncoder,
+    Role,
+    RouterMessage,
+)
 
 NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
@@ -30,17 +40,16 @@ class WorkerKey(NamedTuple):
     incarnation: int
 
 
-@dataclass(slots=True)
-class Worker:
-    """A live worker as the router sees it.
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A live process of the cluster as the router sees it.
 
-    ``num_inflight`` counts the choices of this router's own requests and is moved by the flows. ``is_refusing`` holds from a
-    refusal for lack of room until the next heartbeat, which tells how things are.
+    ``num_inflight`` counts what it was given for this router's own requests (choices, or images) and is moved by the flows.
+    ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are.
     """
 
     key: WorkerKey
     peer: bytes  # ZeroMQ identity that messages to it are addressed to
-    facts: Register
     last_seen: float
     peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
     is_draining: bool = False
@@ -54,18 +63,30 @@ class Worker:
 
     @property
     def role(self) -> Role:
+        """What the process does."""
+        raise NotImplementedError
+
+    @property
+    def num_held(self) -> int:
+        """What it holds: our own count is never late, the heartbeat's includes that of other routers."""
+        return max(self.num_inflight, self.num_running + self.num_waiting)
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker(Member):
+    """A prefill, decode or aggregated worker; it holds choices."""
+
+    facts: Register
+
+    @property
+    def role(self) -> Role:
         """What the worker does."""
         return self.facts.role
 
     @property
-    def num_choices(self) -> int:
-        """Choices that it holds: our own count is never late, the heartbeat's includes those of other routers."""
-        return max(self.num_inflight, self.num_running + self.num_waiting)
-
-    @property
     def load(self) -> float:
         """Choices per slot."""
-        return self.num_choices / self.facts.max_num_seqs
+        return self.num_held / self.facts.max_num_seqs
 
     def may_hold(self, num_choices: int) -> bool:
         """Say whether so many choices would fit if it had no others."""
@@ -75,7 +96,23 @@ class Worker:
     def has_room(self, num_choices: int) -> bool:
         """Say whether it would admit so many choices more, as far as is known here."""
         limit = self.facts.max_num_choices
-        return not self.is_refusing and (not limit or self.num_choices + num_choices <= limit)
+        return not self.is_refusing and (not limit or self.num_held + num_choices <= limit)
+
+
+@dataclass(slots=True, kw_only=True)
+class Encoder(Member):
+    """An encode worker; it holds images."""
+
+    facts: RegisterEncoder
+
+    @property
+    def role(self) -> Role:
+        """What the worker does."""
+        return "encode"
+
+    def has_room(self, num_images: int) -> bool:
+        """Say whether it would admit so many images more, as far as is known here."""
+        return not self.is_refusing and self.num_held + num_images <= self.facts.max_num_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +127,14 @@ class Reply:
 class Joined:
     """The worker may be given requests from now on."""
 
-    worker: Worker
+    worker: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
     """Whatever the worker was doing is lost. ``is_orderly`` if it said goodbye, ``is_back`` if it is still a member."""
 
-    worker: Worker
+    worker: Member
     reason: str
     is_orderly: bool = False
     is_back: bool = False
@@ -123,25 +160,40 @@ class Cluster:
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
         )
-        self._workers: dict[str, Worker] = {}  # by engine_id
-        self._by_peer: dict[bytes, Worker] = {}
+        self._members: dict[str, Member] = {}  # by engine_id
+        self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
 
     @property
-    def workers(self) -> Iterable[Worker]:
-        """The live workers in the order of their first registration, draining ones included."""
-        return self._workers.values()
+    def members(self) -> Iterable[Member]:
+        """All live processes in the order of their first registration, draining ones included."""
+        return self._members.values()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those among them that serve requests."""
+        return [member for member in self._members.values() if isinstance(member, Worker)]
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        """Those among them that embed images."""
+        return [member for member in self._members.values() if isinstance(member, Encoder)]
+
+    def member(self, key: WorkerKey | None) -> Member | None:
+        """Return a member if this very process is still one."""
+        member = self._members.get(key.engine_id) if key else None
+        return member if member is not None and member.key == key else None
 
     def get(self, key: WorkerKey | None) -> Worker | None:
         """Return the worker if this very process is still a member."""
-        worker = self._workers.get(key.engine_id) if key else None
-        return worker if worker is not None and worker.key == key else None
+        member = self.member(key)
+        return member if isinstance(member, Worker) else None
 
-    def by_peer(self, peer: bytes) -> Worker | None:
-        """Return the worker that a connection belongs to."""
+    def by_peer(self, peer: bytes) -> Member | None:
+        """Return the member that a connection belongs to."""
         return self._by_peer.get(peer)
 
-    def on_register(self, peer: bytes, facts: Register, now: float) -> list[ClusterAction]:
+    def on_register(self, peer: bytes, facts: Register | RegisterEncoder, now: float) -> list[ClusterAction]:
         """Take the worker in, again, or not at all. Always answers."""
         key = WorkerKey(facts.engine_id, facts.incarnation)
         if facts.model != self._model:
@@ -153,23 +205,24 @@ class Cluster:
         before = self._by_peer.get(peer)
         if before is not None and before.key != key:
             actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
-        known = self._workers.get(facts.engine_id)
-        if known is not None and known.key == key:
+        known = self.member(key)
+        if known is not None and _take_facts(known, facts):
             actions += self._heard_from(known, peer, now)
-            known.peer, known.facts = peer, facts
+            known.peer = peer
         else:
-            if known is not None:
-                actions.append(self._supersede(known))
-            worker = Worker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
-            self._workers[facts.engine_id] = worker
-            self._by_peer[peer] = worker
-            actions.append(Joined(worker))
+            namesake = self._members.get(facts.engine_id)
+            if namesake is not None:
+                actions.append(self._supersede(namesake))
+            member = _new_member(key, peer, facts, now)
+            self._members[facts.engine_id] = member
+            self._by_peer[peer] = member
+            actions.append(Joined(member))
         return [*actions, Reply(peer, self.welcome)]
 
     def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[ClusterAction]:
         """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
         key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
-        worker = self.get(key)
+        worker = self.member(key)
         if worker is None:
             if key in self._superseded:
                 return [_refuse_duplicate(peer, key)]
@@ -185,12 +238,12 @@ class Cluster:
 
     def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
         """Let a worker go."""
-        worker = self.get(WorkerKey(goodbye.engine_id, goodbye.incarnation))
+        worker = self.member(WorkerKey(goodbye.engine_id, goodbye.incarnation))
         return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
 
-    def on_broken(self, worker: Worker, reason: str) -> list[ClusterAction]:
+    def on_broken(self, worker: Member, reason: str) -> list[ClusterAction]:
         """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
-        return [self._remove(worker, reason)] if self.get(worker.key) is worker else []
+        return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
 
     def on_timer(self, now: float) -> list[ClusterAction]:
         """Drop the workers that have been silent for too long.
@@ -201,16 +254,16 @@ class Cluster:
         lateness = 0.0 if self._last_tick is None else now - self._last_tick - self._interval_s
         self._last_tick = now
         if lateness > 0:
-            for worker in self._workers.values():
+            for worker in self._members.values():
                 worker.last_seen = min(now, worker.last_seen + lateness)
-        silent = [worker for worker in self._workers.values() if now - worker.last_seen > self._timeout_s]
+        silent = [worker for worker in self._members.values() if now - worker.last_seen > self._timeout_s]
         return [self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s") for worker in silent]
 
-    def touch(self, worker: Worker, now: float) -> None:
+    def touch(self, worker: Member, now: float) -> None:
         """Count any message as a sign of life."""
         worker.last_seen = now
 
-    def _heard_from(self, worker: Worker, peer: bytes, now: float) -> list[ClusterAction]:
+    def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[ClusterAction]:
         """Note a sign of life; on a new connection, what the old one still carried may be lost."""
         worker.last_seen = now
         if peer in worker.peers:
@@ -225,21 +278,38 @@ class Cluster:
             self._forget_peer(worker, worker.peers.pop(0))
         return actions
 
-    def _forget_peer(self, worker: Worker, peer: bytes) -> None:
+    def _forget_peer(self, worker: Member, peer: bytes) -> None:
         if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since
             del self._by_peer[peer]
 
-    def _supersede(self, worker: Worker) -> Left:
+    def _supersede(self, worker: Member) -> Left:
         self._superseded[worker.key] = None
         while len(self._superseded) > _MAX_SUPERSEDED:
             del self._superseded[next(iter(self._superseded))]
         return self._remove(worker, "a new process registered under its name")
 
-    def _remove(self, worker: Worker, reason: str, *, is_orderly: bool = False) -> Left:
-        del self._workers[worker.key.engine_id]
+    def _remove(self, worker: Member, reason: str, *, is_orderly: bool = False) -> Left:
+        del self._members[worker.key.engine_id]
         for peer in worker.peers:
             self._forget_peer(worker, peer)
         return Left(worker, reason, is_orderly)
+
+
+def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:
+    if isinstance(facts, Register):
+        return Worker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+    return Encoder(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+
+
+def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:
+    """Note what a member says of itself anew; False if the process turns out to do something else."""
+    if isinstance(member, Worker) and isinstance(facts, Register):
+        member.facts = facts
+        return True
+    if isinstance(member, Encoder) and isinstance(facts, RegisterEncoder):
+        member.facts = facts
+        return True
+    return False
 
 
 def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) -> Reply:

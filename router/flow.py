@@ -2,9 +2,10 @@
 
 Owns the types. ``router.flows`` moves a request from phase to phase; ``router.legs`` writes and reads its messages.
 
-    submit ─► PREFILL ──first tokens──► HANDOVER ──first tokens of D──► DECODE ─► ended
-        └────────────────────────────── aggregated worker ────────────────┘
+    submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOVER ──first tokens of D──► DECODE ─► ended
+                  └────────────────────── aggregated worker ────────────────────────┘
 
+ENCODE is for requests with images, if there is an encode worker; others begin behind it.
 A *try* is a prefill leg, a decode leg, or one after the other. Each try after the first has a name of its own on the wire, so
 that nothing a worker says of an earlier one can be mistaken for news.
 """
@@ -16,9 +17,10 @@ from enum import Enum
 from typing import Literal
 
 from core.wire.kv import KVHandoff
+from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.accounting import FirstTokenTiming, SecondTokenTiming
-from router.cluster import Worker, WorkerKey
+from router.cluster import Member, WorkerKey
 from router.news import Submission, Update
 
 RetryKind = Literal["prefill", "handover", "replay"]
@@ -27,6 +29,7 @@ RetryKind = Literal["prefill", "handover", "replay"]
 class Phase(Enum):
     """Who is at work on a request."""
 
+    ENCODE = "encode"  # workers for the other legs are reserved
     PREFILL = "prefill"
     HANDOVER = "handover"  # a decode worker has it, or is waited for, but a choice has not shown a token of this leg yet
     DECODE = "decode"
@@ -34,10 +37,18 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Places of a request at a worker, counted in ``Worker.num_inflight``."""
+    """Places of a request at a worker, choices or images, counted in ``Member.num_inflight``."""
 
-    worker: Worker
-    num_choices: int
+    worker: Member
+    count: int
+
+
+@dataclass(slots=True)
+class Encoding:
+    """The encode leg of a request: the workers that have not answered, and the identifiers that each was asked for."""
+
+    deadline: float
+    waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,6 +79,8 @@ class Flow:
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None  # reserved during PREFILL; None while one is waited for
     model_fingerprint: bytes = b""
+    encoding: Encoding | None = None  # once it was tried
+    ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: embeddings that need not be computed
     has_report: bool = False
     has_decoded: bool = False  # a decode or aggregated worker has shown a token
     shown: set[int] = field(default_factory=set)  # choices of which this decode leg has shown a token
@@ -97,8 +110,15 @@ class Flow:
 
     @property
     def current(self) -> WorkerKey | None:
-        """The worker that has to show the next token; None while one is waited for."""
+        """The worker that has to show the next token; None while images are embedded, or one is waited for."""
+        if self.phase is Phase.ENCODE:
+            return None
         return self.prefill if self.phase is Phase.PREFILL else self.decode
+
+    @property
+    def workers(self) -> set[WorkerKey | None]:
+        """Everybody that it has, or will have, something from."""
+        return {self.prefill, self.decode, *(self.encoding.waiting if self.encoding else ())}
 
     @property
     def live_choices(self) -> list[int]:
@@ -143,6 +163,17 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeEnded:
+    """An encode worker is waited for no more: it is "done", or ``outcome`` is the code of what became of it."""
+
+    request_id: str
+    worker: WorkerKey
+    outcome: str
+    num_images: int
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """A worker has failed the request, which goes on elsewhere; ``successor`` is None if nobody can take it at the moment."""
 
@@ -161,14 +192,14 @@ class Ended:
     now: float
 
 
-FlowAction = Send | Deliver | Retried | Ended
+FlowAction = Send | Deliver | EncodeEnded | Retried | Ended
 
 
 def open_flow(submission: Submission, now: float, timeout_s: float) -> Flow:
     """Return the record of a new request."""
     return Flow(
         submission=submission,
-        deadline=now + timeout_s,
+        deadline=now + submission.budget_s(timeout_s),
         accounts=Accounts(arrival=now),
         output_token_ids=[[] for _ in range(submission.n)],
         finish_reasons=[None] * submission.n,

@@ -25,20 +25,24 @@ from core.errors import (
     Cancelled,
     ConnectorUnavailable,
     DeadlineExceeded,
+    InvalidRequest,
     KVFerryError,
     NoWorker,
     Overloaded,
     PeerUnreachable,
     ProtocolError,
     RequestError,
+    TransferTimeout,
     fallback_reason,
 )
 from core.wire.kv import KVHandoff
-from core.wire.messages import Abort, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
+from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
 from router import retries
-from router.cluster import Cluster, Left, Worker, WorkerKey
-from router.flow import Claim, Deliver, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
-from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, successor_message
+from router.claims import Claims
+from router.cluster import Cluster, Encoder, Left, Member, Worker, WorkerKey
+from router.encode_legs import EncodeLegs
+from router.flow import Deliver, EncodeEnded, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
+from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, name_image, successor_message
 from router.news import Submission, Update
 from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, mismatch
 
@@ -57,8 +61,11 @@ class Flows:
         max_requests: int,
         max_retries: int = 2,
         worker_wait_s: float = 10.0,
+        encode_timeout_s: float = 20.0,
     ) -> None:
         self._cluster = cluster
+        self._claims = Claims()
+        self._encode_legs = EncodeLegs(cluster, self._claims, encode_timeout_s)
         self._request_timeout_s = request_timeout_s
         self._max_requests = max_requests
         self._max_retries = max_retries
@@ -67,7 +74,6 @@ class Flows:
         self._tries: dict[str, Flow] = {}  # by the id on the wire
         self._waiting: dict[str, Flow] = {}  # for a decode worker, first come first served
         self._aborted_at: dict[str, float] = {}  # by the id on the wire of a try that has ended; oldest first
-        self._num_picks = 0
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -87,8 +93,8 @@ class Flows:
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission, now: float) -> list[FlowAction]:
-        """Start a request.
+    def submit(self, submission: Submission, now: float, avoid: frozenset[WorkerKey] = frozenset()) -> list[FlowAction]:
+        """Start a request, at workers in ``avoid`` only if nobody else is there.
 
         Raises:
             Overloaded: this router has as many requests as it may have, or every worker that could take it is full.
@@ -99,9 +105,10 @@ class Flows:
         if len(self._flows) >= self._max_requests:
             raise Overloaded(f"the router serves {len(self._flows)} requests, its limit: try again later")
         flow = open_flow(submission, now, self._request_timeout_s)
+        flow.avoid |= avoid
         route = choose_route(self._cluster.workers, _demand(flow))
         self._flows[flow.request_id] = flow
-        return [self._start(flow, route, now)]
+        return self._start(flow, route, now)
 
     def fail_try(self, wire_id: str, error: KVFerryError, now: float) -> list[FlowAction]:
         """End a request whose message cannot be sent to anybody; unknown ids are ignored."""
@@ -129,7 +136,7 @@ class Flows:
         flow.finish_reasons[index] = "stop"
         if flow.is_finished:
             return [*self._stop_workers(flow, "stop"), self._end(flow, now)]
-        self._free_ended_choices(flow)
+        self._claims.shrink(flow, flow.decode, len(flow.live_choices))
         abort = Abort(request_ids=(f"{flow.wire_id}/{index}",), reason="stop")
         return [Send(flow.current, abort)] if flow.current else []
 
@@ -148,7 +155,7 @@ class Flows:
         actions: list[FlowAction] = [Deliver(flow.request_id, apply_first_tokens(flow, message, now))]
         if flow.is_finished:
             return [*actions, *_release(sender.key, message.kv_handoff), self._end(flow, now)]
-        self._unclaim(flow, sender.key)
+        self._claims.free(flow, sender.key)
         return actions + self._hand_over(flow, now)
 
     def on_tokens(self, sender: Worker, tokens: Sequence[Tokens], now: float) -> list[FlowAction]:
@@ -157,7 +164,7 @@ class Flows:
         updates: dict[str, Update] = {}
         for item in tokens:
             flow = self._tries.get(item.request_id)
-            if flow is None or flow.decode != sender.key or flow.phase is Phase.PREFILL:
+            if flow is None or flow.decode != sender.key or flow.phase in (Phase.ENCODE, Phase.PREFILL):
                 actions += self._unexpected(sender, item.request_id, now)
                 continue
             update = updates.get(flow.request_id) or Update()
@@ -178,7 +185,7 @@ class Flows:
             if flow.is_finished:
                 actions.append(self._end(flow, now))
             else:
-                self._free_ended_choices(flow)
+                self._claims.shrink(flow, flow.decode, len(flow.live_choices))
         return actions
 
     def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[FlowAction]:
@@ -193,15 +200,19 @@ class Flows:
             return self._retry(flow, error, now, is_gone=True)
         return self._fail_with(flow, error, now, gone=sender.key)
 
-    def on_rejected(self, sender: Worker, error: ErrorInfo, now: float) -> list[FlowAction]:
+    def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[FlowAction]:
         """Fail what the worker may have been sent in vain: requests of which it has not shown a token."""
+        if isinstance(sender, Encoder):
+            waiting = [flow for flow in self._flows.values() if flow.encoding and sender.key in flow.encoding.waiting]
+            failures = [RequestFailed(request_id=flow.wire_id, error=error) for flow in waiting]
+            return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
         flows = [flow for flow in self._flows.values() if not flow.shown and flow.current == sender.key]
         return [action for flow in flows for action in self._fail_with(flow, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[FlowAction]:
         """Let the requests of a lost worker go on without it."""
         key = left.worker.key
-        flows = [flow for flow in self._flows.values() if key in (flow.prefill, flow.decode)]
+        flows = [flow for flow in self._flows.values() if key in flow.workers]
         return [action for flow in flows for action in self._lose(flow, left, now)]
 
     def on_timer(self, now: float) -> list[FlowAction]:
@@ -210,8 +221,11 @@ class Flows:
         renewals: dict[WorkerKey, list[str]] = {}
         for flow in list(self._flows.values()):
             if now >= flow.deadline:
-                error = DeadlineExceeded(f"the request took longer than {self._request_timeout_s:g} s")
+                error = DeadlineExceeded(f"the request took longer than {flow.deadline - flow.arrival:g} s")
                 actions += self._fail(flow, error, now)
+            elif flow.phase is Phase.ENCODE and flow.encoding is not None and now >= flow.encoding.deadline:
+                actions += self._encode_legs.give_up_all(flow, TransferTimeout.code)
+                actions += self._end_encode_leg(flow, now)
             elif flow.phase is Phase.HANDOVER and flow.handoff and flow.prefill and now >= flow.renew_at:
                 renewals.setdefault(flow.prefill, []).append(flow.handoff.transfer_id)
                 flow.renew_at = now + _renew_interval(flow.handoff)
@@ -227,17 +241,24 @@ class Flows:
 
     # ---- the two legs ------------------------------------------------------------------------------------------------
 
-    def _start(self, flow: Flow, route: Route, now: float) -> Send:
-        """Give a request to a pair, or to an aggregated worker, from its beginning."""
-        flow.phase = Phase.PREFILL if route.prefill else Phase.DECODE
+    def _start(self, flow: Flow, route: Route, now: float) -> list[FlowAction]:
+        """Give a request to a pair, or to an aggregated worker, from its beginning; its images first to who embeds them."""
         flow.prefill = route.prefill.key if route.prefill else None
         flow.decode = route.decode.key
         first = route.workers[0]
         flow.model_fingerprint = first.facts.model_fingerprint
         self._tries[flow.wire_id] = flow
         for worker in route.workers:
-            self._claim(flow, worker, flow.submission.n)
-        return Send(first.key, first_message(flow, now))
+            self._claims.take(flow, worker, flow.submission.n)
+        flow.phase = Phase.ENCODE
+        encodes = self._encode_legs.begin(flow, first, now)
+        return [*encodes] if encodes else [self._begin_prompt(flow, now)]
+
+    def _begin_prompt(self, flow: Flow, now: float) -> Send:
+        """Give the request to the first worker of its route."""
+        flow.phase = Phase.PREFILL if flow.prefill else Phase.DECODE
+        assert flow.current is not None, f"{flow.request_id} has no route"
+        return Send(flow.current, first_message(flow, now))
 
     def _hand_over(self, flow: Flow, now: float) -> list[FlowAction]:
         """Give a request with its output so far to a decode worker, or let it wait for one."""
@@ -252,7 +273,7 @@ class Flows:
         actions = self._keep_or_release_handoff(flow, decode)
         flow.decode = decode.key
         flow.is_leg_handed_over = flow.handoff is not None
-        self._claim(flow, decode, len(flow.live_choices))
+        self._claims.take(flow, decode, len(flow.live_choices))
         return [*actions, Send(decode.key, successor_message(flow, now))]
 
     def _pick_decode(self, flow: Flow) -> Worker:
@@ -261,7 +282,7 @@ class Flows:
         if reserved is not None and not reserved.is_draining and not reserved.is_refusing:
             return reserved
         if flow.decode is not None:
-            self._unclaim(flow, flow.decode)
+            self._claims.free(flow, flow.decode)
             flow.decode = None
         prefill = self._cluster.get(flow.prefill) if flow.handoff is not None else None
         workers, demand = list(self._cluster.workers), _demand(flow)
@@ -296,19 +317,69 @@ class Flows:
             return self._fail(flow, NoWorker(f"{why}; nobody could go on with the request for {self._worker_wait_s:g} s"), now)
         return []
 
+    # ---- the encode leg ----------------------------------------------------------------------------------------------
+
+    def on_encode_done(self, sender: Encoder, message: EncodeDone, now: float) -> list[FlowAction]:
+        """Note where embeddings lie, and go on with the request if that was all it waited for."""
+        flow = self._tries.get(message.request_id)
+        ended = self._encode_legs.on_done(flow, sender.key, message) if flow is not None else None
+        return self._after_encode(flow, ended, now) if flow is not None and ended is not None else []
+
+    def on_encode_failed(self, sender: Encoder, message: EncodeFailed | RequestFailed, now: float) -> list[FlowAction]:
+        """Go on without these embeddings; only an image that nobody could embed ends the request."""
+        error = message.error
+        if retries.takes_no_more(error):
+            sender.is_refusing = True
+        flow = self._tries.get(message.request_id)
+        ended = self._encode_legs.give_up(flow, sender.key, error.code) if flow is not None else None
+        if flow is None or ended is None:
+            return []
+        if isinstance(message, EncodeFailed) and error.code == InvalidRequest.code:
+            return [ended, *self._fail_with(flow, name_image(flow.submission, error, message.media_index), now)]
+        return self._after_encode(flow, ended, now)
+
+    def _after_encode(self, flow: Flow, ended: EncodeEnded, now: float) -> list[FlowAction]:
+        """Begin with the prompt once nobody is waited for."""
+        if flow.phase is not Phase.ENCODE or (flow.encoding is not None and flow.encoding.waiting):
+            return [ended]
+        return [ended, *self._end_encode_leg(flow, now)]
+
+    def _end_encode_leg(self, flow: Flow, now: float) -> list[FlowAction]:
+        """Begin with the prompt: on the reserved route, or on another if its workers have left meanwhile."""
+        workers = [self._cluster.get(key) for key in (flow.prefill, flow.decode) if key is not None]
+        if workers and all(worker is not None and not worker.is_draining for worker in workers):
+            return [self._begin_prompt(flow, now)]
+        self._claims.free_all(flow)
+        try:
+            return self._start(flow, choose_route(self._cluster.workers, _demand(flow)), now)
+        except RequestError as error:
+            return self._fail(flow, error, now)
+
     # ---- setbacks ----------------------------------------------------------------------------------------------------
 
     def _lose(self, flow: Flow, left: Left, now: float) -> list[FlowAction]:
         """Let a worker go that the request counts on, now or later."""
         key = left.worker.key
+        if flow.phase is Phase.ENCODE:
+            return self._lose_while_encoding(flow, left, now)
         if flow.current == key:
             role = "prefill" if flow.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
             return self._retry(flow, ErrorInfo.of(error), now, is_gone=not left.is_back)
         if flow.decode == key and not left.is_back:  # another one is chosen when the prompt is computed
             flow.decode = None
-            self._unclaim(flow, key)
+            self._claims.free(flow, key)
         return []  # a decode worker finds out by itself whether it still needs the prefill worker
+
+    def _lose_while_encoding(self, flow: Flow, left: Left, now: float) -> list[FlowAction]:
+        """Wait no more for a lost encode worker; a lost worker of the route is replaced when its turn comes."""
+        key = left.worker.key
+        ended = self._encode_legs.give_up(flow, key, PeerUnreachable.code)
+        if ended is not None:
+            return self._after_encode(flow, ended, now)
+        if not left.is_back:
+            flow.prefill = flow.decode = None
+        return []
 
     def _retry(self, flow: Flow, error: ErrorInfo, now: float, *, is_gone: bool) -> list[FlowAction]:
         """Go on with a request that its present worker has failed: elsewhere, or once there is somebody; or end it.
@@ -346,7 +417,7 @@ class Flows:
         flow.decode = None
         if flow.phase is Phase.PREFILL:
             flow.prefill = None
-        self._unclaim_all(flow)
+        self._claims.free_all(flow)
 
     def _start_again(self, flow: Flow, error: ErrorInfo, now: float) -> list[FlowAction]:
         """Begin from the start on another pair: the client has nothing yet, and gets the error if there is none."""
@@ -354,7 +425,7 @@ class Flows:
             route = choose_route(self._cluster.workers, _demand(flow))
         except RequestError:
             return self._fail_with(flow, error, now)
-        return [self._start(flow, route, now)]
+        return self._start(flow, route, now)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -381,13 +452,13 @@ class Flows:
         """Abort the leg that has the request; release a hand-over that nobody may have read."""
         current = flow.current
         aborts = [Send(current, Abort(request_ids=(flow.wire_id,), reason=reason))] if current else []
-        return [*aborts, *_release(flow.prefill, flow.handoff)]
+        return [*aborts, *self._encode_legs.aborts(flow, reason), *_release(flow.prefill, flow.handoff)]
 
     def _end(self, flow: Flow, now: float) -> Ended:
         del self._flows[flow.request_id]
         self._waiting.pop(flow.request_id, None)
         self._forget_try(flow, now)
-        self._unclaim_all(flow)
+        self._claims.free_all(flow)
         return Ended(flow, now)
 
     def _forget_try(self, flow: Flow, now: float) -> None:
@@ -399,33 +470,6 @@ class Flows:
         self._aborted_at[wire_id] = now
         while len(self._aborted_at) > _MAX_REMEMBERED:
             del self._aborted_at[next(iter(self._aborted_at))]
-
-    # ---- places at workers -------------------------------------------------------------------------------------------
-
-    def _claim(self, flow: Flow, worker: Worker, num_choices: int) -> None:
-        """Count the request at a worker; a claim that it has there already is replaced."""
-        self._unclaim(flow, worker.key)
-        self._num_picks += 1
-        worker.last_picked = self._num_picks
-        worker.num_inflight += num_choices
-        flow.claims[worker.key] = Claim(worker, num_choices)
-
-    def _free_ended_choices(self, flow: Flow) -> None:
-        """Keep places at the decode worker for the choices only that go on; the worker counts in the same way."""
-        claim = flow.claims.get(flow.decode) if flow.decode is not None else None
-        num_choices = len(flow.live_choices)
-        if claim is not None and num_choices < claim.num_choices:
-            claim.worker.num_inflight -= claim.num_choices - num_choices
-            flow.claims[claim.worker.key] = Claim(claim.worker, num_choices)
-
-    def _unclaim(self, flow: Flow, key: WorkerKey) -> None:
-        claim = flow.claims.pop(key, None)
-        if claim is not None:
-            claim.worker.num_inflight -= claim.num_choices
-
-    def _unclaim_all(self, flow: Flow) -> None:
-        for key in list(flow.claims):
-            self._unclaim(flow, key)
 
 
 def _demand(flow: Flow) -> Demand:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from core.errors import ProtocolError
-from core.wire.messages import ChoiceStart, Generate, PrefillDone, Tokens, TransferUsage, Usage
+from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
 from router.accounting import HandoverReport, first_token_timing, second_token_timing, total_cost
 from router.cluster import Worker
 from router.flow import Flow, Phase
-from router.news import ChoiceUpdate, PromptReport, Update
+from router.news import ChoiceUpdate, PromptReport, Submission, Update
 
 
 class TokensLost(ProtocolError):
@@ -50,7 +50,18 @@ def _message(flow: Flow, now: float) -> Generate:
         cache_salt=wanted.cache_salt,
         deadline_ms=max(1, round((flow.deadline - now) * 1000)),
         kv_load_failure_policy=wanted.kv_load_failure_policy,
+        mm_features=wanted.mm_features,
+        media=wanted.media,
+        ec_sources=tuple(flow.ec_sources.values()),
     )
+
+
+def name_image(submission: Submission, error: ErrorInfo, media_index: int | None) -> ErrorInfo:
+    """Return an error of a worker as the client understands it: it knows its images by their places."""
+    if media_index is None or media_index >= len(submission.media_places):
+        return error
+    place = submission.media_places[media_index]
+    return msgspec.structs.replace(error, message=f"{place}: the image cannot be used: {error.message}", param=place)
 
 
 # ---- the prefill leg's answer --------------------------------------------------------------------------------------------

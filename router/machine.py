@@ -26,11 +26,12 @@ from core.wire.messages import (
     Tokens,
     WorkerMessage,
 )
-from router.cluster import Cluster, ClusterAction, Joined, Left, Reply, Worker
-from router.flow import Deliver, Ended, FlowAction, Retried, Send
+from router.cluster import Cluster, ClusterAction, Encoder, Joined, Left, Reply, Worker
+from router.flow import Deliver, EncodeEnded, Ended, FlowAction, Retried, Send
 from router.flows import Flows
 from router.news import Submission
 from router.policy import max_model_len, why_not_ready
+from router.queues import PromptQueues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class RouterLimits:
     max_requests: int
     max_retries: int = 2  # per request
     worker_wait_s: float = 10.0  # how long a request that has begun waits for a worker to go on with it
+    encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Transmit:
     message: RouterMessage
 
 
-Action = Transmit | Deliver | Retried | Ended | Joined | Left
+Action = Transmit | Deliver | EncodeEnded | Retried | Ended | Joined | Left
+_RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | list[Tokens]
 
 
 class RouterMachine:
@@ -61,12 +64,15 @@ class RouterMachine:
 
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
         self.cluster = Cluster(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
+        self.queues = PromptQueues()
+        self._request_timeout_s = limits.request_timeout_s
         self.flows = Flows(
             self.cluster,
             request_timeout_s=limits.request_timeout_s,
             max_requests=limits.max_requests,
             max_retries=limits.max_retries,
             worker_wait_s=limits.worker_wait_s,
+            encode_timeout_s=limits.encode_timeout_s,
         )
 
     @property
@@ -84,24 +90,27 @@ class RouterMachine:
     def on_message(self, peer: bytes, message: WorkerMessage | list[Tokens], now: float) -> list[Action]:
         """Handle what a worker sent."""
         match message:
-            case Register():
+            case Register() | RegisterEncoder():
                 return self._after(self.cluster.on_register(peer, message, now), now)
             case Heartbeat():
                 return self._after(self.cluster.on_heartbeat(peer, message, now), now)
             case Goodbye():
                 return self._after(self.cluster.on_goodbye(message), now)
-            case RegisterEncoder() | EncodeDone() | EncodeFailed():
-                return [_refuse(peer, ErrorInfo(code="unsupported_role", message="no use for encode workers", http_status=400))]
         sender = self.cluster.by_peer(peer)
         if sender is None:
             return [_refuse(peer, ErrorInfo(code="not_registered", message="register first", http_status=400, retryable=True))]
         self.cluster.touch(sender, now)
-        return self._resolve(self._on_request_message(sender, message, now))
+        if isinstance(message, Rejected):
+            return self._resolve(self.flows.on_rejected(sender, message.error, now), now)
+        if isinstance(sender, Worker):
+            return self._resolve(self._on_worker_message(sender, message, now), now)
+        assert isinstance(sender, Encoder)
+        return self._resolve(self._on_encoder_message(sender, message, now), now)
 
     def requests_of(self, message: WorkerMessage | list[Tokens]) -> list[str]:
         """Return the requests that a message is about, by their ids inside the router."""
         match message:
-            case PrefillDone() | RequestFailed():
+            case PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
                 return self.flows.find_requests([message.request_id])
             case list():
                 return self.flows.find_requests([item.request_id for item in message])
@@ -124,48 +133,60 @@ class RouterMachine:
 
     def greet_all(self) -> list[Action]:
         """Say something harmless to every worker: a connection that is gone shows when a message cannot be sent."""
-        return [Transmit(worker.peer, self.cluster.welcome) for worker in self.cluster.workers]
+        return [Transmit(worker.peer, self.cluster.welcome) for worker in self.cluster.members]
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now: float) -> list[Action]:
         """Start a request. Raises the RequestError that refuses it."""
-        return self._resolve(self.flows.submit(submission, now))
+        late = self.queues.too_late(self.cluster.workers, submission.budget_s(self._request_timeout_s), now)
+        return self._resolve(self.flows.submit(submission, now, late), now)
 
     def abort(self, request_id: str, reason: str, now: float) -> list[Action]:
         """End a request in whatever phase it is."""
-        return self._resolve(self.flows.abort(request_id, reason, now))
+        return self._resolve(self.flows.abort(request_id, reason, now), now)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
         """End a request that this router cannot go on with."""
-        return self._resolve(self.flows.fail(request_id, error, now))
+        return self._resolve(self.flows.fail(request_id, error, now), now)
 
     def fail_try(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
         """End a request whose message cannot be sent to any worker."""
-        return self._resolve(self.flows.fail_try(wire_id, error, now))
+        return self._resolve(self.flows.fail_try(wire_id, error, now), now)
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """Note that a choice ended by its text."""
-        return self._resolve(self.flows.finish_choice(request_id, index, now))
+        return self._resolve(self.flows.finish_choice(request_id, index, now), now)
 
     def on_timer(self, now: float) -> list[Action]:
         """Do what is due: dead workers, deadlines, renewals. Call it several times per heartbeat."""
-        return self._after(self.cluster.on_timer(now), now) + self._resolve(self.flows.on_timer(now))
+        return self._after(self.cluster.on_timer(now), now) + self._resolve(self.flows.on_timer(now), now)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _on_request_message(
-        self, sender: Worker, message: PrefillDone | RequestFailed | Rejected | list[Tokens], now: float
-    ) -> list[FlowAction]:
+    def _on_worker_message(self, sender: Worker, message: _RequestMessage, now: float) -> list[FlowAction]:
         match message:
             case PrefillDone():
+                self.queues.on_first_token(message.request_id, now)
                 return self.flows.on_prefill_done(sender, message, now)
             case RequestFailed():
+                self.queues.drop(message.request_id, now)
                 return self.flows.on_request_failed(sender, message, now)
-            case Rejected():
-                return self.flows.on_rejected(sender, message.error, now)
-            case _:
+            case list():
+                for item in message if sender.role == "aggregated" else ():
+                    self.queues.on_first_token(item.request_id, now)
                 return self.flows.on_tokens(sender, message, now)
+            case _:
+                return []  # it embeds nothing for others
+
+    def _on_encoder_message(self, sender: Encoder, message: _RequestMessage, now: float) -> list[FlowAction]:
+        match message:
+            case EncodeDone():
+                return self.flows.on_encode_done(sender, message, now)
+            case EncodeFailed() | RequestFailed():
+                return self.flows.on_encode_failed(sender, message, now)
+            case _:
+                return []  # it generates nothing
 
     def _after(self, actions: Sequence[ClusterAction], now: float) -> list[Action]:
         """Let the flows see who came and left before anyone acts on it."""
@@ -176,20 +197,22 @@ class RouterMachine:
                 continue
             result.append(action)
             if isinstance(action, Left):
-                result += self._resolve(self.flows.on_left(action, now))
+                self.queues.forget(action.worker.key)
+                result += self._resolve(self.flows.on_left(action, now), now)
         if any(isinstance(action, Joined) for action in actions):
-            result += self._resolve(self.flows.place_waiting(now))
+            result += self._resolve(self.flows.place_waiting(now), now)
         return result
 
-    def _resolve(self, actions: Sequence[FlowAction]) -> list[Action]:
+    def _resolve(self, actions: Sequence[FlowAction], now: float) -> list[Action]:
         """Replace worker names by their connections; what would go to a worker that has left is dropped."""
         result: list[Action] = []
         for action in actions:
             if not isinstance(action, Send):
                 result.append(action)
                 continue
-            worker = self.cluster.get(action.worker)
+            worker = self.cluster.member(action.worker)
             if worker is not None:
+                self.queues.on_sent(action.worker, action.message, now)
                 result.append(Transmit(worker.peer, action.message))
         return result
 

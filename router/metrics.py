@@ -53,6 +53,12 @@ class RouterMetrics:
             ["kind", "outcome"],
             registry=registry,
         )
+        self._encodes = Counter(
+            f"{PREFIX}image_encodes",
+            "Images given to encode workers by what became of it: done, cached there, or why not.",
+            ["outcome"],
+            registry=registry,
+        )
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
         self._success = Counter(
@@ -102,6 +108,11 @@ class RouterMetrics:
         self._second_token_s.observe(timing.total_ms / 1e3)
         _observe_parts(self._second_token_part_s, timing)
         self._handovers.labels(fallback_reason or "loaded").inc()
+
+    def count_encodes(self, outcome: str, num_images: int, num_cached: int) -> None:
+        """Count the images of one encode leg; ``num_cached`` of them had been embedded before."""
+        self._encodes.labels("cached").inc(num_cached)
+        self._encodes.labels(outcome).inc(num_images - num_cached)
 
     def count_retry(self, kind: str, code: str) -> None:
         """Count a worker's failure after which a request went on."""

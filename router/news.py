@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs
 from core.wire.sampling import SamplingParams
 from router.accounting import FirstTokenTiming, HandoverReport
@@ -14,7 +15,10 @@ from router.accounting import FirstTokenTiming, HandoverReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What a client wants, in token ids."""
+    """What a client wants, in token ids.
+
+    ``media`` are the files of its images by ``MMFeature.media_index``; ``media_places`` says where the client named each.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -23,11 +27,19 @@ class Submission:
     priority: int = 0
     cache_salt: str = ""
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' own
+    timeout_s: float | None = None  # the client's; None, or one beyond the router's own = the router's
+    mm_features: tuple[MMFeature, ...] = ()
+    media: tuple[bytes, ...] = ()
+    media_places: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """What a choice may grow to, prompt included."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    def budget_s(self, limit_s: float) -> float:
+        """How long it may take, where a request may take ``limit_s`` at most."""
+        return limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

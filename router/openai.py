@@ -24,10 +24,10 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", 
 
 
 class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
-    """Where an image lies: a ``data:`` URL, or an http(s) one. ``detail`` is for models with several sizes: "auto" or nothing."""
+    """Where an image lies: a ``data:`` URL, or an http(s) one. Of ``detail`` only "auto" is known."""
 
     url: str
-    detail: str | None = None
+    detail: Literal["auto"] | None = None
 
 
 class ImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):

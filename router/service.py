@@ -23,8 +23,8 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.cluster import Joined, Left, Worker, WorkerKey
-from router.flow import Deliver, Ended, Flow, Phase, Retried
+from router.cluster import Joined, Left, Member, WorkerKey
+from router.flow import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
 from router.metrics import RouterMetrics
 from router.news import Submission, Update
@@ -37,7 +37,7 @@ _FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 STRANGER_WARNING_INTERVAL_S = 60.0
 RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
-_ROLES = ("prefill", "decode", "aggregated")
+_ROLES = ("encode", "prefill", "decode", "aggregated")
 
 
 class Generation:
@@ -102,6 +102,7 @@ class RouterService:
             max_requests=config.max_requests,
             max_retries=config.max_retries,
             worker_wait_s=config.worker_wait_s,
+            encode_timeout_s=config.images.encode_timeout_s,
         )
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
@@ -329,6 +330,8 @@ class RouterService:
                     queue += self._transmit(action)
                 case Deliver():
                     self._deliver(action)
+                case EncodeEnded():
+                    self._metrics.count_encodes(action.outcome, action.num_images, action.num_cached)
                 case Retried():
                     self._on_retried(action)
                 case Ended():
@@ -429,7 +432,7 @@ class RouterService:
             )
         )
 
-    def _on_joined(self, worker: Worker) -> None:
+    def _on_joined(self, worker: Member) -> None:
         logger.info(
             event("worker_joined", role=worker.role, engine_id=worker.key.engine_id, incarnation=f"{worker.key.incarnation:x}")
         )
@@ -459,7 +462,7 @@ class RouterService:
         flows, cluster = self.machine.flows, self.machine.cluster
 
         def count_role(role: str) -> Callable[[], float]:
-            return lambda: sum(worker.role == role for worker in cluster.workers)
+            return lambda: sum(member.role == role for member in cluster.members)
 
         self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(flows))
         self._metrics.watch_each(
@@ -476,6 +479,6 @@ class RouterService:
         )
         self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
         self._metrics.watch(
-            "workers_draining", "Workers that take no new requests.", lambda: sum(w.is_draining for w in cluster.workers)
+            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_draining for m in cluster.members)
         )
         self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)

@@ -228,10 +228,9 @@ def handed_over(*names: str, n: int = 3) -> Cluster:
     """Return a cluster whose r1 has its first tokens; the decode worker has not read its message yet."""
     cluster = Cluster(*names)
     cluster.submit(n=n)
-    cluster.deliver()
-    cluster.step("p0")
-    cluster.deliver()
-    cluster.step("p0")
+    for _ in range(3):  # the choice that computes the prompt, those that find it, the one that keeps the blocks
+        cluster.deliver()
+        cluster.step("p0")
     cluster.to_router("p0")
     assert len(cluster.output["r1", 0]) == 1
     return cluster

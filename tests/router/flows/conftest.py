@@ -16,11 +16,12 @@ from core.wire.messages import (
     PrefillChoice,
     PrefillDone,
     Register,
+    RegisterEncoder,
     RequestFailed,
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from router.flow import Deliver, Ended, Retried
+from router.flow import Deliver, EncodeEnded, Ended, Retried
 from router.machine import RouterLimits, RouterMachine, Transmit
 from router.news import Submission
 
@@ -45,6 +46,7 @@ class Bench:
         self.sent: list[tuple[str, object]] = []
         self.updates: dict[str, list] = {}
         self.retries: list[Retried] = []
+        self.encodes: list[tuple[str, str, int]] = []
         self.ended: dict[str, Ended] = {}
         for name in workers:
             self.join(name)
@@ -66,6 +68,13 @@ class Bench:
         )
         self.receive(name, msgspec.structs.replace(register, **facts))
 
+    def join_encoder(self, name: str, **facts) -> None:
+        """Let an encode worker in whose embeddings the other workers can load."""
+        register = RegisterEncoder(
+            engine_id=name, incarnation=1, model="tiny", model_fingerprint=b"w", ec_connector="shared", max_num_images=4
+        )
+        self.receive(name, msgspec.structs.replace(register, **facts))
+
     def leave(self, name: str) -> None:
         """Let a worker go; to the requests it is no matter whether it said so."""
         self.receive(name, Goodbye(engine_id=name, incarnation=1))
@@ -75,7 +84,7 @@ class Bench:
 
     def tick(self, now: float) -> None:
         self.now = now
-        for worker in list(self.machine.cluster.workers):
+        for worker in list(self.machine.cluster.members):
             self.receive(worker.peer.decode(), Heartbeat(engine_id=worker.key.engine_id, incarnation=worker.key.incarnation))
         self.do(self.machine.on_timer(now))
 
@@ -131,6 +140,9 @@ class Bench:
                 case Deliver(request_id, update):
                     assert request_id not in self.ended, "news after the end"
                     self.updates.setdefault(request_id, []).append(update)
+                case EncodeEnded():
+                    assert action.request_id not in self.ended, "images after the end"
+                    self.encodes.append((action.worker.engine_id, action.outcome, action.num_images))
                 case Retried():
                     assert action.request_id not in self.ended, "a retry after the end"
                     self.retries.append(action)
@@ -157,7 +169,7 @@ class Bench:
 
     def assert_idle(self) -> None:
         assert len(self.machine.flows) == 0
-        assert [worker.num_inflight for worker in self.machine.cluster.workers if worker.num_inflight] == []
+        assert [member.num_inflight for member in self.machine.cluster.members if member.num_inflight] == []
 
 
 @pytest.fixture

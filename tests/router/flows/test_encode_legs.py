@@ -1,0 +1,276 @@
+"""Images go to encode workers first, and no failure there keeps a request from its prefill worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import EngineDead, InvalidRequest, Overloaded
+from core.wire.media import ECSeal, ECSource, MMFeature
+from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
+from router.flow import Phase
+
+CAT, DOG, FOX = (bytes([number]) * 16 for number in (1, 2, 3))
+FILES = {CAT: b"cat", DOG: b"dog", FOX: b"fox"}
+
+
+def source(identifier: bytes, engine_id: str = "e0") -> ECSource:
+    seal = ECSeal(identifier=identifier, num_embeds=2, hidden_size=4, dtype="float32", digest=7)
+    return ECSource(seal=seal, connector="shared", engine_id=engine_id, incarnation=1, lease_ms=1000)
+
+
+@pytest.fixture
+def bench(make_bench):
+    found = make_bench(encode_timeout_s=8.0, max_requests=9)
+    for name in ("p0", "d0"):
+        found.join(name, ec_connector="shared", host_id="here")
+    found.join_encoder("e0")
+    return found
+
+
+def submit(bench, *images: bytes, request_id: str = "r1") -> None:
+    features = tuple(
+        MMFeature(identifier=image, offset=2 * index, length=2, num_embeds=2, media_index=index)
+        for index, image in enumerate(images)
+    )
+    submission = bench.submission(
+        request_id,
+        prompt=20,
+        mm_features=features,
+        media=tuple(FILES[image] for image in images),
+        media_places=tuple(f"messages[0].content[{index}]" for index in range(len(images))),
+    )
+    bench.do(bench.machine.submit(submission, bench.now))
+
+
+def asked(bench, name: str = "e0") -> EncodeRequest:
+    return bench.to(name, EncodeRequest)[-1]
+
+
+def done(bench, *images: bytes, name: str = "e0", request_id: str = "r1") -> None:
+    bench.receive(name, EncodeDone(request_id=request_id, ec_sources=tuple(source(image, name) for image in images)))
+
+
+def answer(bench, request_id: str = "r1") -> None:
+    bench.prefill_done(request_id)
+    bench.tokens(1, 51, 52, request_id=request_id, finish_reason="stop")
+
+
+def test_embeddings_are_made_first_and_named_to_both_legs(bench):
+    submit(bench, CAT, DOG)
+    message = asked(bench)
+    assert [feature.identifier for feature in message.mm_features] == [CAT, DOG]
+    assert message.media == (b"cat", b"dog")
+    assert not bench.to("p0", Generate)
+    assert bench.machine.flows.count(Phase.ENCODE) == 1
+    done(bench, CAT, DOG)
+    bench.prefill_done()
+    for name in ("p0", "d0"):
+        generate = bench.generated(name)
+        assert [found.seal.identifier for found in generate.ec_sources] == [CAT, DOG]
+        assert generate.media == (b"cat", b"dog")
+        assert len(generate.mm_features) == 2
+    bench.tokens(1, 51, finish_reason="stop")
+    assert bench.encodes == [("e0", "done", 2)]
+    bench.assert_idle()
+
+
+def test_a_prompt_without_images_does_not_wait_for_an_encode_worker(bench):
+    bench.submit()
+    assert bench.generated("p0")
+    assert not bench.to("e0", EncodeRequest)
+
+
+def test_one_image_named_twice_is_asked_for_once(bench):
+    submit(bench, CAT, CAT)
+    assert len(asked(bench).mm_features) == 1
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"ec_connector": "p2p"}, {"model_fingerprint": b"another"}, {"max_num_images": 0}],
+    ids=["connector", "model", "full"],
+)
+def test_images_go_straight_to_the_prompt_if_no_encode_worker_fits(make_bench, facts):
+    bench = make_bench()
+    for name in ("p0", "d0"):
+        bench.join(name, ec_connector="shared")
+    bench.join_encoder("e0", **facts)
+    submit(bench, CAT)
+    assert not bench.to("e0", EncodeRequest)
+    assert bench.generated("p0").media == (b"cat",)
+    assert not bench.generated("p0").ec_sources
+
+
+def test_images_go_straight_to_an_aggregated_worker_that_loads_no_embeddings(make_bench):
+    bench = make_bench("a0")
+    bench.join_encoder("e0")
+    submit(bench, CAT)
+    assert bench.generated("a0").media == (b"cat",)
+
+
+def test_an_aggregated_worker_gets_embeddings_too(make_bench):
+    bench = make_bench()
+    bench.join("a0", ec_connector="shared")
+    bench.join_encoder("e0")
+    submit(bench, CAT)
+    done(bench, CAT)
+    assert len(bench.generated("a0").ec_sources) == 1
+    bench.tokens(0, 51, peer="a0", finish_reason="stop")
+    bench.assert_idle()
+
+
+def test_an_image_goes_back_to_the_worker_that_has_embedded_it(bench):
+    bench.join_encoder("e1")
+    submit(bench, CAT)
+    done(bench, CAT)
+    answer(bench)
+    for number in range(2, 5):
+        submit(bench, CAT, request_id=f"r{number}")
+        done(bench, CAT, request_id=f"r{number}")
+        answer(bench, f"r{number}")
+    assert len(bench.to("e0", EncodeRequest)) == 4
+    assert not bench.to("e1", EncodeRequest)
+
+
+def test_new_images_are_divided_among_encode_workers(bench):
+    bench.join_encoder("e1")
+    submit(bench, CAT, DOG)
+    assert [len(asked(bench, name).mm_features) for name in ("e0", "e1")] == [1, 1]
+    assert asked(bench, "e1").media == (b"", b"dog")
+    done(bench, CAT, name="e0")
+    assert not bench.to("p0", Generate)
+    done(bench, DOG, name="e1")
+    assert [found.engine_id for found in bench.generated("p0").ec_sources] == ["e0", "e1"]
+
+
+def test_the_encode_worker_on_the_readers_host_is_preferred(bench):
+    bench.join_encoder("e1", host_id="here")
+    submit(bench, CAT, DOG)
+    assert len(asked(bench, "e1").mm_features) == 2
+
+
+@pytest.mark.parametrize("error", [EngineDead("it died"), Overloaded("no room")])
+def test_a_failure_of_the_encode_worker_leaves_the_image_to_the_prompt(bench, error):
+    submit(bench, CAT)
+    bench.receive("e0", EncodeFailed(request_id="r1", error=ErrorInfo.of(error)))
+    assert bench.generated("p0").media == (b"cat",)
+    answer(bench)
+    assert bench.error() is None
+    submit(bench, CAT, request_id="r2")
+    assert bench.generated("p0").request_id == "r2", "it takes no more for now"
+
+
+def test_an_encode_worker_that_ends_a_request_in_the_words_of_the_others_is_understood(bench):
+    submit(bench, CAT)
+    bench.receive("e0", RequestFailed(request_id="r1", error=ErrorInfo.of(InvalidRequest("it is draining"))))
+    assert bench.generated("p0").media == (b"cat",)
+
+
+def test_what_an_encode_worker_cannot_read_as_a_message_is_not_waited_for(bench):
+    submit(bench, CAT)
+    bench.receive("e0", Rejected(error=ErrorInfo(code="protocol_error", message="what?")))
+    assert bench.generated("p0").media == (b"cat",)
+
+
+def test_a_lost_encode_worker_is_not_waited_for(bench):
+    submit(bench, CAT)
+    bench.leave("e0")
+    assert bench.generated("p0").media == (b"cat",)
+    assert bench.encodes == [("e0", "peer_lost", 1)]
+    answer(bench)
+    bench.assert_idle()
+
+
+def test_a_silent_encode_worker_is_waited_for_until_the_limit_and_told_to_stop(bench):
+    submit(bench, CAT)
+    bench.tick(7.9)
+    assert not bench.to("p0", Generate)
+    bench.tick(8.0)
+    assert bench.generated("p0").media == (b"cat",)
+    assert [abort.request_ids for abort in bench.to("e0", Abort)] == [("r1",)]
+    done(bench, CAT)
+    assert len(bench.to("p0", Generate)) == 1
+    answer(bench)
+    bench.assert_idle()
+
+
+def test_part_of_the_embeddings_is_better_than_none(bench):
+    bench.join_encoder("e1")
+    submit(bench, CAT, DOG)
+    done(bench, CAT)
+    bench.leave("e1")
+    assert [found.seal.identifier for found in bench.generated("p0").ec_sources] == [CAT]
+
+
+def test_a_bad_image_ends_the_request_and_is_named_as_the_client_did(bench):
+    bench.join_encoder("e1")
+    submit(bench, CAT, DOG)
+    failed = EncodeFailed(request_id="r1", error=ErrorInfo.of(InvalidRequest("it is cut off")), media_index=1)
+    bench.receive("e1", failed)
+    error = bench.error()
+    assert (error.code, error.http_status, error.param) == ("invalid_request", 400, "messages[0].content[1]")
+    assert error.message.endswith("it is cut off")
+    assert bench.to("e0", Abort)
+    assert not bench.to("p0", Generate)
+    bench.assert_idle()
+
+
+def test_an_abort_reaches_the_encode_workers(bench):
+    submit(bench, CAT)
+    bench.do(bench.machine.abort("r1", "client", 0.0))
+    assert [abort.request_ids for abort in bench.to("e0", Abort)] == [("r1",)]
+    assert not bench.to("p0", Abort)
+    bench.assert_idle()
+
+
+def test_a_request_whose_deadline_is_near_does_not_wait_for_longer(make_bench):
+    bench = make_bench(request_timeout_s=3.0, encode_timeout_s=8.0)
+    bench.join("a0", ec_connector="shared")
+    bench.join_encoder("e0")
+    submit(bench, CAT)
+    assert asked(bench).deadline_ms == 3000
+    bench.tick(3.0)
+    assert bench.error().code == "deadline_exceeded"
+    assert bench.to("e0", Abort)
+    bench.assert_idle()
+
+
+def test_a_prefill_worker_lost_meanwhile_is_replaced(bench):
+    submit(bench, CAT)
+    bench.join("p1", ec_connector="shared", host_id="here")
+    bench.leave("p0")
+    done(bench, CAT)
+    assert bench.generated("p1").ec_sources
+    bench.prefill_done(peer="p1")
+    bench.tokens(1, 51, finish_reason="stop")
+    bench.assert_idle()
+
+
+def test_with_no_prefill_worker_left_the_client_is_told(bench):
+    submit(bench, CAT)
+    bench.leave("p0")
+    done(bench, CAT)
+    assert bench.error().code == "no_worker"
+    bench.assert_idle()
+
+
+def test_a_second_try_uses_the_embeddings_of_the_first(bench):
+    bench.join("p1", ec_connector="shared", host_id="here")
+    submit(bench, CAT)
+    done(bench, CAT)
+    bench.leave("p0")
+    assert bench.generated("p1").request_id == "r1.2"
+    assert bench.generated("p1").ec_sources
+    assert len(bench.to("e0", EncodeRequest)) == 1
+
+
+def test_embeddings_that_nobody_asked_for_are_not_passed_on(bench):
+    submit(bench, CAT)
+    done(bench, CAT, FOX)
+    assert [found.seal.identifier for found in bench.generated("p0").ec_sources] == [CAT]
+
+
+def test_encode_workers_alone_make_no_route(make_bench):
+    bench = make_bench()
+    bench.join_encoder("e0")
+    assert bench.machine.not_ready_reason == "no worker has registered"
