@@ -171,6 +171,18 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
         return self.connectors if self.name == MULTI_CONNECTOR else (self.name,)
 
 
+class ECConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How embeddings of images leave and enter a worker."""
+
+    name: Literal["none", "shared", "p2p"] = "none"  # none: every worker computes its own
+    transports: tuple[str, ...] = ("shm", "tcp")  # of "p2p", in order of preference
+    memory_bytes: Positive = 256 << 20  # host memory for embeddings that are held for readers, have been fetched, or are stored
+    transfer_deadline_s: Seconds = 10.0  # for all embeddings of a request; then they are computed where they are needed
+    handshake_timeout_s: Seconds = 5.0
+    lease_s: Seconds = 60.0  # how long an encode worker holds embeddings for a reader that does not renew
+    kvstore_address: str = ""  # of the store of "shared"; empty = kvstore.address
+
+
 class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A store of KV blocks beyond the workers' pools: a process of its own (``kvferry kvstore``), or a part of each worker."""
 
@@ -284,6 +296,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerSection = SchedulerSection()
     worker: WorkerSection = WorkerSection()
     connector: ConnectorSection = ConnectorSection()
+    ec_connector: ECConnectorSection = ECConnectorSection()
     kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # reads the environment when it is made, as
     router: RouterSection = msgspec.field(default_factory=RouterSection)  # this does
     encode: EncodeSection = EncodeSection()
@@ -317,7 +330,8 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         _check_order("router.max_body_bytes", router.max_body_bytes, "<=", "router.max_upload_bytes", router.max_upload_bytes)
         _check_connectors(connector)
-        _check_transports(connector)
+        _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
+        _check_ec_connector(self.ec_connector, has_store=bool(self.kvstore.address) or self.local.kvstore)
         _check_lmcache(connector.lmcache)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
@@ -362,13 +376,22 @@ def _check_connectors(connector: ConnectorSection) -> None:
         raise ConfigError(f"{path}: 'multi' cannot be one of its own parts", param=path)
 
 
-def _check_transports(connector: ConnectorSection) -> None:
+def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> None:
     """Refuse transports that connector p2p does not have; another connector gives the setting its own meaning."""
-    unknown = [name for name in connector.transports if name not in P2P_TRANSPORTS]
-    if "p2p" in connector.names and unknown:
+    unknown = [name for name in transports if name not in P2P_TRANSPORTS]
+    if is_p2p and unknown:
+        raise ConfigError(f"{path}: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}", param=path)
+
+
+def _check_ec_connector(ec_connector: ECConnectorSection, *, has_store: bool) -> None:
+    """Refuse a way of embeddings that leads nowhere."""
+    _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
+    if ec_connector.kvstore_address:
+        _check_address("ec_connector.kvstore_address", ec_connector.kvstore_address, lowest_port=1)
+    elif ec_connector.name == "shared" and not has_store:
         raise ConfigError(
-            f"connector.transports: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}",
-            param="connector.transports",
+            "ec_connector.name = shared needs a store that workers share: set kvstore.address, or ec_connector.kvstore_address",
+            param="ec_connector.kvstore_address",
         )
 
 
