@@ -37,7 +37,7 @@ from connectors.store.shared import store_connector
 from connectors.tier.bundle import TierConnector
 from connectors.tier.jobs import LoadJob, SaveItem, TierConnectorMetadata
 from connectors.tier.mover import TierMover
-from connectors.tier.pool_access import HostPoolAccess
+from connectors.pool_access import HostPoolAccess
 from core.clock import SystemClock
 from core.config import KVFerryConfig, KVStoreSection, load_config
 from core.digest import BlockDigester

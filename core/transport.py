@@ -13,13 +13,13 @@ Every implementation passes ``core.testing.transport_suite``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import zmq
 
-from core.connector import KVPoolRegion
+from core.connector import BlockCopier, KVPoolRegion
 from core.errors import KVFerryError, LayoutMismatch
 from core.kv.seals import SEAL_BYTES, SealTable
 
@@ -40,6 +40,7 @@ class RowRegion:
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file that
     holds the region from its first byte, None if there is none. The owner of the memory keeps it mapped while registered.
+    ``new_copier`` returns what copies rows of device memory to and from host memory, for one thread; None for host memory.
     """
 
     base_address: int
@@ -48,6 +49,7 @@ class RowRegion:
     buffer: memoryview | None = None
     memory_fd: int | None = None
     device: str = "cpu"
+    new_copier: Callable[[], BlockCopier] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -56,13 +58,20 @@ class RowRegion:
 
     def cut(self, row_bytes: int) -> RowRegion:
         """Return the same memory in rows of another size; what is left over at its end is in none."""
-        num_rows = self.num_bytes // row_bytes
-        return RowRegion(self.base_address, num_rows, row_bytes, self.buffer, self.memory_fd, self.device)
+        return replace(self, num_rows=self.num_bytes // row_bytes, row_bytes=row_bytes)
 
     @classmethod
     def of_pool(cls, pool: KVPoolRegion) -> RowRegion:
         """Return the region of a KV pool: one row per block."""
-        return cls(pool.base_address, pool.num_blocks, pool.block_bytes, pool.buffer, pool.memory_fd, pool.device)
+        return cls(
+            pool.base_address,
+            pool.num_blocks,
+            pool.block_bytes,
+            pool.buffer,
+            pool.memory_fd,
+            pool.device,
+            pool.new_copier,
+        )
 
     @classmethod
     def of_seals(cls, seals: SealTable) -> RowRegion:
@@ -123,6 +132,7 @@ class Transport(ABC):
         """Receive this process's regions, once, and memory for the blocks of peers whose blocks have another size.
 
         Raises:
+            ConfigError: this transport is not for such memory, wherever it runs; the message says which one is.
             ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
         """
 

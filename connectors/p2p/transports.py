@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from connectors.p2p.transport.nixl import NixlTransport
@@ -73,26 +74,32 @@ def open_transports(
     ``staging`` is where blocks of another size land, for a worker that reads.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a transport that is not for such memory.
         ConnectorUnavailable: none works; the message says why for each.
     """
     found = TransportSet()
-    for name in names:
-        transport = create(name, settings)
-        try:
-            reason = transport.unavailable_reason()
-            if reason is not None:
-                raise ConnectorUnavailable(reason)
-            transport.register(regions, staging)
-            if is_producer:
-                found.offers[name] = transport.describe()
-        except ConnectorUnavailable as error:
-            transport.close()
-            found.skipped[name] = error.message
-            _log.warning(event("kv_transport_skipped", transport=name, reason=error.message))
-            continue
-        found.transports[name] = transport
+    with ExitStack() as on_failure:
+        for name in names:
+            transport = create(name, settings)
+            on_failure.callback(transport.close)
+            try:
+                _register(transport, regions, staging)
+                found.offers |= {name: transport.describe()} if is_producer else {}
+            except ConnectorUnavailable as error:
+                transport.close()
+                found.skipped[name] = error.message
+                _log.warning(event("kv_transport_skipped", transport=name, reason=error.message))
+                continue
+            found.transports[name] = transport
+        on_failure.pop_all()
     if not found.transports:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.skipped.items()) or "none is configured"
         raise ConnectorUnavailable(f"no KV transport works here: {reasons}")
     return found
+
+
+def _register(transport: Transport, regions: Sequence[RowRegion], staging: RowRegion | None) -> None:
+    reason = transport.unavailable_reason()
+    if reason is not None:
+        raise ConnectorUnavailable(reason)
+    transport.register(regions, staging)

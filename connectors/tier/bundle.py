@@ -9,11 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from connectors.pool_access import open_pool
 from connectors.registry import Connector, ConnectorContext
 from connectors.tier.jobs import TierConnectorMetadata
 from connectors.tier.metrics import publish_tier
 from connectors.tier.mover import TierMover
-from connectors.tier.pool_access import open_pool
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
 from connectors.tier.worker import TierConnectorWorker

@@ -22,9 +22,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from connectors.pool_access import PoolAccess
 from connectors.reporting import LoadEnded
 from connectors.tier.jobs import LoadJob, Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
-from connectors.tier.pool_access import PoolAccess
 from core.clock import Clock
 from core.digest import BlockDigester
 from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout

@@ -32,7 +32,7 @@ from connectors.p2p.transport.base import (
     landing_of,
     region_at,
 )
-from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
@@ -118,7 +118,11 @@ class ShmTransport(Transport):
         """Take host memory; only a region with a memory file can be read by others."""
         for region in regions:
             if region.buffer is None:
-                raise ConnectorUnavailable(f"shm transport: memory on {region.device} is no host memory")
+                raise ConfigError(
+                    f"connector.transports: shm maps host memory, and this worker's KV pool is on {region.device}: "
+                    "use nixl, which reads device memory, or tcp, which copies it through host memory (nixl,tcp tries both)",
+                    param="connector.transports",
+                )
         self._regions = tuple(regions)
         self._staging = staging
 

@@ -2,9 +2,9 @@
 
 The owner binds a ROUTER socket and answers chunk requests; it keeps no state per reader. The reader opens one DEALER per
 peer, keeps a window of requests in flight and receives every frame straight into its row. The owner sends frames that point
-into its pool (no copy in this process). Short rows, the seals, are packed: all rows of a chunk in one frame, since a frame
-costs more than copying them. A connection is never re-established: one DEALER lives as long as its peer's
-incarnation, so closing it is an exact fence.
+into its pool (no copy in this process); a pool on a device is copied through pinned memory on either side. Short rows, the
+seals, are packed: all rows of a chunk in one frame, since a frame costs more than copying them. A connection is never
+re-established: one DEALER lives as long as its peer's incarnation, so closing it is an exact fence.
 
 Both ends check everything: rows are bounds-checked by the owner, frame sizes by the reader, and a request names the
 incarnation's token, so that a process that took over the address answers nothing from its own pool.
@@ -21,6 +21,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from connectors.p2p.transport.base import RowShape, check_read, check_rows, decode_metadata, landing_of, region_at, shapes_of
+from connectors.p2p.transport.frames import (
+    MAX_CHUNK_ROWS,
+    MAX_PACKED_ROW_BYTES,
+    access_to,
+    content_of,
+    discard_frames,
+    max_frame_bytes,
+    take_rows,
+)
+from connectors.pool_access import PoolAccess
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
@@ -31,8 +41,6 @@ from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, 
 FORMAT_VERSION = 2
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
-MAX_CHUNK_ROWS = 1024
-MAX_PACKED_ROW_BYTES = 1024  # longer rows get a frame each
 MAX_REQUEST_BYTES = 64 << 10
 MAX_HEADER_BYTES = 4 << 10
 REQUESTS_PER_POLL = 16
@@ -100,6 +108,7 @@ class _Peer:
     token: int
     shapes: tuple[RowShape, ...]
     landing: tuple[RowRegion, ...]  # where its rows go
+    access: tuple[PoolAccess, ...]  # and how
     waiting: deque[_Chunk] = field(default_factory=deque)
     in_flight: dict[int, _Chunk] = field(default_factory=dict)
     in_flight_bytes: int = 0
@@ -123,6 +132,7 @@ class TcpTransport(Transport):
         self._advertise_host = advertise_host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._regions: tuple[RowRegion, ...] = ()
+        self._access: tuple[PoolAccess, ...] = ()
         self._staging: RowRegion | None = None
         self._server: zmq.Socket[bytes] | None = None
         self._token = 0
@@ -141,10 +151,8 @@ class TcpTransport(Transport):
         return None
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
-        """Take host memory."""
-        for region in regions:
-            if region.buffer is None:
-                raise ConnectorUnavailable(f"tcp transport: memory on {region.device} is no host memory")
+        """Take host memory, and device memory that can be copied."""
+        self._access = tuple(map(access_to, regions))
         self._regions = tuple(regions)
         self._staging = staging
 
@@ -167,7 +175,7 @@ class TcpTransport(Transport):
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
         socket.rcvbuf = SOCKET_BUFFER_BYTES
-        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(_max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
+        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
         secure_client(socket, self._keys)
         monitor = socket.get_monitor_socket(_LOST_EVENTS)
         try:
@@ -175,7 +183,11 @@ class TcpTransport(Transport):
         except (zmq.ZMQError, ValueError) as error:
             _close_connection(socket, monitor)
             raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
-        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes, landing)
+        access = tuple(
+            ours if region is mine else access_to(region)
+            for region, mine, ours in zip(landing, self._regions, self._access, strict=True)
+        )
+        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes, landing, access)
 
     def num_rows(self, peer: PeerId) -> int | None:
         """Return what it says of its pool."""
@@ -306,7 +318,7 @@ class TcpTransport(Transport):
             self.num_bad_requests += 1  # the reader is gone, or takes nothing: its deadline ends the read
 
     def _rows_of(self, request: ChunkRequest) -> Sequence[memoryview | bytes]:
-        """Return views into the pool, one per row, or a copy of all rows if they are short."""
+        """Return what is sent of these rows: a frame for each, or one for all if they are short."""
         if request.version != FORMAT_VERSION:
             raise ProtocolError(f"format {request.version} of data requests is not spoken here, only {FORMAT_VERSION}")
         if request.token != self._token:
@@ -315,9 +327,8 @@ class TcpTransport(Transport):
             raise ProtocolError(f"a chunk of {len(request.rows)} rows exceeds the cap of {MAX_CHUNK_ROWS}")
         region = region_at(self._regions, request.region)
         check_rows(request.rows, region.num_rows, "requested")
-        size, buffer = region.row_bytes, _bytes_of(region)
-        rows = [buffer[row * size : (row + 1) * size] for row in request.rows]
-        return [b"".join(rows)] if size <= MAX_PACKED_ROW_BYTES else rows
+        rows = content_of(self._access[request.region], request.rows)
+        return [b"".join(rows)] if region.row_bytes <= MAX_PACKED_ROW_BYTES else rows
 
     # ---- reader ----------------------------------------------------------------------------------------------------
 
@@ -354,19 +365,19 @@ class TcpTransport(Transport):
             header = self._header_decoder.decode(header_frame)
             chunk = peer.in_flight.pop(header.chunk_id)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError, KeyError):
-            _discard_frames(peer.socket)
+            discard_frames(peer.socket)
             return
         peer.in_flight_bytes -= chunk.num_bytes
         read = self._reads.get(chunk.handle)
         if read is None:  # cancelled, or failed by an earlier chunk
-            _discard_frames(peer.socket)
+            discard_frames(peer.socket)
             return
         try:
             if header.refusal:
                 raise ProtocolError(f"{read.peer_id.address} refused a read: {header.refusal}")
-            _take_chunk(peer.socket, chunk, peer.landing[chunk.region])
+            take_rows(peer.socket, chunk.local_rows, peer.landing[chunk.region].row_bytes, peer.access[chunk.region])
         except ProtocolError as error:
-            _discard_frames(peer.socket)
+            discard_frames(peer.socket)
             peer.waiting = deque(other for other in peer.waiting if other.handle != chunk.handle)
             self._end(chunk.handle, error)
             return
@@ -388,58 +399,12 @@ class TcpTransport(Transport):
         self._ended.append(ReadResult(handle, error))
 
 
-def _bytes_of(region: RowRegion) -> memoryview:
-    assert region.buffer is not None, "register takes no other"
-    return region.buffer.cast("B") if region.buffer.format != "B" else region.buffer
-
-
-def _take_chunk(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
-    """Receive the rows of a chunk into their places."""
-    if target.row_bytes <= MAX_PACKED_ROW_BYTES:
-        _take_packed_rows(socket, chunk, target)
-    else:
-        _take_rows(socket, chunk, target)
-    if socket.rcvmore:
-        raise ProtocolError("an answer holds more frames than requested")
-
-
-def _take_rows(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
-    size, buffer = target.row_bytes, _bytes_of(target)
-    for row in chunk.local_rows:
-        if not socket.rcvmore:
-            raise ProtocolError("an answer holds fewer rows than requested")
-        num_bytes = socket.recv_into(buffer[row * size : (row + 1) * size], flags=zmq.NOBLOCK)
-        if num_bytes != size:
-            raise ProtocolError(f"a row of {size} bytes came as a frame of {num_bytes} bytes")
-
-
-def _take_packed_rows(socket: zmq.Socket[bytes], chunk: _Chunk, target: RowRegion) -> None:
-    """Take all rows of a chunk out of one frame; nothing is written if it has another length."""
-    size, buffer = target.row_bytes, _bytes_of(target)
-    packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
-    if len(packed) != chunk.num_bytes:
-        raise ProtocolError(f"rows of {chunk.num_bytes} bytes came as a frame of {len(packed)} bytes")
-    for position, row in enumerate(chunk.local_rows):
-        buffer[row * size : (row + 1) * size] = packed[position * size : (position + 1) * size]
-
-
-def _max_frame_bytes(row_bytes: int) -> int:
-    """Return the longest frame of rows that an owner may send."""
-    return MAX_CHUNK_ROWS * row_bytes if row_bytes <= MAX_PACKED_ROW_BYTES else row_bytes
-
-
 def _connection_is_lost(monitor: zmq.Socket[bytes]) -> bool:
     try:
         recv_monitor_message(monitor, zmq.NOBLOCK)
     except zmq.Again:
         return False
     return True
-
-
-def _discard_frames(socket: zmq.Socket[bytes]) -> None:
-    """Throw away the rest of the current message."""
-    while socket.rcvmore:
-        socket.recv(zmq.NOBLOCK, copy=False)
 
 
 def _close_connection(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:

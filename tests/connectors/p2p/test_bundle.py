@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.actions import OpenPeer, P2PConnectorMetadata, PeerFailed
 from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
@@ -82,6 +83,23 @@ async def test_transport_that_a_reader_without_digests_cannot_verify_is_skipped(
     await connector.start()
     assert connector.transports == usable
     assert ("kv_transport_skipped" in caplog.text) == (role == "decode")
+    await connector.stop()
+
+
+async def test_worker_on_a_device_that_is_told_to_use_shm_does_not_start_and_leaves_nothing_open(pool):
+    closed = []
+
+    def create(name, settings):
+        transport = create_transport(name, settings)
+        close, transport.close = transport.close, lambda: (closed.append(name), close())
+        return transport
+
+    connector = P2PConnector(context_of(transports=("tcp", "shm")), create)
+    on_device = dataclasses.replace(pool.region, buffer=None, memory_fd=None, device="cuda:0", new_copier=object)
+    connector.worker.register_kv_caches(on_device)
+    with pytest.raises(ConfigError, match=r"connector\.transports: shm"):
+        await connector.start()
+    assert sorted(closed) == ["shm", "tcp"]
     await connector.stop()
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.tier import mover as mover_module
+from connectors.pool_access import open_pool
 from connectors.reporting import LoadEnded
+from connectors.tier import mover as mover_module
 from connectors.tier.jobs import LoadJob, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
 from connectors.tier.mover import BLOCKS_PER_TURN, TierMover
-from connectors.tier.pool_access import open_pool
 from core.digest import BlockDigester
 from core.kv.seals import ExpectedSeal, decode_seal
 from core.testing.clock import FakeClock

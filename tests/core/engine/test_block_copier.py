@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from connectors.tier.pool_access import DevicePoolAccess
+from connectors.pool_access import DevicePoolAccess
 from core.engine.block_copier import TensorBlockCopier, cuda_block_copier
 
 NUM_BLOCKS, BLOCK_BYTES = 10, 64

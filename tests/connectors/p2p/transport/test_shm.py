@@ -8,7 +8,7 @@ import pytest
 
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
-from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
+from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
 from core.testing.transport_owner import HostRegions, ProcessOwner
@@ -206,9 +206,10 @@ def test_reader_needs_no_memory_file(owner):
     transport.close()
 
 
-def test_device_memory_is_refused():
-    with pytest.raises(ConnectorUnavailable, match="cuda:0"):
+def test_device_memory_is_refused_by_the_name_of_the_setting_and_what_to_set():
+    with pytest.raises(ConfigError, match=r"connector\.transports.*cuda:0.*nixl,tcp") as caught:
         ShmTransport(RandomIds()).register([RowRegion(0, NUM_ROWS, ROW_BYTES, device="cuda:0")])
+    assert caught.value.param == "connector.transports"
 
 
 def test_is_available_here():

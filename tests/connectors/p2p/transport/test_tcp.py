@@ -1,3 +1,4 @@
+import dataclasses
 import socket
 import weakref
 from pathlib import Path
@@ -20,7 +21,7 @@ from connectors.p2p.transport.tcp import (
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
-from core.testing.transport_owner import HostRegions
+from core.testing.transport_owner import HostRegions, load_factory
 from core.testing.transport_suite import PEER, ROW_BYTES, Reader, TransportSuite
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
@@ -35,14 +36,21 @@ class TestTcpTransportWithKey(TransportSuite):
     factory = f"{FACTORIES}:make_tcp_with_key"
 
 
+@pytest.mark.full
+class TestTcpBesideDevice(TransportSuite):
+    """Both ends copy through pinned memory."""
+
+    factory = f"{FACTORIES.with_name('device_factories.py')}:make_tcp_beside_device"
+
+
 class LocalOwner:
     """A transport that serves rows from this process, when it is told to."""
 
-    def __init__(self, address="tcp://127.0.0.1:0", salt=1, advertise_host=""):
+    def __init__(self, address="tcp://127.0.0.1:0", salt=1, advertise_host="", transport=None):
         self._regions = HostRegions(NUM_OWNER_ROWS, ROW_BYTES)
         self._regions.fill(salt)
         self.memory, self.seals = self._regions.pool, self._regions.seals
-        self.transport = TcpTransport(RandomIds(), address, advertise_host)
+        self.transport = transport or TcpTransport(RandomIds(), address, advertise_host)
         self.transport.register(self._regions.regions)
         self.metadata = self.transport.describe()
         self.described = msgspec.msgpack.decode(self.metadata, type=TcpMetadata)
@@ -101,6 +109,71 @@ def assert_serves(owner, reader):
     reader.transport.add_peer(PEER, owner.metadata)
     assert read_from(owner, reader) is None
     reader.assert_rows(1, [3], [5])
+
+
+# ---- pools on devices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_beside_device():
+    return load_factory(f"{FACTORIES.with_name('device_factories.py')}:make_tcp_beside_device")
+
+
+@pytest.fixture
+def device_reader(make_beside_device):
+    reader = Reader(make_beside_device(), NUM_OWNER_ROWS)
+    yield reader
+    reader.close()
+
+
+def read_rows(owner, reader, remote_rows, local_rows):
+    handle = reader.transport.post_read(PEER, 0, remote_rows, local_rows)
+
+    def has_ended():
+        reader.poll()
+        return handle in reader.results
+
+    owner.serve(has_ended)
+    return reader.results[handle].error
+
+
+@pytest.mark.parametrize("owner_is_on_device", [True, False])
+def test_rows_of_a_device_are_there_when_the_read_ends(owner_is_on_device, make_beside_device, device_reader):
+    owner = LocalOwner(transport=make_beside_device() if owner_is_on_device else None)
+    try:
+        device_reader.transport.add_peer(PEER, owner.metadata)
+        assert read_rows(owner, device_reader, [7, 1, 0, 3, 5], [2, 3, 6, 4, 0]) is None
+        device_reader.assert_rows(1, [7, 1, 0, 3, 5], [2, 3, 6, 4, 0])  # nobody has waited for the device
+        device_reader.assert_untouched([1, 5, 7])
+    finally:
+        owner.close()
+
+
+def test_a_device_receives_nothing_after_a_wrong_answer(make_beside_device, device_reader, context):
+    liar = context.socket(zmq.ROUTER)
+    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    metadata = TcpMetadata(
+        address=f"tcp://127.0.0.1:{port}", token=1, shapes=(RowShape(8, ROW_BYTES), RowShape(16, SEAL_BYTES))
+    )
+    device_reader.transport.add_peer(PEER, msgspec.msgpack.encode(metadata))
+    handle = device_reader.transport.post_read(PEER, 0, [0, 1, 2], [4, 5, 6])
+    assert liar.poll(5000)
+    reader_id, body = liar.recv_multipart()
+    request = msgspec.msgpack.decode(body, type=ChunkRequest)
+    header = msgspec.msgpack.encode(ChunkHeader(FORMAT_VERSION, request.chunk_id))
+    liar.send_multipart([reader_id, header, b"a" * ROW_BYTES, b"b" * (ROW_BYTES - 1)])
+    (error,) = device_reader.wait(handle)
+    assert isinstance(error, ProtocolError)
+    assert (device_reader.memory.rows[4] == ord("a")).all(), "its copy has ended, too"
+    device_reader.assert_untouched([5, 6])
+
+
+def test_device_memory_that_nothing_copies_is_refused(reader):
+    region = dataclasses.replace(reader.memory.region, buffer=None, device="cuda:0")
+    transport = TcpTransport(RandomIds(), "tcp://127.0.0.1:0")
+    with pytest.raises(ConnectorUnavailable, match="cuda:0"):
+        transport.register([region])
+    transport.close()
 
 
 # ---- the owner among strangers -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from connectors.tier.pool_access import DevicePoolAccess, HostPoolAccess, open_pool
+from connectors.pool_access import DevicePoolAccess, HostPoolAccess, open_pool
 from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable, CorruptBlock
 from core.testing.hash_model import hash_model_layout

@@ -1,21 +1,25 @@
-"""The pool's blocks as memory that a tier can copy from and to, wherever the pool is.
+"""The pool's blocks as memory that one can copy from and to, wherever the pool is.
 
 Owns no memory of its own for a pool in host memory: the blocks are views of it. A pool on a device is reached through pinned
 memory, by copies that run beside the model (``core.connector.BlockCopier``); several at a time are under way, so that the next
-block is read or checked while the last one travels. Called by the mover, on its thread.
+block is read or checked while the last one travels. Called by a tier's mover and by transports that cannot reach a device's
+memory, each on its own thread.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from core.connector import BlockCopier, KVPoolRegion
 from core.errors import ConnectorUnavailable
 
 
 class PoolAccess(ABC):
-    """Reads and writes whole blocks."""
+    """Reads and writes whole blocks. ``is_direct`` says that these are the blocks themselves, not copies of them."""
+
+    is_direct: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -40,6 +44,8 @@ class PoolAccess(ABC):
 
 class HostPoolAccess(PoolAccess):
     """A pool in host memory: no copy but the one that is wanted."""
+
+    is_direct = True
 
     def __init__(self, buffer: memoryview, block_bytes: int) -> None:
         self._buffer = buffer

@@ -1,0 +1,98 @@
+"""Rows of a pool as ZeroMQ frames, on both ends of a connection, wherever the pool is.
+
+Owns the rule which rows are packed into one frame, and the way from a socket into the rows. Rows in host memory are sent from
+where they lie and received where they belong. Rows on a device are copied to pinned memory before they are sent, and from there
+once they have come; no copy goes on when a call returns, so that whoever has ended a read knows that nothing is written any
+more. Knows no requests and no peers. Used by ``connectors.p2p.transport.tcp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zmq
+
+from connectors.pool_access import DevicePoolAccess, HostPoolAccess, PoolAccess
+from core.errors import ConnectorUnavailable, ProtocolError
+from core.transport import RowRegion
+
+MAX_CHUNK_ROWS = 1024
+MAX_PACKED_ROW_BYTES = 1024  # longer rows get a frame each
+
+
+def access_to(region: RowRegion) -> PoolAccess:
+    """Return the way to a region's rows.
+
+    Raises:
+        ConnectorUnavailable: it is on a device, and nobody says how to copy its rows.
+    """
+    if region.buffer is not None:
+        buffer = region.buffer.cast("B") if region.buffer.format != "B" else region.buffer
+        return HostPoolAccess(buffer, region.row_bytes)
+    if region.new_copier is None:
+        raise ConnectorUnavailable(f"tcp transport: the memory is on {region.device}, and nothing copies it to the host")
+    return DevicePoolAccess(region.new_copier())
+
+
+def content_of(access: PoolAccess, rows: Sequence[int]) -> Sequence[memoryview | bytes]:
+    """Return the bytes of rows, which nobody changes until they are sent: copies, if they do not lie in the rows themselves."""
+    if access.is_direct:
+        return access.read(rows)
+    starts = range(0, len(rows), access.max_reads)
+    return [bytes(view) for start in starts for view in access.read(rows[start : start + access.max_reads])]
+
+
+def take_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, target: PoolAccess) -> None:
+    """Receive the frames of an answer into these rows; nothing is written any more when this returns, or raises.
+
+    Raises:
+        ProtocolError: the frames are not these rows. Some may be written.
+    """
+    try:
+        if row_bytes <= MAX_PACKED_ROW_BYTES:
+            _take_packed_rows(socket, rows, row_bytes, target)
+        else:
+            _take_long_rows(socket, rows, row_bytes, target)
+    finally:
+        target.finish_writes()
+    if socket.rcvmore:
+        raise ProtocolError("an answer holds more frames than requested")
+
+
+def _take_long_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, target: PoolAccess) -> None:
+    def receive(memory: memoryview) -> None:
+        num_bytes = socket.recv_into(memory, flags=zmq.NOBLOCK)
+        if num_bytes != row_bytes:
+            raise ProtocolError(f"a row of {row_bytes} bytes came as a frame of {num_bytes} bytes")
+
+    for row in rows:
+        if not socket.rcvmore:
+            raise ProtocolError("an answer holds fewer rows than requested")
+        target.write(row, receive)
+
+
+def _take_packed_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, target: PoolAccess) -> None:
+    """Take all rows out of one frame; nothing is written if it has another length."""
+    packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
+    num_bytes = len(rows) * row_bytes
+    if len(packed) != num_bytes:
+        raise ProtocolError(f"rows of {num_bytes} bytes came as a frame of {len(packed)} bytes")
+    starts = iter(range(0, num_bytes, row_bytes))
+
+    def take(memory: memoryview) -> None:
+        start = next(starts)
+        memory[:] = packed[start : start + row_bytes]
+
+    for row in rows:
+        target.write(row, take)
+
+
+def max_frame_bytes(row_bytes: int) -> int:
+    """Return the longest frame of rows that an owner may send."""
+    return MAX_CHUNK_ROWS * row_bytes if row_bytes <= MAX_PACKED_ROW_BYTES else row_bytes
+
+
+def discard_frames(socket: zmq.Socket[bytes]) -> None:
+    """Throw away the rest of the current message."""
+    while socket.rcvmore:
+        socket.recv(zmq.NOBLOCK, copy=False)
