@@ -92,7 +92,7 @@ class ECConnectorScheduler(ABC):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
         """Return this step's message to the worker side and reset per-step state. Called for empty steps too.
 
-        An item of ``update_state_after_alloc`` whose request was preempted within the step is not used by anybody any more.
+        An item of ``update_state_after_alloc`` is computed or loaded even if its request was preempted within the step.
         """
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
@@ -132,7 +132,8 @@ class ECConnectorWorker(ABC):
     def start_load_caches(self, encoder_cache: MutableMapping[bytes, Tensor], metadata: ECConnectorMetadata) -> None:
         """Put what the scheduler side asked for into ``encoder_cache``, by identifier, checked, before this returns.
 
-        What cannot be loaded stays out and is reported as failed: the runner computes it, or fails the request.
+        What cannot be loaded stays out and is reported as failed: the scheduler has it computed in a later step, where the
+        image is at hand.
         """
 
     @abstractmethod

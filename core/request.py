@@ -120,6 +120,7 @@ class Request:
         "ec_sources",
         "extra_keys",
         "first_scheduled_time",
+        "has_failed_embedding",
         "has_failed_load",
         "kv_handoff",
         "kv_load_failure_policy",
@@ -174,6 +175,7 @@ class Request:
         self.num_in_flight_tokens = 0
         self.num_preemptions = 0
         self.has_failed_load = False  # then nothing is loaded for it any more
+        self.has_failed_embedding = False  # then no embedding is loaded for it any more
         self.prefill_stats: PrefillStats | None = None
         self.first_scheduled_time: float | None = None  # of its first tokens here, on the engine's clock
         # Log-probabilities of prompt tokens need every position computed here.
@@ -262,7 +264,8 @@ class SchedulerOutput:
 
     ``scheduled_encoder_inputs`` names, by request, the features whose embeddings the encoder computes before the decoder runs;
     each identifier once in a step. Features that are in the encoder cache, or that the EC connector loads in this step, are not
-    among them. The runner deletes ``free_encoder_identifiers`` from its cache before anything else.
+    among them; a request that was preempted in this very step can be. The runner deletes ``free_encoder_identifiers`` from its
+    cache before anything else.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -322,8 +325,8 @@ class KVConnectorOutput:
 class ECConnectorOutput:
     """What the worker side of an EC connector has to report after a step, by identifier of the item.
 
-    ``finished_saving`` can be read by others from now on, and where. ``failed_loading`` were to be loaded in this step, and are
-    not in the encoder cache unless the runner has computed them. ``worker_meta`` is for the connector's own scheduler side.
+    ``finished_saving`` can be read by others from now on, and where. ``failed_loading`` were to be loaded and are not in the
+    encoder cache: the runner names them in ``failed_embeddings``, too. ``worker_meta`` is for the connector's own other side.
     """
 
     finished_saving: dict[bytes, ECSource] = field(default_factory=dict)
@@ -349,7 +352,9 @@ class ModelRunnerOutput:
 
     ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
     unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked. ``failed`` requests got no
-    token although it was their turn, and end; nobody else is concerned.
+    token although it was their turn, and end; nobody else is concerned. ``failed_embeddings`` are identifiers that were to be
+    computed or loaded, or should have been there, and are not in the worker's encoder cache, and why. Whatever the step has put
+    in their place: the scheduler discards what was computed on it, and what was sampled.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -358,6 +363,7 @@ class ModelRunnerOutput:
     failed: dict[str, ErrorInfo] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     ec_connector_output: ECConnectorOutput | None = None
+    failed_embeddings: dict[bytes, ErrorInfo] = field(default_factory=dict)
 
 
 # ---- scheduler → worker ----------------------------------------------------------------------------------------------

@@ -35,6 +35,11 @@ class EngineGauges:
     num_prefix_hit_tokens: int = 0
     num_ignored_reports: int = 0
     num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
+    encoder_cache_usage: float = 0.0  # 0..1, of this moment
+    num_encoder_computed: int = 0  # items whose embeddings were computed here
+    num_encoder_loaded: int = 0  # came by the EC connector
+    num_encoder_hits: int = 0  # were in the encoder cache
+    num_encoder_deferrals: int = 0  # times that a request was told to wait for embeddings
 
 
 class Runner(Protocol):
@@ -143,8 +148,7 @@ class EngineCore:
         False while every request waits for a connector and the last step changed nothing, and without requests: only a new one,
         an abort or ``wake`` can change that, so the caller should block instead of stepping.
         """
-        connector = self.scheduler.connector
-        if self._is_woken or self._runner.failure is not None or (connector is not None and connector.has_pending_push_work()):
+        if self._is_woken or self._runner.failure is not None or self.scheduler.has_pending_push_work():
             return True
         return self.scheduler.has_requests() and not self._is_stalled
 
@@ -158,12 +162,13 @@ class EngineCore:
         return self._gauges
 
     def shutdown(self) -> None:
-        """Stop both sides of the connector and the KV events. Idempotent."""
+        """Stop both sides of the connectors and the KV events. Idempotent."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        if self.scheduler.connector is not None:
-            self.scheduler.connector.shutdown()
+        for connector in (self.scheduler.connector, self.scheduler.ec_connector):
+            if connector is not None:
+                connector.shutdown()
         self._runner.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
@@ -200,6 +205,11 @@ class EngineCore:
             num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
             num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
             num_load_fallbacks=_sum(before.num_load_fallbacks, stats.num_load_fallbacks),
+            encoder_cache_usage=stats.encoder_cache_usage,
+            num_encoder_computed=stats.encoder.num_computed,
+            num_encoder_loaded=stats.encoder.num_loaded,
+            num_encoder_hits=stats.encoder.num_hits,
+            num_encoder_deferrals=stats.encoder.num_deferrals,
         )
 
 
@@ -227,4 +237,5 @@ def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRun
         or scheduler_output.finished_req_ids
         or scheduler_output.preempted_req_ids
         or runner_output.kv_connector_output is not None
+        or runner_output.ec_connector_output is not None
     )

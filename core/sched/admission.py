@@ -17,7 +17,7 @@ from enum import Enum, auto
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
 from core.sched.remote_kv import promote_loaded_request, settle_failed_load
-from core.sched.running import chunk_of
+from core.sched.running import next_chunk
 from core.sched.state import SchedulerState, Step
 
 
@@ -26,7 +26,7 @@ class _Outcome(Enum):
 
     RUNS = auto()
     LOADS = auto()  # holds blocks now; the connector fills them while others run
-    SKIPPED = auto()  # not its turn: KV not here yet, or the connector wants to be asked again
+    SKIPPED = auto()  # not its turn: KV or embeddings not here yet, or the connector wants to be asked again
     EMPTY_HANDED = auto()  # its load has failed and left nothing: it waits without blocks now
     NO_BLOCKS = auto()
 
@@ -134,9 +134,13 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
     manager = state.kv_cache_manager
     num_cached_tokens = prefix.num_local_tokens + prefix.num_external_tokens
     num_computed_tokens = request.num_computed_tokens + num_cached_tokens
-    num_new_tokens = 0
+    num_new_tokens, plan = 0, None
+    if not state.encoder.is_available(request, num_computed_tokens):
+        return _Outcome.SKIPPED
     if not prefix.load_kv_async:
-        num_new_tokens = chunk_of(state, step, request.num_tokens - num_computed_tokens)
+        num_new_tokens, plan = next_chunk(state, step, request, num_computed_tokens)
+        if num_new_tokens == 0:
+            return _Outcome.SKIPPED
     new_blocks = manager.allocate_slots(
         request,
         num_new_tokens,
@@ -149,7 +153,10 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         has_scheduled_reqs=bool(state.running),
     )
     if new_blocks is None:
+        state.encoder.give_up(request)
         return _Outcome.NO_BLOCKS
+    if plan is not None:
+        state.encoder.allocate(request, plan, step.output)
     if state.connector is not None:
         all_blocks = manager.get_blocks(request.request_id)
         state.connector.update_state_after_alloc(request, all_blocks, prefix.num_external_tokens)

@@ -3,7 +3,8 @@
 A connector reports failures by request (``failed_recving``, asynchronous loads) or by block (``invalid_block_ids``). Whoever
 relies on such KV either ends with an error (policy *fail*) or computes it here (*recompute*); under both, nothing of it stays a
 hit or keeps its seal. Called by ``Scheduler.update_from_output`` before any output of the step is used, and by
-``Scheduler.schedule`` for blocks whose claimant has left.
+``Scheduler.schedule`` for blocks whose claimant has left. What a step computed on missing embeddings (``encoder_failures``) is
+discarded in the same way.
 
 A request that is rolled back keeps its place and its blocks. What of them somebody else may write is replaced by fresh ones;
 the rest is written again in place. The runner holds a token too much of it, so it is sent as new with its next tokens.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from core.errors import TransferError, fallback_reason
+from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.claims import Claim
 from core.sched.invalid_blocks import (
@@ -52,6 +54,22 @@ def reassign_orphans(state: SchedulerState) -> None:
     for error in dict.fromkeys(orphans.values()):
         block_ids = {block_id for block_id, why in orphans.items() if why == error}
         _handle_invalid_blocks(state, _Report(block_ids, {}, {}, error), None)
+
+
+def discard_step(state: SchedulerState, scheduled: Mapping[str, int], request_ids: Iterable[str], error: ErrorInfo) -> None:
+    """Have what a step has computed for these requests computed again, by them and by whoever built on it in the same step.
+
+    ``scheduled`` is the step. Their blocks cannot have been hits before it, so nobody who has left has used them.
+    """
+    manager = state.kv_cache_manager
+    groups, others, block_ids = manager.kv_cache_config.groups, dict(scheduled), set[int]()
+    for request_id in request_ids:
+        start = state.requests[request_id].num_computed_tokens - others.pop(request_id)
+        for ids, group in zip(manager.get_block_ids(request_id), groups, strict=True):
+            block_ids.update(ids[start // group.spec.block_size :])
+    block_ids.discard(NULL_BLOCK_ID)
+    manager.evict_blocks(sorted(block_ids))
+    _handle_invalid_blocks(state, _Report(block_ids, {}, others, error), None)
 
 
 def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput, dropped: Container[str]) -> None:
@@ -196,3 +214,4 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     manager.truncate(request, affected.first_invalid)
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)
+        state.encoder.give_up(request)  # it may be held back for long: whom it waits for may need the room

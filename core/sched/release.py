@@ -1,4 +1,4 @@
-"""The end of a request: out of the queues, past the connector, blocks freed now or when nobody touches them any more.
+"""The end of a request: out of the queues, past the connectors, blocks freed now or when nobody touches them any more.
 
 Every finish goes through ``free_request`` once, whatever ended it: a stop condition, an abort, a failed load.
 """
@@ -54,6 +54,7 @@ def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
         delay_free, handoff = state.connector.request_finished(request, block_ids)
         if delay_free:
             state.awaiting_sending.add(request_id)
+    state.encoder.request_finished(request)
     state.inflight_prefills.pop(request_id, None)
     state.transfer_usage.pop(request_id, None)
     for left in (state.failed_recving_kv_req_ids, state.rolled_back, state.empty_handed):

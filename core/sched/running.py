@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
+from core.sched.encoder_inputs import EncoderPlan
 from core.sched.queue import priority_key
 from core.sched.state import SchedulerState, Step
 
@@ -38,14 +39,16 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         num_computed = request.num_computed_tokens
         num_new_tokens = request.num_tokens - num_computed
         new_block_ids: tuple[list[int], ...] | None = None
-        if num_new_tokens != 1 or not 0 < num_computed % size < last:
-            num_new_tokens = chunk_of(state, step, num_new_tokens)
+        if num_new_tokens != 1 or not 0 < num_computed % size < last or num_computed < request.mm_end:
+            num_new_tokens, plan = _chunk_if_available(state, step, request, num_computed)
             if num_new_tokens == 0:
-                index += 1  # all it has is in flight; those behind it may still go
+                index += 1  # all it has is in flight, or it waits for embeddings; those behind it may still go
                 continue
             blocks = _allocate_or_preempt(state, step, request, num_new_tokens)
             if blocks is None:
                 break
+            if plan is not None:
+                state.encoder.allocate(request, plan, step.output)
             index = _position(running, request, index)
             new_block_ids = blocks.get_block_ids() if any(blocks.blocks) else None
         request_id = request.request_id
@@ -59,22 +62,44 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
 
 
 def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -> bool:
-    """Give a request whose KV was invalid its next tokens, unless another recomputes it; False if blocks have run out.
+    """Give a request whose KV was invalid its next tokens, unless it has to wait; False if blocks have run out.
 
     The runner has appended a token to it that does not count, so it gets the request as it is now.
     """
     request_id = request.request_id
     if state.claims and state.claims.holds_back(request_id):
         return True
-    num_new_tokens = chunk_of(state, step, request.num_tokens - request.num_computed_tokens)
+    num_new_tokens, plan = _chunk_if_available(state, step, request, request.num_computed_tokens)
+    if num_new_tokens == 0:
+        return True
     if _allocate_or_preempt(state, step, request, num_new_tokens) is None:
         return False
+    if plan is not None:
+        state.encoder.allocate(request, plan, step.output)
     state.rolled_back.discard(request_id)
     step.add_new(request, num_new_tokens, state.kv_cache_manager.get_block_ids(request_id))
     return True
 
 
-def chunk_of(state: SchedulerState, step: Step, num_tokens: int) -> int:
+def next_chunk(state: SchedulerState, step: Step, request: Request, num_computed_tokens: int) -> tuple[int, EncoderPlan | None]:
+    """Return how many tokens behind these fit this step, and where the embeddings that they need come from, if any."""
+    num_new_tokens = _chunk_of(state, step, request.num_tokens - num_computed_tokens)
+    if num_computed_tokens >= request.mm_end:
+        return num_new_tokens, None
+    plan = state.encoder.try_schedule(request, num_computed_tokens, num_new_tokens)
+    return plan.num_new_tokens, plan
+
+
+def _chunk_if_available(
+    state: SchedulerState, step: Step, request: Request, num_computed_tokens: int
+) -> tuple[int, EncoderPlan | None]:
+    """Return what ``next_chunk`` does, or no token if embeddings behind these are still on their way."""
+    if not state.encoder.is_available(request, num_computed_tokens):
+        return 0, None
+    return next_chunk(state, step, request, num_computed_tokens)
+
+
+def _chunk_of(state: SchedulerState, step: Step, num_tokens: int) -> int:
     """Return how many of ``num_tokens`` uncomputed tokens fit this step: the budget, and the long-prefill threshold.
 
     The threshold keeps one long prompt from slowing all others down, so it counts only while there are others.
@@ -124,7 +149,7 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     """Take a running request's blocks and put it in front of the waiting ones, to be computed again from the start.
 
     If it was scheduled in this very step it is taken out again, and the blocks that the step would have filled lose the hashes
-    they got in advance: nobody may hit what nobody computes.
+    they got in advance: nobody may hit what nobody computes. Its embeddings are computed all the same, and let go of after it.
     """
     assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
     manager = state.kv_cache_manager

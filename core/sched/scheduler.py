@@ -5,8 +5,8 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 ``update_from_output``; that is one turn of its loop. Knows no tensors, sockets or threads.
 
 The rules live beside this file, one topic each: ``running`` (tokens for running requests, preemption), ``admission`` (waiting
-requests), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (what peers may read), ``outputs`` and ``stop``
-(new tokens), ``release`` (ends of requests). Names and behaviour follow vLLM V1.
+requests), ``encoder_inputs`` (images), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (what peers may read),
+``outputs`` and ``stop`` (new tokens), ``release`` (ends of requests). Names and behaviour follow vLLM V1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from collections.abc import Container, Iterable, Sequence, Set
 from core.clock import Clock
 from core.config import SchedulerSection
 from core.connector import KVConnectorScheduler
+from core.encoder import ECConnectorScheduler
 from core.errors import ContextTooLong, InvalidRequest, NoWorker
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheManager
 from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.admission import schedule_waiting
+from core.sched.encoder_cache import EncoderCacheManager
+from core.sched.encoder_failures import handle_failed_embeddings
+from core.sched.encoder_inputs import EncoderInputs
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
@@ -38,10 +42,10 @@ class Scheduler:
     """Owns every request of one engine from ``add_request`` until its blocks are free. One thread only.
 
     ``max_model_len`` in tokens, prompt and output; lowered to what the KV pool holds for one request.
-    ``kv_load_failure_policy`` is for requests that bring none of their own.
+    ``kv_load_failure_policy`` is for requests that bring none of their own. Without an ``encoder`` no request may have media.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: SchedulerSection,
         kv_cache_manager: KVCacheManager,
@@ -49,8 +53,12 @@ class Scheduler:
         connector: KVConnectorScheduler | None,
         clock: Clock,
         kv_load_failure_policy: LoadFailurePolicy = "recompute",
+        *,
+        encoder: EncoderInputs | None = None,
     ) -> None:
-        self._state = SchedulerState(config, kv_cache_manager, max_model_len, connector, clock, kv_load_failure_policy)
+        self._state = SchedulerState(
+            config, kv_cache_manager, max_model_len, connector, clock, kv_load_failure_policy, encoder=encoder
+        )
         self.kv_cache_manager = kv_cache_manager
         self.connector = connector
         self.max_model_len = self._state.max_model_len
@@ -68,6 +76,7 @@ class Scheduler:
         if state.claims:
             reassign_orphans(state)
         step = Step(token_budget=state.config.max_num_batched_tokens)
+        state.encoder.begin_step()
         schedule_running(state, step)
         if not step.lacks_blocks:
             schedule_waiting(state, step)
@@ -76,12 +85,13 @@ class Scheduler:
         return step.output
 
     def _complete_output(self, step: Step) -> None:
-        """Add the totals, the requests that ended since the last step, and last the connector's message."""
+        """Add the totals, the requests that ended since the last step, and last the connectors' messages."""
         state, output = self._state, step.output
         output.total_num_scheduled_tokens = state.config.max_num_batched_tokens - step.token_budget
         output.finished_req_ids, state.finished_req_ids = state.finished_req_ids, set()
         if state.connector is not None:
             output.kv_connector_metadata = state.connector.build_connector_meta(output)
+        state.encoder.complete_output(output)
 
     def _update_after_schedule(self, step: Step) -> None:
         """Advance the counters as if the step had run. One step is in flight at a time."""
@@ -97,6 +107,7 @@ class Scheduler:
         """Apply what a step produced; return the news of every request that has any."""
         state = self._state
         failed: dict[str, ErrorInfo] = {}
+        state.encoder.update_from_output(model_output)
         kv_output = model_output.kv_connector_output
         if kv_output is not None:
             if state.connector is not None:
@@ -104,6 +115,8 @@ class Scheduler:
             state.keep_transfer_usage(kv_output.transfer_usage)
             quarantine_blocks(state, kv_output.quarantined_block_ids)
             failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
+        if model_output.failed_embeddings:
+            failed = handle_failed_embeddings(state, scheduler_output, model_output.failed_embeddings) | failed
         if model_output.failed:
             failed = unhash_failed(state, model_output.failed) | failed
         if state.synchronous_loads:
@@ -115,6 +128,8 @@ class Scheduler:
             release_recomputed(state, scheduler_output, dropped)
         seal_computed_blocks(state, scheduler_output, dropped)
         outputs = process_sampled_tokens(state, scheduler_output, model_output, dropped)
+        state.encoder.release_computed(state.requests)
+        failed = state.encoder.take_unavailable(state.requests) | failed
         if failed:
             outputs += fail_requests(state, failed)
         if kv_output is not None:
@@ -129,13 +144,15 @@ class Scheduler:
 
         Raises:
             ContextTooLong: it can never run here; the message names its length and the limit.
-            InvalidRequest: it has no tokens, no token left to sample, or an id that is in use.
+            InvalidRequest: it has no tokens, no token left to sample, an id that is in use, or images without room for them.
             NoWorker: its id was in use until now, and a transfer still reads or writes the blocks.
         """
         state = self._state
         self._check_can_run(request)
         if request.arrival_time == 0.0:
             request.arrival_time = state.clock.now()
+        if request.mm_features:
+            state.encoder.check_can_run(request)
         if state.connector is not None:
             state.connector.on_new_request(request)
         state.requests[request.request_id] = request
@@ -187,9 +204,13 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """True if the engine must go on stepping, if only to learn the end of a transfer."""
-        if self.has_unfinished_requests() or self.has_finished_requests():
+        return self.has_unfinished_requests() or self.has_finished_requests() or self.has_pending_push_work()
+
+    def has_pending_push_work(self) -> bool:
+        """True if a connector needs steps, requests or not."""
+        if self.connector is not None and self.connector.has_pending_push_work():
             return True
-        return self.connector is not None and self.connector.has_pending_push_work()
+        return self.ec_connector is not None and self.ec_connector.has_pending_push_work()
 
     # ---- what others may look at -------------------------------------------------------------------------------------
 
@@ -212,6 +233,16 @@ class Scheduler:
     def kv_holding_waiting(self) -> RequestQueue:
         """Requests that hold blocks while they load, or have loaded and wait to run."""
         return self._state.kv_holding_waiting
+
+    @property
+    def ec_connector(self) -> ECConnectorScheduler | None:
+        """What brings embeddings from elsewhere, if anything does."""
+        return self._state.encoder.connector
+
+    @property
+    def encoder_cache(self) -> EncoderCacheManager:
+        """Which embeddings the worker holds, and for whom."""
+        return self._state.encoder.cache
 
     @property
     def quarantined(self) -> Set[int]:

@@ -28,6 +28,7 @@ from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
 from core.sched.claims import BlockClaims
+from core.sched.encoder_inputs import EncoderInputs
 from core.sched.queue import RequestQueue, create_request_queue
 from core.wire.messages import LoadFailurePolicy, TransferUsage
 
@@ -45,7 +46,7 @@ class SchedulerState:
     ``rolled_back`` run, but the runner's copy of them is out of date; some of both are held back by ``claims``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: SchedulerSection,
         kv_cache_manager: KVCacheManager,
@@ -53,6 +54,8 @@ class SchedulerState:
         connector: KVConnectorScheduler | None,
         clock: Clock,
         kv_load_failure_policy: LoadFailurePolicy = "recompute",
+        *,
+        encoder: EncoderInputs | None = None,
     ) -> None:
         self.config = config
         self.kv_load_failure_policy = kv_load_failure_policy
@@ -60,6 +63,7 @@ class SchedulerState:
         self.max_model_len = min(max_model_len, kv_cache_manager.max_tokens_that_fit)
         self.connector = connector
         self.clock = clock
+        self.encoder = encoder if encoder is not None else EncoderInputs(cache_size=0, max_embeds_per_step=0)
 
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []

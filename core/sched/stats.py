@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from core.kv.stats import PrefixCacheStats
 from core.request import RequestStatus
+from core.sched.encoder_inputs import EncoderCounts
 from core.sched.state import SchedulerState
 from core.wire.messages import LoadFailurePolicy
 
@@ -36,6 +37,8 @@ class SchedulerStats:
     num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int]
     prefix_cache: PrefixCacheStats
     connector_prefix_cache: PrefixCacheStats
+    encoder_cache_usage: float  # 0..1
+    encoder: EncoderCounts  # since the start
 
 
 def make_stats(state: SchedulerState) -> SchedulerStats:
@@ -58,6 +61,8 @@ def make_stats(state: SchedulerState) -> SchedulerStats:
         num_load_fallbacks=num_load_fallbacks,
         prefix_cache=state.kv_cache_manager.make_prefix_cache_stats(),
         connector_prefix_cache=connector_stats,
+        encoder_cache_usage=state.encoder.cache.usage,
+        encoder=state.encoder.counts,
     )
 
 

@@ -1,0 +1,62 @@
+"""Embeddings that a step was to have and has not had: what was computed without them is discarded.
+
+The worker reports them by identifier, with whatever it put in their place already in the KV of the step. If the encoder failed
+on the item itself, a bad image, the requests that needed it end; if it was lost on its way, they compute that part again, with
+embeddings computed here. Called by ``Scheduler.update_from_output`` behind the failures of KV loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from core.errors import EncoderInputMissing
+from core.request import Request, RequestStatus, SchedulerOutput
+from core.sched.load_failures import discard_step
+from core.sched.state import SchedulerState
+from core.wire.messages import ErrorInfo
+
+
+def handle_failed_embeddings(
+    state: SchedulerState, scheduler_output: SchedulerOutput, failed: Mapping[bytes, ErrorInfo]
+) -> dict[str, ErrorInfo]:
+    """Discard the step of every request that needed one of these embeddings; return the errors of those that end.
+
+    A request that is rolled back already, because of its KV, has nothing left of the step.
+    """
+    computed = _computed_identifiers(state, scheduler_output)
+    errors: dict[str, ErrorInfo] = {}
+    concerned: list[str] = []
+    for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        request = state.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING or request_id in state.rolled_back:
+            continue
+        missing = _first_missing(request, request.num_computed_tokens - num_scheduled, failed)
+        if missing is None:
+            continue
+        concerned.append(request_id)
+        request.has_failed_embedding = True
+        if missing in computed:
+            errors[request_id] = failed[missing]
+    if concerned:
+        error = EncoderInputMissing(next(iter(failed.values())).message)
+        discard_step(state, scheduler_output.num_scheduled_tokens, concerned, ErrorInfo.of(error))
+    return errors
+
+
+def _computed_identifiers(state: SchedulerState, scheduler_output: SchedulerOutput) -> set[bytes]:
+    """Return the items that the step was to compute here."""
+    return {
+        state.requests[request_id].mm_features[index].identifier
+        for request_id, indices in scheduler_output.scheduled_encoder_inputs.items()
+        if request_id in state.requests
+        for index in indices
+    }
+
+
+def _first_missing(request: Request, num_computed_before: int, failed: Container[bytes]) -> bytes | None:
+    """Return the first of the failed items that the request's tokens of the step needed."""
+    for feature in request.mm_features:
+        is_in_step = feature.end > num_computed_before and feature.offset < request.num_computed_tokens
+        if is_in_step and feature.identifier in failed:
+            return feature.identifier
+    return None

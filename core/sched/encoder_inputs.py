@@ -1,0 +1,221 @@
+"""Media in the token step: which embeddings a step computes or loads, who waits for some, and when they are let go.
+
+A request's next tokens are cut before the first item whose embeddings cannot be had in this step. Owns the encoder's budget of
+a step and the scheduler side of the EC connector; the room is ``core.sched.encoder_cache``'s. Knows no queue and no KV block:
+``core.sched.running`` and ``core.sched.admission`` ask for each request with media ahead of it, ``core.sched.release`` and
+``Scheduler.update_from_output`` tell what has ended. One order for all: once an item found no room, none behind it gets any in
+the same step, lest small images overtake a large one for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from core.encoder import ECConnectorScheduler
+from core.errors import EncoderInputMissing, InvalidRequest
+from core.request import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from core.sched.encoder_cache import EncoderCacheManager
+from core.wire.messages import ErrorInfo
+
+
+@dataclass(slots=True)
+class EncoderPlan:
+    """The next ``num_new_tokens`` tokens of a request and the features that come with them, by index.
+
+    ``computed`` and ``loaded`` are new in the cache; ``duplicates`` show the same media as one of these.
+    """
+
+    num_new_tokens: int
+    computed: list[int] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+    duplicates: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EncoderCounts:
+    """Features by where their embeddings came from, and requests that were told to wait for some, in steps."""
+
+    num_computed: int = 0
+    num_loaded: int = 0
+    num_hits: int = 0
+    num_deferrals: int = 0
+
+
+class EncoderInputs:
+    """The encoder's share in the steps of one engine.
+
+    ``max_embeds_per_step`` bounds what one step computes, ``cache_size`` what the worker holds; a single item must fit both.
+    """
+
+    def __init__(self, cache_size: int, max_embeds_per_step: int, connector: ECConnectorScheduler | None = None) -> None:
+        self.cache = EncoderCacheManager(cache_size)
+        self.connector = connector
+        self.max_item_embeds = min(cache_size, max_embeds_per_step)
+        self.counts = EncoderCounts()
+        self._max_embeds_per_step = max_embeds_per_step
+        self._compute_budget = 0
+        self._is_cut = False  # an item has found no room in this step
+        self._unavailable: dict[str, ErrorInfo] = {}
+
+    def check_can_run(self, request: Request) -> None:
+        """Refuse a request with media that can never be embedded here.
+
+        Raises:
+            InvalidRequest: an item needs more room than there is, or features overlap or leave the prompt.
+        """
+        end = 0
+        for index, feature in enumerate(request.mm_features):
+            if feature.num_embeds > self.max_item_embeds:
+                raise InvalidRequest(
+                    f"image {index} takes {feature.num_embeds} embeddings, this worker has room for {self.max_item_embeds}",
+                    param=f"images[{index}]",
+                )
+            if feature.offset < end or feature.num_embeds > feature.length or feature.end > request.num_prompt_tokens:
+                raise InvalidRequest(f"feature {index} overlaps another one or leaves the prompt", param="mm_features")
+            end = feature.end
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Give the encoder its budget for the next step."""
+        self._compute_budget = self._max_embeds_per_step
+        self._is_cut = False
+
+    def is_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Say whether the request may be scheduled behind these tokens; False = its embeddings are on their way.
+
+        Comes before anything is allocated for it, and changes nothing here: a request that waits holds nothing.
+        """
+        if self.connector is None or num_computed_tokens >= request.mm_end or request.has_failed_embedding:
+            return True
+        if self.connector.ensure_cache_available(request, num_computed_tokens):
+            return True
+        self.counts.num_deferrals += 1
+        return False
+
+    def try_schedule(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> EncoderPlan:
+        """Decide how many of the next tokens can be computed, and where the embeddings for them come from.
+
+        The window ends before the first item that finds neither room nor budget, or begins with it and is empty:
+
+            tokens  | computed |---------- num_new_tokens ----------|
+            items        [ cached ]   [ new ]      [ no room ]
+            plan               |-------------------|
+
+        References are taken to what is cached, room is made for the rest; ``allocate`` follows, or ``give_up``.
+        """
+        plan = EncoderPlan(num_new_tokens)
+        new: set[bytes] = set()
+        num_embeds = 0
+        for index, feature in enumerate(request.mm_features):
+            if feature.end <= num_computed_tokens:
+                continue
+            if feature.offset >= num_computed_tokens + plan.num_new_tokens:
+                break
+            if feature.identifier in new:
+                plan.duplicates.append(index)
+            elif self.cache.holds(request, index):
+                continue
+            elif self.cache.check_and_update_cache(request, index):
+                self.counts.num_hits += 1
+            elif self._schedule_item(request, index, num_embeds, plan):
+                new.add(feature.identifier)
+                num_embeds += feature.num_embeds
+            else:
+                plan.num_new_tokens = max(0, feature.offset - num_computed_tokens)
+                break
+        return plan
+
+    def _schedule_item(self, request: Request, index: int, num_embeds_to_schedule: int, plan: EncoderPlan) -> bool:
+        """Add an item that is not cached to the plan, if it finds room and can be had at all."""
+        feature = request.mm_features[index]
+        is_loaded = self._can_load(request, feature.identifier)
+        if not is_loaded and not request.has_media(index):
+            self._unavailable[request.request_id] = _missing(index)
+            return False
+        budget = feature.num_embeds if is_loaded else self._compute_budget - sum_embeds(request, plan.computed)
+        if self._is_cut or not self.cache.can_allocate(request, index, budget, num_embeds_to_schedule):
+            self._is_cut = True
+            return False
+        (plan.loaded if is_loaded else plan.computed).append(index)
+        return True
+
+    def _can_load(self, request: Request, identifier: bytes) -> bool:
+        if self.connector is None or request.has_failed_embedding:
+            return False  # what failed once is not tried again: every failure must bring the request nearer to its end
+        return self.connector.has_cache_item(identifier)
+
+    def allocate(self, request: Request, plan: EncoderPlan, output: SchedulerOutput) -> None:
+        """Make a plan part of the step: its request has got its KV blocks."""
+        for index in (*plan.computed, *plan.loaded):
+            self.cache.allocate(request, index)
+            if self.connector is not None:
+                self.connector.update_state_after_alloc(request, index)
+        for index in plan.duplicates:
+            self.cache.check_and_update_cache(request, index)
+        if plan.computed:
+            output.scheduled_encoder_inputs[request.request_id] = plan.computed
+        self._compute_budget -= sum_embeds(request, plan.computed)
+        self.counts.num_computed += len(plan.computed)
+        self.counts.num_loaded += len(plan.loaded)
+
+    def give_up(self, request: Request) -> None:
+        """Let go of what a request refers to: it does not run."""
+        self.cache.free(request)
+
+    def complete_output(self, output: SchedulerOutput) -> None:
+        """Add what the worker deletes, and last the connector's message."""
+        output.free_encoder_identifiers = self.cache.take_freed_identifiers()
+        if self.connector is not None:
+            output.ec_connector_metadata = self.connector.build_connector_meta(output)
+
+    # ---- after a step ------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, model_output: ModelRunnerOutput) -> None:
+        """Apply what the worker reports: of the connector, and embeddings that it does not hold after all."""
+        if self.connector is not None and model_output.ec_connector_output is not None:
+            self.connector.update_connector_output(model_output.ec_connector_output)
+        for identifier in model_output.failed_embeddings:
+            self.cache.forget(identifier)
+
+    def release_computed(self, requests: Mapping[str, Request]) -> None:
+        """Let go of items whose last token is computed, and of all that belong to requests which do not run any more.
+
+        Comes after a step, never in one: what a step computes or loads is referred to until it has run, so that it is not
+        evicted before it is there, even if its request is preempted in that step.
+        """
+        for request_id in self.cache.holder_ids:
+            request = requests[request_id]
+            num_computed_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+            for index in self.cache.get_cached_input_ids(request):
+                is_behind = request.mm_features[index].end <= num_computed_tokens
+                if is_behind or request.status is not RequestStatus.RUNNING:
+                    self.cache.free_encoder_input(request, index)
+
+    def take_unavailable(self, requests: Mapping[str, Request]) -> dict[str, ErrorInfo]:
+        """Return and forget the requests, of these, that can never run, and why."""
+        found, self._unavailable = self._unavailable, {}
+        if self.connector is not None:
+            found |= self.connector.take_unavailable_requests()
+        return {request_id: error for request_id, error in found.items() if request_id in requests}
+
+    def request_finished(self, request: Request) -> None:
+        """Forget a request."""
+        if self.connector is not None and request.mm_features:
+            self.connector.request_finished(request)
+        self._unavailable.pop(request.request_id, None)
+        self.cache.free(request)
+
+
+def sum_embeds(request: Request, indices: list[int]) -> int:
+    """Return the embeddings that these features of a request take."""
+    return sum(request.mm_features[index].num_embeds for index in indices)
+
+
+def _missing(index: int) -> ErrorInfo:
+    return ErrorInfo.of(
+        EncoderInputMissing(
+            f"embeddings of image {index} did not arrive, and the image is not at hand", param=f"images[{index}]"
+        )
+    )
