@@ -25,13 +25,13 @@ from litestar.types import ASGIApp, ExceptionHandler, Guard
 from litestar.typing import FieldDefinition
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from core.errors import Cancelled, InvalidRequest, KVFerryError
+from core.errors import Cancelled, DeadlineUnreachable, InvalidRequest, KVFerryError
 from core.log import event
 from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
 from router.edge import Edge, client_id
 from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
-from router.http_errors import ErrorBody, RequestFailure, error_response
+from router.http_errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.key_limit import KeyLimit
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
@@ -229,7 +229,7 @@ def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
         endpoints.metrics.count_failed(info.code)
         if info.http_status == 500:
             logger.error(event("internal_error", path=request.url.path), exc_info=error)
-        return error_response(info)
+        return error_response(info, error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S)
 
     return handle
 

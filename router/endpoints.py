@@ -153,6 +153,7 @@ class Endpoints:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             kv_load_failure_policy=load_failure_policy(request),
+            timeout_s=request.timeout_s,
         )
 
     def _fingerprint(self) -> str | None:

@@ -45,10 +45,10 @@ def error_body(info: ErrorInfo) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=info.message, type=kind, param=info.param, code=info.code))
 
 
-def error_response(info: ErrorInfo) -> Response[ErrorBody]:
+def error_response(info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S) -> Response[ErrorBody]:
     """Return the response for an error; where it may pass, the client is told when to come back."""
     status = _status(info)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if info.retryable or status in _WITH_RETRY else {}
+    headers = {"retry-after": str(max(1, retry_after_s))} if info.retryable or status in _WITH_RETRY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(info), status_code=status, media_type=MediaType.JSON, headers=headers)

@@ -108,6 +108,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # prompt, scheduling and output beyond OpenAI's
     priority: int | None = None  # smaller is served first by workers with scheduler.policy=priority; others ignore it
     cache_salt: str | None = None
+    timeout_s: float | None = None  # how long the answer may take, whole; it is refused at once if that cannot be kept
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

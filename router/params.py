@@ -222,6 +222,7 @@ def check_ranges(request: CommonRequest) -> None:
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(2**63), 2**64 - 1)
     _check_range("priority", request.priority, -(2**31), 2**31 - 1)
+    _check_range("timeout_s", request.timeout_s, 0, None, is_low_open=True)
     if request.cache_salt is not None and not request.cache_salt:
         raise InvalidRequest("cache_salt is empty: leave it out, or give it a value", param="cache_salt")
 

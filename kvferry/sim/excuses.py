@@ -28,6 +28,7 @@ _BAD_TIMING = frozenset(
 _OUTCOMES: dict[str, frozenset[Fault]] = {
     "cancelled": frozenset({Fault.ABORT}),
     "deadline_exceeded": frozenset({Fault.DEADLINE}),
+    "deadline_unreachable": frozenset({Fault.DEADLINE}),
     "no_worker": _LOST_WORKERS,
     "peer_lost": _LOST_WORKERS,
     "protocol_error": frozenset({Fault.CUT, Fault.PARTITION, Fault.FREEZE}),

@@ -1,0 +1,185 @@
+"""The foreseen wait: of what is queued, at the pace of what was done; never of an idle worker or of one that nobody knows."""
+
+import pytest
+
+from core.errors import DeadlineUnreachable
+from core.wire.messages import Abort, ChoiceStart, Generate
+from core.wire.sampling import SamplingParams
+from router.cluster import WorkerKey
+from router.queues import PromptQueues
+
+P0, P1 = WorkerKey("p0", 1), WorkerKey("p1", 1)
+
+
+class Bench(PromptQueues):
+    """Queues that are fed with prompts of so many tokens."""
+
+    def send(self, name, num_tokens, at, worker=P0, **fields):
+        message = Generate(request_id=name, prompt_token_ids=(1,) * num_tokens, sampling=SamplingParams(), **fields)
+        self.on_sent(worker, message, at)
+
+
+@pytest.fixture
+def paced():
+    """A worker that has done 100 tokens in 1 s, and does nothing at 1001 s."""
+    bench = Bench()
+    bench.send("done", 100, 1000.0)
+    bench.on_first_token("done", 1001.0)
+    return bench
+
+
+def test_of_a_worker_without_a_past_nothing_is_foreseen():
+    bench = Bench()
+    bench.send("a", 10_000, 1000.0)
+    assert bench.wait_s(P0, 1000.0) == 0.0
+    assert bench.wait_s(P1, 1000.0) == 0.0
+
+
+def test_an_idle_worker_makes_nobody_wait_however_slow_it_was(paced):
+    paced.send("slow", 1, 1001.0)
+    paced.on_first_token("slow", 9000.0)
+    assert paced.wait_s(P0, 9000.0) == 0.0
+
+
+def test_the_wait_is_what_is_queued_at_the_pace_of_what_was_done(paced):
+    paced.send("a", 300, 1001.0)
+    paced.send("b", 200, 1001.0)
+    assert paced.wait_s(P0, 1001.0) == pytest.approx(5.0)
+    assert paced.wait_s(P0, 1003.0) == pytest.approx(3.0)
+    assert paced.wait_s(P0, 1099.0) == 0.0  # it is late: nobody knows how much
+
+
+def test_each_prompt_s_own_time_counts_not_its_wait(paced):
+    paced.send("a", 100, 1001.0)
+    paced.send("b", 100, 1001.0)
+    paced.on_first_token("a", 1002.0)
+    paced.on_first_token("b", 1003.0)
+    paced.send("c", 100, 1003.0)
+    assert paced.wait_s(P0, 1003.0) == pytest.approx(1.0)
+
+
+def test_the_pace_follows_the_latest_prompts(paced):
+    for turn in range(60):  # ten times as fast from now on
+        paced.send("fast", 100, 2000.0 + turn)
+        paced.on_first_token("fast", 2000.1 + turn)
+    paced.send("a", 1000, 3000.0)
+    assert paced.wait_s(P0, 3000.0) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("leave", ["abort", "fail"])
+def test_a_prompt_that_is_given_up_is_waited_for_no_more_and_says_nothing_of_the_pace(paced, leave):
+    paced.send("a", 300, 1001.0)
+    paced.send("b", 100, 1001.0)
+    if leave == "abort":
+        paced.on_sent(P0, Abort(request_ids=("a", "unknown")), 1050.0)
+    else:
+        paced.drop("a", 1050.0)
+    assert paced.wait_s(P0, 1050.0) == pytest.approx(1.0)
+    paced.on_first_token("a", 1060.0)  # crossed
+    assert paced.wait_s(P0, 1050.0) == pytest.approx(1.0)
+
+
+def test_a_request_whose_prompt_was_computed_elsewhere_waits_in_no_queue(paced):
+    paced.send("a", 1000, 1001.0, choices=(ChoiceStart(index=0, output_token_ids=(5,)),))
+    assert paced.wait_s(P0, 1001.0) == 0.0
+
+
+def test_a_worker_that_has_left_leaves_nothing(paced):
+    paced.send("a", 1000, 1001.0)
+    paced.forget(P0)
+    paced.on_first_token("a", 1002.0)
+    paced.send("b", 1000, 1003.0)
+    assert paced.wait_s(P0, 1003.0) == 0.0
+    paced.forget(P1)
+
+
+# ---- in the router -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_router(make_bench):
+    """Return a router whose prefill and aggregated workers are known to take 1 s for 10 tokens."""
+
+    def make(*workers):
+        bench = make_bench(*workers, max_requests=100)
+        for number, worker in enumerate(name for name in workers if name[0] in "pa"):
+            key = next(member.key for member in bench.machine.cluster.workers if member.key.engine_id == worker)
+            message = Generate(request_id=f"past{number}", prompt_token_ids=(1,) * 10, sampling=SamplingParams())
+            bench.machine.queues.on_sent(key, message, -1.0)
+            bench.machine.queues.on_first_token(f"past{number}", 0.0)
+        return bench
+
+    return make
+
+
+def refusal(bench, **fields):
+    with pytest.raises(DeadlineUnreachable) as refused:
+        bench.machine.submit(bench.submission("late", **fields), bench.now)
+    return refused.value
+
+
+def test_a_request_that_would_be_too_late_is_refused_at_once_with_the_reason_and_when_to_come_back(make_router):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    error = refusal(bench, timeout_s=2.0)
+    assert (error.code, error.http_status, error.retryable, error.retry_after_s) == ("deadline_unreachable", 503, True, 3)
+    assert "may take 2 s, but the prompts before it take about 5.0 s more" in error.message
+    assert len(bench.machine.flows) == 1
+    bench.do(bench.machine.submit(bench.submission("patient", timeout_s=6.0), bench.now))
+    bench.do(bench.machine.submit(bench.submission("any"), bench.now))  # the router's own 60 s
+
+
+def test_without_a_time_of_its_own_a_request_has_the_router_s(make_router):
+    bench = make_router("p0", "d0")
+    for number in range(13):
+        bench.submit(f"r{number}", prompt=50)
+    assert "may take 60 s" in refusal(bench).message
+    assert "may take 60 s" in refusal(bench, timeout_s=600.0).message
+
+
+def test_what_was_done_or_given_up_meanwhile_is_not_waited_for(make_router):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    bench.submit("r2", prompt=50)
+    refusal(bench, timeout_s=7.0)
+    bench.now = 5.0
+    bench.prefill_done("r1")
+    bench.do(bench.machine.submit(bench.submission("r3", timeout_s=7.0), bench.now))
+    bench.do(bench.machine.abort("r2", "client", bench.now))
+    bench.do(bench.machine.submit(bench.submission("r4", timeout_s=1.5), bench.now))
+
+
+def test_a_worker_that_would_be_too_late_is_left_out_if_another_is_not(make_router):
+    bench = make_router("p0", "p1", "d0", "d1")
+    bench.submit("long", prompt=80)
+    busy = bench.sent[-1][0]
+    for number in range(3):  # more requests, but shorter ones, for the other
+        bench.submit(f"short{number}", prompt=1)
+    queued = {peer for peer, message in bench.sent if isinstance(message, Generate)}
+    assert queued == {"p0", "p1"}
+    free = ({"p0", "p1"} - {busy}).pop()
+    for number in range(4):
+        bench.do(bench.machine.submit(bench.submission(f"hurried{number}", timeout_s=4.0, prompt=1), bench.now))
+        assert bench.sent[-1][0] == free
+
+
+def test_an_aggregated_worker_s_queue_counts_until_the_first_token(make_router):
+    bench = make_router("a0")
+    bench.submit("r1", prompt=50)
+    refusal(bench, timeout_s=2.0)
+    bench.tokens(0, 5, request_id="r1", peer="a0")
+    bench.do(bench.machine.submit(bench.submission("r2", timeout_s=2.0), bench.now))
+
+
+def test_a_request_ends_when_its_own_time_is_over(make_router):
+    bench = make_router("p0", "d0")
+    bench.do(bench.machine.submit(bench.submission("r1", timeout_s=3.0), bench.now))
+    assert bench.generated("p0").deadline_ms == 3000
+    bench.tick(3.0)
+    assert bench.error("r1").message == "the request took longer than 3 s"
+
+
+def test_nobody_at_all_is_no_matter_of_time(make_bench):
+    bench = make_bench()
+    with pytest.raises(Exception, match="no worker has registered"):
+        bench.machine.submit(bench.submission("r1", timeout_s=0.001), bench.now)
