@@ -30,6 +30,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
 ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NumSeqs = Annotated[int, msgspec.Meta(ge=1, le=65536)]  # the engine keeps a row for each
 
 
@@ -76,14 +77,17 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generation_config: Literal["auto", "none"] = "auto"  # auto: sampling defaults of the model's generation_config.json
     max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
+    attention: Literal["auto", "paged_cpu", "varlen", "gather", "sdpa"] = "auto"  # auto: the first that passes its probe here
+    cuda_graphs: bool = True  # record decode steps on CUDA; takes seconds at start
 
 
 class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV pool of a worker."""
 
-    block_size: Positive = 64  # tokens; a multiple of HASH_BLOCK_SIZE
+    block_size: Positive = 64  # tokens; a multiple of HASH_BLOCK_SIZE; on CUDA, a multiple of it if the kernel demands that
     memory_bytes: Positive = 1 << 30  # of the pool on CPU
-    num_blocks: NonNegative = 0  # 0 = from memory_bytes
+    gpu_memory_utilization: Share = 0.9  # of the GPU's memory for this worker: weights, activations, and the pool that is left
+    num_blocks: NonNegative = 0  # 0 = from the memory
     enable_prefix_caching: bool = True
     kv_events: bool = False  # publish what becomes a hit and what is evicted, see worker.kv_events_address
     watermark: ShareBelowOne = 0.0  # share of the pool kept free when a waiting request is admitted beside running ones
@@ -287,6 +291,7 @@ class TracingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     service_name: str = "kvferry"
     export_interval_s: Seconds = 5.0  # what has ended meanwhile is sent at once
     timeout_s: Seconds = 5.0  # for one such batch; then it is lost
+
 
 class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All sections."""

@@ -14,20 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from core.attention.base import AttentionBackend
-from core.attention.select import AttentionProblem, select_backend
+from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
 from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE, ConnectorSection, KVFerryConfig, ModelSection, WorkerSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.engine.core import EngineCore
+from core.engine.device_memory import measure, pool_bytes, run_largest_step
+from core.engine.graphs import CudaRecorder, batch_sizes
 from core.engine.inputs import InputBatch
 from core.engine.kv_cache import KVPool, allocate_kv_pool
 from core.engine.kv_events import KVEventPublisher
-from core.engine.kv_sizing import KVCacheSizing, size_kv_cache
+from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
 from core.engine.runner import ModelRunner
 from core.errors import ConfigError
+from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.seals import SealTable
@@ -95,9 +99,16 @@ def build_engine(
     arch = parse_arch(files.config)
     device = device_of(config.model)
     dtype = dtype_of(config.model, device)
-    sizing = size_kv_cache(config, arch, dtype.itemsize)
+    backend, config = _choose_attention(config, arch, dtype, device)
+    is_measured = device.type == "cuda" and not config.cache.num_blocks
+    sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
+    layers = KVCacheConfig(2, group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize)))
+    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups)
+    if sizing is None:
+        memory = measure(device, lambda: run_largest_step(decoder, backend, layers, config.scheduler, dtype))
+        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization)
+        sizing = size_kv_cache(_with_cache(config, memory_bytes=num_bytes), arch, dtype.itemsize)
     cache_config, max_model_len = sizing.config, sizing.max_model_len
-    backend = _select_attention(arch, cache_config, dtype, device)
     fingerprint = model_fingerprint(arch, files.weights_id)
     makes_digests = has_readers and _readers_demand_digests(config.connector, device)
     pool = allocate_kv_pool(
@@ -108,9 +119,10 @@ def build_engine(
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
         if connector is not None:
             connector.worker.register_kv_caches(pool.region)
-        decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=cache_config.layer_groups)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
         runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
+        if device.type == "cuda" and config.model.cuda_graphs:
+            runner.record_graphs(CudaRecorder(device), batch_sizes(config.scheduler.max_num_seqs), max_model_len)
         manager = _kv_cache_manager(config, sizing, pool.seals)
         scheduler = Scheduler(
             config.scheduler,
@@ -178,12 +190,21 @@ def dtype_of(section: ModelSection, device: torch.device) -> torch.dtype:
     return dtypes[section.dtype]
 
 
-def _select_attention(
-    arch: ModelArch, cache_config: KVCacheConfig, dtype: torch.dtype, device: torch.device
-) -> type[AttentionBackend]:
+def _choose_attention(
+    config: KVFerryConfig, arch: ModelArch, dtype: torch.dtype, device: torch.device
+) -> tuple[type[AttentionBackend], KVFerryConfig]:
+    """Return the backend, and the configuration with the block size that it demands."""
     specs = tuple(dict.fromkeys(attention_spec(arch, layer) for layer in range(arch.num_layers)))
-    block_size = cache_config.groups[0].spec.block_size
-    return select_backend(AttentionProblem(device, dtype, specs, cache_config.layers_per_group, block_size))
+    groups = group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize))
+    num_layers = KVCacheConfig(2, groups).layers_per_group
+    choice = choose_attention(
+        AttentionProblem(device, dtype, specs, num_layers, config.cache.block_size), config.model.attention
+    )
+    return choice.backend, _with_cache(config, block_size=choice.block_size)
+
+
+def _with_cache(config: KVFerryConfig, **changes: int) -> KVFerryConfig:
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, **changes))
 
 
 def _kv_cache_manager(config: KVFerryConfig, sizing: KVCacheSizing, seals: SealTable) -> KVCacheManager:

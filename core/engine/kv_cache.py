@@ -53,6 +53,14 @@ def layout_info(config: KVCacheConfig, dtype: torch.dtype, layout: KVLayout) -> 
     )
 
 
+def pool_shape(config: KVCacheConfig, layout: KVLayout) -> tuple[int, ...]:
+    """Return the shape of the pool; see the module's diagram."""
+    spec = config.groups[0].spec
+    heads_and_tokens = (spec.num_kv_heads, spec.block_size)
+    inner = heads_and_tokens if layout is KVLayout.HND else heads_and_tokens[::-1]
+    return (config.num_blocks, config.layers_per_group, 2, *inner, spec.head_dim)
+
+
 @dataclass(slots=True)
 class KVPool:
     """The allocated pool: ``cache`` is what attention sees of it, ``region`` what connectors see, its seals included."""
@@ -105,8 +113,7 @@ def allocate_kv_pool(
         ConfigError: the memory is not there.
     """
     info = layout_info(config, dtype, layout)
-    inner = (info.num_kv_heads, info.block_size) if layout is KVLayout.HND else (info.block_size, info.num_kv_heads)
-    shape = (config.num_blocks, info.num_layers, 2, *inner, info.head_dim)
+    shape = pool_shape(config, layout)
     pool, buffer, memory_fd = _pool_in_host_memory(shape, dtype) if device.type == "cpu" else _pool_on(device, shape, dtype)
     region = KVPoolRegion(
         base_address=pool.data_ptr(),

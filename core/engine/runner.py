@@ -7,21 +7,24 @@ by ``core.engine.core``, on the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.attention.base import AttentionBackend
+from core.attention.base import AttentionBackend, AttentionPlan
+from core.attention.torch_kernels import upload
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
+from core.engine.graphs import DecodeGraphs, GraphRecorder
 from core.engine.inputs import InputBatch, StepInputs
 from core.engine.kv_cache import KVPool
 from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
 from core.engine.sampler import sample
-from core.model.decoder import Decoder
+from core.kv.spec import ceil_div
+from core.model.decoder import Decoder, attention_spec
 from core.request import ModelRunnerOutput, SchedulerOutput
 from core.wire.messages import ErrorInfo
 
@@ -46,11 +49,22 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self._device = device
         self._synchronize = _synchronizer(device)
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def failure(self) -> Exception | None:
         """An error of the connector that the next step will raise."""
         return self._connector.failure
+
+    def record_graphs(self, recorder: GraphRecorder, sizes: Sequence[int], max_model_len: int) -> None:
+        """Record decode steps of these batch sizes, to be replayed from now on where a step fits one."""
+        groups = self._kv_pool.config.groups
+        specs = [
+            list(dict.fromkeys(attention_spec(self._decoder.arch, layer) for layer in group.layer_indices)) for group in groups
+        ]
+        max_blocks = [ceil_div(max_model_len, group.spec.block_size) for group in groups]
+        self._graphs = DecodeGraphs(self._compute, self._attention, recorder, specs, max_blocks)
+        self._graphs.record(sizes)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -102,13 +116,20 @@ class ModelRunner:
         """Return the hidden states of ``output_rows``, in this order."""
         num_tokens = len(inputs.input_ids)
         is_every_row = len(output_rows) == num_tokens and bool((output_rows == np.arange(num_tokens)).all())
+        rows = None if is_every_row else upload(output_rows, self._device)
+        replayed = None if self._graphs is None else self._graphs.run(inputs)
+        if replayed is not None:
+            return replayed if rows is None else replayed[rows]
         return self._decoder.forward(
-            torch.from_numpy(inputs.input_ids).to(self._device),
-            torch.from_numpy(inputs.positions).to(self._device),
+            upload(inputs.input_ids, self._device),
+            upload(inputs.positions, self._device),
             self._attention,
             [self._attention.plan(batch) for batch in inputs.batches],
-            None if is_every_row else torch.from_numpy(output_rows).to(self._device),
+            rows,
         )
+
+    def _compute(self, input_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
+        return self._decoder.forward(input_ids, positions, self._attention, plans)
 
     def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
         rows = inputs.rows[inputs.samples]

@@ -76,6 +76,11 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
         self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else silu_and_mul
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self._weights.embedding.device
+
     def forward(
         self,
         input_ids: Tensor,
