@@ -92,8 +92,7 @@ class PromptQueues:
         Raises:
             DeadlineUnreachable: that is so at every worker that could begin it.
         """
-        starters = [worker for worker in workers if worker.role in ("prefill", "aggregated") and not worker.is_draining]
-        waits = {worker.key: self.wait_s(worker.key, now) for worker in starters}
+        waits = self._waits(workers, now)
         late = frozenset(key for key, wait_s in waits.items() if wait_s > budget_s)
         if waits and len(late) == len(waits):
             soonest_s = min(waits.values())
@@ -104,3 +103,12 @@ class PromptQueues:
                 retry_after_s=math.ceil(soonest_s - budget_s),
             )
         return late
+
+    def shortest_wait_s(self, workers: Iterable[Worker], now: float) -> float:
+        """Return how long a new prompt would wait where it is begun with first; 0 without workers."""
+        return min(self._waits(workers, now).values(), default=0.0)
+
+    def _waits(self, workers: Iterable[Worker], now: float) -> dict[WorkerKey, float]:
+        """Return the waits at those that could begin a request."""
+        starters = (worker for worker in workers if worker.role in ("prefill", "aggregated") and not worker.is_draining)
+        return {worker.key: self.wait_s(worker.key, now) for worker in starters}

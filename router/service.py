@@ -473,6 +473,11 @@ class RouterService:
         )
         self._metrics.watch("num_requests_waiting", "Requests that wait for a decode worker.", lambda: flows.num_waiting)
         self._metrics.watch(
+            "foreseen_prompt_wait_seconds",
+            "How long a new prompt would wait where it is begun with first.",
+            lambda: self.machine.queues.shortest_wait_s(cluster.workers, self._clock.now()),
+        )
+        self._metrics.watch(
             "workers_unpaired",
             "Prefill and decode workers that none of the other role fits.",
             lambda: len(unpaired(cluster.workers)),

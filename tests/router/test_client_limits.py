@@ -6,6 +6,10 @@ import asyncio
 
 import pytest
 
+from core.clock import SystemClock
+from core.wire.messages import Generate
+from core.wire.sampling import SamplingParams
+
 
 def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
@@ -61,3 +65,28 @@ async def test_prompt_beyond_the_operator_s_limit_is_refused(start_router, path,
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert "at most 8" in refused.json()["error"]["message"]
     assert served.status_code == 200
+
+
+async def test_a_request_that_would_be_too_late_hears_when_to_come_back(start_router):
+    under_test = await start_router(has_http=False)
+    prefill, _ = await under_test.pair(is_silent=True)
+    queues = under_test.router.service.machine.queues
+    (worker,) = (worker for worker in under_test.router.service.machine.cluster.workers if worker.role == "prefill")
+    queued = Generate(request_id="past", prompt_token_ids=(1,), sampling=SamplingParams())
+    now = SystemClock().now()
+    queues.on_sent(worker.key, queued, now - 1e6)
+    queues.on_first_token("past", now)  # a pace at which whatever is queued takes for ever
+    async with under_test.client() as client:
+        waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
+        await prefill.generated()
+        body = {"prompt": "x", "max_tokens": 2, "timeout_s": 0.5}
+        refused = await client.post("/v1/completions", json=body)
+        bad = await client.post("/v1/completions", json={**body, "timeout_s": 0})
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert refused.status_code == 503
+    assert 900_000 < int(refused.headers["retry-after"]) <= 1_000_000
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("deadline_unreachable", "timeout_s")
+    assert under_test.metric("kvferry_request_failure_total", code="deadline_unreachable") == 1
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "timeout_s")

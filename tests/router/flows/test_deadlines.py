@@ -179,6 +179,16 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
     assert bench.error("r1").message == "the request took longer than 3 s"
 
 
+def test_the_shortest_wait_is_told(make_router):
+    bench = make_router("p0", "p1", "d0")
+    workers = bench.machine.cluster.workers
+    bench.submit("r1", prompt=50)
+    assert bench.machine.queues.shortest_wait_s(workers, 0.0) == 0.0
+    bench.submit("r2", prompt=30)
+    assert bench.machine.queues.shortest_wait_s(workers, 0.0) == pytest.approx(3.0)
+    assert bench.machine.queues.shortest_wait_s((), 0.0) == 0.0
+
+
 def test_nobody_at_all_is_no_matter_of_time(make_bench):
     bench = make_bench()
     with pytest.raises(Exception, match="no worker has registered"):
