@@ -2,7 +2,8 @@
 
 Owns which architectures exist here, what each fixes in its code instead of its configuration, and the model's fingerprint.
 Knows nothing of tensors or files and imports no torch: the router, the KV manager and the engine all read it. A new
-architecture is one entry of ``_TRAITS``; what layers of one model do differently is a tuple with one entry per layer.
+architecture is one entry of ``_TRAITS``; what layers of one model do differently is a tuple with one entry per layer. Of a
+model that sees images it describes the text decoder; the rest is ``core.model.vision_arch``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from core.errors import ConfigError
@@ -39,6 +40,7 @@ class ModelArch:
     ``ropes``, ``sliding_windows`` and ``attention_chunk_sizes`` have one entry per layer: None where the layer does not know
     positions, or attends to everything. ``attention_scale`` is the factor on query-key products, ``embedding_scale`` that on
     embedded tokens. ``has_post_norms``: the outputs of attention and MLP are normalized, too, before they are added.
+    ``weights_prefix``: where the decoder stands among the names of the checkpoint's tensors.
     """
 
     model_type: str
@@ -67,6 +69,7 @@ class ModelArch:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+    weights_prefix: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +144,35 @@ _TRAITS: Mapping[str, _Traits] = {
     ),
 }
 
-SUPPORTED_MODEL_TYPES = tuple(sorted(_TRAITS))
+VISION_MODEL_TYPES = ("idefics3", "smolvlm")  # their configurations hold one of a text model
+VISION_WEIGHTS = ("model.vision_model.", "model.connector.")  # prefixes of their tensors that are not the text model's
+SUPPORTED_MODEL_TYPES = tuple(sorted([*_TRAITS, *VISION_MODEL_TYPES]))
 
 _DEFAULT_ROPE_THETA = 10000.0
 _GEMMA3_FULL_ROPE_THETA = 1000000.0
-_NOT_IN_FINGERPRINT = ("max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype")
+_SAID_ABOVE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_NOT_IN_FINGERPRINT = ("max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype", "weights_prefix")
 
 
 def parse_arch(config: Mapping[str, Any]) -> ModelArch:
-    """Parse a Hugging Face ``config.json``.
+    """Parse a Hugging Face ``config.json``; of a model that sees images, what it says of the text decoder.
 
     Raises:
         ConfigError: unknown ``model_type``, unsupported rope, activation or experts, or a field that is missing or wrong.
     """
+    if config.get("model_type") in VISION_MODEL_TYPES:
+        return replace(_parse_text_arch(_nested_text_config(config)), weights_prefix="model.text_model")
+    return _parse_text_arch(config)
+
+
+def _nested_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text model's part, and over it what the whole decides: special tokens, dtype, tied embeddings."""
+    text = {"model_type": "llama", **(config.get("text_config") or {})}
+    above = {name: config[name] for name in _SAID_ABOVE if config.get(name) is not None}
+    return {**text, **above, "tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
+
+
+def _parse_text_arch(config: Mapping[str, Any]) -> ModelArch:
     traits = _traits(config.get("model_type"))
     config = {**traits.defaults, **config}
     for name, value in traits.only.items():
@@ -164,15 +183,15 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
     ropes = _parse_ropes(config, traits)
     return ModelArch(
         model_type=config["model_type"],
-        vocab_size=_count(config, "vocab_size"),
-        hidden_size=_count(config, "hidden_size"),
+        vocab_size=positive_count(config, "vocab_size"),
+        hidden_size=positive_count(config, "hidden_size"),
         intermediate_size=_parse_intermediate_size(config),
-        num_layers=_count(config, "num_hidden_layers"),
+        num_layers=positive_count(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         attention_scale=float((config["query_pre_attn_scalar"] if is_gemma else head_dim) ** -0.5),
-        embedding_scale=float(_count(config, "hidden_size") ** 0.5) if is_gemma else 1.0,
+        embedding_scale=float(positive_count(config, "hidden_size") ** 0.5) if is_gemma else 1.0,
         activation="gelu_pytorch_tanh" if is_gemma else "silu",
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         ropes=ropes,
@@ -185,7 +204,7 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
         has_post_norms=is_gemma,
         sliding_windows=_parse_windows(config, traits),
         attention_chunk_sizes=_parse_chunk_sizes(config),
-        max_position_embeddings=_count(config, "max_position_embeddings"),
+        max_position_embeddings=positive_count(config, "max_position_embeddings"),
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=as_token_ids(config.get("eos_token_id")),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -211,7 +230,12 @@ def as_token_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, 
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def positive_count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a field that must be a positive integer.
+
+    Raises:
+        ConfigError: it is not.
+    """
     value = config.get(name)
     if value is None:
         value = default
@@ -236,35 +260,35 @@ def _traits(model_type: object) -> _Traits:
 
 def _parse_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the numbers of query and of key-value heads, and their size."""
-    num_heads = _count(config, "num_attention_heads")
-    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    num_heads = positive_count(config, "num_attention_heads")
+    num_kv_heads = positive_count(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
             param="num_key_value_heads",
         )
-    return num_heads, num_kv_heads, _count(config, "head_dim", _count(config, "hidden_size") // num_heads)
+    return num_heads, num_kv_heads, positive_count(config, "head_dim", positive_count(config, "hidden_size") // num_heads)
 
 
 def _parse_intermediate_size(config: Mapping[str, Any]) -> int:
     """Return the width of the MLP. Raises: ConfigError for a mixture of experts, which does not exist here."""
     if config["model_type"] != "llama4_text":
-        return _count(config, "intermediate_size")
+        return positive_count(config, "intermediate_size")
     moe_layers = config.get("moe_layers")
     if moe_layers is None:
-        step = _count(config, "interleave_moe_layer_step")
-        moe_layers = list(range(step - 1, _count(config, "num_hidden_layers"), step))
+        step = positive_count(config, "interleave_moe_layer_step")
+        moe_layers = list(range(step - 1, positive_count(config, "num_hidden_layers"), step))
     if moe_layers:
         raise ConfigError(
             f"config.json: layers {moe_layers} are mixtures of experts, which are not supported; supported: moe_layers = []",
             param="moe_layers",
         )
-    return _count(config, "intermediate_size_mlp")
+    return positive_count(config, "intermediate_size_mlp")
 
 
 def _parse_ropes(config: Mapping[str, Any], traits: _Traits) -> tuple[Rope | None, ...]:
     """Return the rope of each layer, None where queries and keys are not rotated."""
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = positive_count(config, "num_hidden_layers")
     if config["model_type"] == "gemma3_text":
         full, local = parse_rope_pair(config, _GEMMA3_FULL_ROPE_THETA, _DEFAULT_ROPE_THETA)
         return tuple(full if window is None else local for window in _parse_windows(config, traits))
@@ -276,11 +300,11 @@ def _parse_ropes(config: Mapping[str, Any], traits: _Traits) -> tuple[Rope | Non
 
 def _llama4_rotations(config: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return whether each layer rotates; the field's 1 means that it does, whatever its name says."""
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = positive_count(config, "num_hidden_layers")
     named = config.get("no_rope_layers")
     if named:
         return tuple(bool(flag) for flag in _one_per_layer("no_rope_layers", named, num_layers))
-    interval = _count(config, "no_rope_layer_interval")
+    interval = positive_count(config, "no_rope_layer_interval")
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
@@ -292,20 +316,20 @@ def _parse_temperature(config: Mapping[str, Any], ropes: tuple[Rope | None, ...]
 
 def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, None where the layer attends to everything."""
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = positive_count(config, "num_hidden_layers")
     window = config.get("sliding_window")
     if traits.window_gate is not None and not config.get(traits.window_gate, False):
         window = None
     is_gemma = config["model_type"] == "gemma3_text"
     if config["model_type"] in ("llama", "llama4_text") or (window is None and not is_gemma):
         return (None,) * num_layers
-    window = _count(config, "sliding_window")
+    window = positive_count(config, "sliding_window")
     layer_types = config.get("layer_types")
     if layer_types is not None:
         kinds = _one_per_layer("layer_types", layer_types, num_layers)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if is_gemma:  # every n-th layer sees everything
-        pattern = _count(config, "sliding_window_pattern")
+        pattern = positive_count(config, "sliding_window_pattern")
         return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
     first_windowed = 0 if traits.window_gate is None else int(config["max_window_layers"])
     return tuple(window if layer >= first_windowed else None for layer in range(num_layers))
@@ -313,14 +337,14 @@ def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | No
 
 def _parse_chunk_sizes(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the attention chunk of each layer, None where the layer attends to everything."""
-    num_layers = _count(config, "num_hidden_layers")
+    num_layers = positive_count(config, "num_hidden_layers")
     if config["model_type"] != "llama4_text":
         return (None,) * num_layers
     layer_types = config.get("layer_types")
     if layer_types is None:
         layer_types = ["chunked_attention" if rotates else "full_attention" for rotates in _llama4_rotations(config)]
     kinds = _one_per_layer("layer_types", layer_types, num_layers)
-    return tuple(_count(config, "attention_chunk_size") if kind == "chunked_attention" else None for kind in kinds)
+    return tuple(positive_count(config, "attention_chunk_size") if kind == "chunked_attention" else None for kind in kinds)
 
 
 def _one_per_layer(name: str, values: list[Any], num_layers: int) -> list[Any]:

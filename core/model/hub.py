@@ -22,7 +22,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,7 +94,8 @@ ALIASES: Mapping[str, WheelModel] = {
 class ModelFiles:
     """A model on this machine, in the Hugging Face layout.
 
-    ``digest_record`` is where ``weights_id`` keeps the digests of the weight files.
+    ``digest_record`` is where ``weights_id`` keeps the digests of the weight files. ``image_processor_config`` says how images
+    become pixels, ``processor_config`` how they stand in prompts; both are empty for models of text.
     """
 
     name: str
@@ -106,11 +107,15 @@ class ModelFiles:
     tokenizer_config: Mapping[str, Any]
     chat_template: str | None
     digest_record: Path
+    image_processor_config: Mapping[str, Any] = field(default_factory=dict)
+    processor_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a generation: of ``generation_config.json`` if it names any, else of ``config.json``."""
-        return as_token_ids(self.generation_config.get("eos_token_id")) or as_token_ids(self.config.get("eos_token_id"))
+        text_config = self.config.get("text_config") or {}
+        named = (source.get("eos_token_id") for source in (self.generation_config, self.config, text_config))
+        return next((ids for ids in map(as_token_ids, named) if ids), ())
 
     @property
     def weights_id(self) -> str:
@@ -142,6 +147,7 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
     if not tokenizer_file.is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json", param="model.name")
     tokenizer_config = _read_json(folder / "tokenizer_config.json") or {}
+    processor_config = _read_json(folder / "processor_config.json") or {}
     return ModelFiles(
         name=name,
         path=folder,
@@ -152,6 +158,8 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(folder, tokenizer_config),
         digest_record=cache_dir / "digests" / f"{_key(str(folder))}.json",
+        image_processor_config=_read_json(folder / "preprocessor_config.json") or processor_config.get("image_processor") or {},
+        processor_config=processor_config,
     )
 
 

@@ -1,23 +1,20 @@
-"""Safetensors files turned into a ``Decoder``: names mapped, projections fused, weights cast, moved and packed.
+"""Safetensors files turned into a ``Decoder``: names mapped, projections fused.
 
-Owns the Hugging Face tensor names. Knows nothing of where files come from (``core.model.hub``). Called once per worker.
-Tensors are read one layer at a time through a memory map, so the peak is the model plus one layer.
+Owns the Hugging Face names of a decoder's tensors. Knows nothing of where files come from (``core.model.hub``) or how they are
+read (``core.model.checkpoint``). Called once per worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.errors import ConfigError
-from core.model.arch import ModelArch
+from core.model.arch import VISION_WEIGHTS, ModelArch
+from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
 from core.model.layers import RMSNorm
 from core.model.linear import Linear, make_linear
@@ -59,89 +56,26 @@ def load_decoder(
     Raises:
         ConfigError: a file cannot be read, or a tensor is missing, has another shape, or has no place in ``arch``.
     """
-    target = torch.device(device)
-    with ExitStack() as open_files, torch.inference_mode():
-        tensors = _Checkpoint(_open_all(weight_files, open_files), dtype, target)
+    with open_checkpoint(weight_files, dtype, device) as tensors, torch.inference_mode():
         weights = _decoder_weights(tensors, arch)
-        tensors.require_all_used()
+        tensors.require_all_used(but=VISION_WEIGHTS if arch.weights_prefix != "model" else ())
     return Decoder(arch, weights, layer_groups or [range(arch.num_layers)])
 
 
-def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, Any]:
-    """Return {tensor name: open safetensors file}."""
-    sources: dict[str, Any] = {}
-    for path in weight_files:
-        try:
-            handle = open_files.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}", param="model") from error
-        sources.update(dict.fromkeys(handle.keys(), handle))
-    return sources
-
-
-class _Checkpoint:
-    """The named tensors of a model; checks every shape, and at the end that none was left over."""
-
-    def __init__(self, sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._sources = sources
-        self._dtype = dtype
-        self._device = device
-        self._unused = set(sources)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sources
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor in the target dtype, on the target device."""
-        if name not in self._sources:
-            raise ConfigError(f"the weights lack {name}", param="model")
-        tensor: Tensor = self._sources[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}", param="model")
-        self._unused.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
-
-    def constant(self, value: float, *shape: int) -> Tensor:
-        """Return a tensor of one value where the checkpoint needs none."""
-        return torch.full(shape, value, device=self._device, dtype=self._dtype)
-
-    def linear(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool, order: Tensor | None = None
-    ) -> Linear:
-        """Read one or several projections of the same input and fuse them into one layer, its rows in ``order``."""
-        parts = list(zip(names, rows, strict=True))
-        weight = torch.cat([self.take(f"{name}.weight", size, columns) for name, size in parts])
-        bias = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if has_bias else None
-        if order is not None:
-            order = order.to(self._device)
-            weight, bias = weight[order], None if bias is None else bias[order]
-        return make_linear(weight, bias)
-
-    def ignore(self, name: str) -> None:
-        """Accept a tensor that is present but needless."""
-        self._unused.discard(name)
-
-    def require_all_used(self) -> None:
-        """Refuse weights that the architecture has no place for: computing without them would be silently wrong."""
-        left = sorted(name for name in self._unused if not name.endswith("rotary_emb.inv_freq"))
-        if left:
-            shown = ", ".join(left[:3])
-            raise ConfigError(f"{len(left)} tensors have no place in this architecture: {shown}", param="model")
-
-
-def _decoder_weights(tensors: _Checkpoint, arch: ModelArch) -> DecoderWeights:
-    embedding = tensors.take("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+def _decoder_weights(tensors: Checkpoint, arch: ModelArch) -> DecoderWeights:
+    embedding = tensors.take(f"{arch.weights_prefix}.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
     if arch.tie_word_embeddings:
         tensors.ignore("lm_head.weight")
         head = make_linear(embedding)
     else:
         head = tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
     layers = tuple(_layer_weights(tensors, arch, number) for number in range(arch.num_layers))
-    return DecoderWeights(embedding=embedding, layers=layers, norm=_norm(tensors, arch, "model.norm"), head=head)
+    norm = _norm(tensors, arch, f"{arch.weights_prefix}.norm")
+    return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
-def _layer_weights(tensors: _Checkpoint, arch: ModelArch, number: int) -> LayerWeights:
-    names, prefix = _names(arch), f"model.layers.{number}"
+def _layer_weights(tensors: Checkpoint, arch: ModelArch, number: int) -> LayerWeights:
+    names, prefix = _names(arch), f"{arch.weights_prefix}.layers.{number}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.{names.mlp}"
     query_size = arch.num_heads * arch.head_dim
     hidden, inner = arch.hidden_size, arch.intermediate_size
@@ -164,17 +98,17 @@ def _names(arch: ModelArch) -> _Names:
     return _NAMES.get(arch.model_type, _USUAL_NAMES)
 
 
-def _norm(tensors: _Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
+def _norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
     return RMSNorm(_norm_weight(tensors, arch, name, arch.hidden_size), arch.rms_norm_eps)
 
 
-def _norm_weight(tensors: _Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:
+def _norm_weight(tensors: Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:
     weight = tensors.take(f"{name}.weight", size)
     # In bf16, 1 + w would lose up to half of the bits that w has.
     return weight.float() + 1.0 if _names(arch).norms_leave_one_out else weight
 
 
-def _qkv(tensors: _Checkpoint, arch: ModelArch, attention: str) -> Linear:
+def _qkv(tensors: Checkpoint, arch: ModelArch, attention: str) -> Linear:
     """Return the fused projection to query, key and value heads, rope pairs half a head apart."""
     sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
     names = [f"{attention}.{name}_proj" for name in ("q", "k", "v")]
@@ -185,7 +119,7 @@ def _qkv(tensors: _Checkpoint, arch: ModelArch, attention: str) -> Linear:
     return tensors.linear(names, sizes, arch.hidden_size, arch.qkv_bias, order)
 
 
-def _qk_norm(tensors: _Checkpoint, arch: ModelArch, layer: int, attention: str) -> Tensor | None:
+def _qk_norm(tensors: Checkpoint, arch: ModelArch, layer: int, attention: str) -> Tensor | None:
     """Return ``[num_heads + num_kv_heads, head_dim]``: one multiplication then serves query and key heads."""
     if arch.qk_norm == "weighted":
         query = _norm_weight(tensors, arch, f"{attention}.q_norm", arch.head_dim)

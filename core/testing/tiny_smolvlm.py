@@ -7,11 +7,13 @@ model, of encode workers and of whole clusters; what it is held against is trans
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, ProcessorMixin
 
 TILE_SIZE = 32  # pixels; 8 by 8 patches, which are 16 embeddings
@@ -31,11 +33,13 @@ _CHAT_TEMPLATE = (
 )
 
 
-def build_tiny_smolvlm(folder: Path, *, model_type: str = "smolvlm", seed: int = 7, **preprocessor: object) -> PreTrainedModel:
+def build_tiny_smolvlm(
+    folder: Path, *, model_type: str = "smolvlm", seed: int = 7, preprocessor: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
     """Write config, weights, tokenizer and image processing into ``folder``; return transformers' model of them.
 
     ``model_type`` is ``smolvlm`` or ``idefics3``. Equal seeds give equal weights. ``preprocessor`` changes fields of
-    ``preprocessor_config.json``, for example ``do_image_splitting=False``.
+    ``preprocessor_config.json``, for example ``{"do_image_splitting": False}``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(folder)
@@ -55,21 +59,75 @@ def build_tiny_smolvlm(folder: Path, *, model_type: str = "smolvlm", seed: int =
         "rescale_factor": 1 / 255,
         "size": {"longest_edge": LONGEST_EDGE},
         "max_image_size": {"longest_edge": TILE_SIZE},
-        **preprocessor,
+        **(preprocessor or {}),
     }
     _write_json(folder / "preprocessor_config.json", image_processor)
     _write_json(folder / "processor_config.json", {"image_seq_len": EMBEDS_PER_TILE})
     return model
 
 
-def load_reference_processor(folder: Path) -> ProcessorMixin:
-    """Return transformers' own processor of the folder: ``processor(text=..., images=[...], return_tensors="pt")``."""
-    from transformers import Idefics3ImageProcessorPil, Idefics3Processor, PreTrainedTokenizerFast
+class ReferenceSmolVLM:
+    """The same checkpoint in transformers, with transformers' own processor: what our answers are held against."""
 
-    # SmolVLM's processor adds only videos to that of Idefics 3, and asks for libraries of theirs.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    image_processor = Idefics3ImageProcessorPil.from_pretrained(folder)
-    return Idefics3Processor(image_processor, tokenizer, image_seq_len=EMBEDS_PER_TILE, chat_template=tokenizer.chat_template)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_type: str = "smolvlm",
+        preprocessor: Mapping[str, Any] | None = None,
+        margin: float = 1e-3,
+    ) -> None:
+        """Build the checkpoint in ``folder`` by ``build_tiny_smolvlm``."""
+        from transformers import Idefics3ImageProcessorPil, Idefics3Processor, PreTrainedTokenizerFast
+
+        self.folder = folder
+        self.model = build_tiny_smolvlm(folder, model_type=model_type, preprocessor=preprocessor)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        # SmolVLM's processor adds only videos to that of Idefics 3, and asks for libraries of theirs.
+        self.processor: ProcessorMixin = Idefics3Processor(
+            Idefics3ImageProcessorPil.from_pretrained(folder),
+            tokenizer,
+            image_seq_len=EMBEDS_PER_TILE,
+            chat_template=tokenizer.chat_template,
+        )
+        self._margin = margin
+
+    def render(self, *parts: str | bytes) -> str:
+        """Return a conversation of one turn as the template writes it, one tag for each image file among the parts."""
+        content = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts]
+        text: str = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        return text
+
+    def inputs(self, *parts: str | bytes) -> dict[str, Tensor]:
+        """Return what the model takes for that conversation, image files decoded."""
+        from PIL import Image
+
+        images = [Image.open(BytesIO(part)) for part in parts if isinstance(part, bytes)]
+        return dict(self.processor(text=self.render(*parts), images=images or None, return_tensors="pt"))
+
+    def generate(self, *parts: str | bytes, max_new_tokens: int) -> tuple[list[int], list[int]]:
+        """Return the prompt and the greedy answer of that conversation, ends of text not counted as one."""
+        inputs = self.inputs(*parts)
+        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=None)[0].tolist()
+        num_prompt = inputs["input_ids"].shape[1]
+        return ids[:num_prompt], ids[num_prompt:]
+
+    def assert_greedy(self, output: Sequence[int], *parts: str | bytes) -> None:
+        """Hold an answer against ``generate``; it may leave it where the two best logits are less than the margin apart."""
+        import torch
+
+        prompt, expected = self.generate(*parts, max_new_tokens=len(output))
+        pairs = list(zip(output, expected, strict=True))
+        position = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if position is None:
+            return
+        inputs = self.inputs(*parts)
+        inputs["input_ids"] = torch.tensor([[*prompt, *expected[:position]]])
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        with torch.inference_mode():
+            best = self.model(**inputs).logits[0, -1].topk(2).values
+        gap = float(best[0] - best[1])
+        assert gap < self._margin, f"token {position} is {output[position]}, not {expected[position]} (gap {gap:.2g})"
 
 
 def encode_test_image(seed: int, width: int = 60, height: int = 44, file_format: str = "PNG") -> bytes:

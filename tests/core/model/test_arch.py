@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.errors import ConfigError
@@ -77,7 +79,11 @@ def test_both_layouts_of_rope_settings_mean_the_same():
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type", ["gpt2", "gemma3_text, llama, llama4_text, mistral, qwen2, qwen3"]),
+        (
+            {"model_type": "gpt2"},
+            "model_type",
+            ["gpt2", "gemma3_text, idefics3, llama, llama4_text, mistral", "smolvlm"],
+        ),
         ({"model_type": None}, "model_type", ["None"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling", ["yarn", "linear"]),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling", ["factor"]),
@@ -177,6 +183,23 @@ def test_refuses_what_hybrid_models_may_have_and_is_not_computed_here(config, ov
     with pytest.raises(ConfigError) as caught:
         parse(**{**config, **overrides})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
+def test_the_text_half_of_a_model_that_sees_images_is_a_model_of_its_own(model_type):
+    text = {name: value for name, value in LLAMA.items() if not name.endswith("token_id")}
+    whole = {"model_type": model_type, "text_config": text, "eos_token_id": [2, 7], "tie_word_embeddings": True}
+    arch = parse_arch(whole)
+    assert arch.weights_prefix == "model.text_model"
+    assert (arch.eos_token_ids, arch.bos_token_id, arch.dtype) == ((2, 7), None, "bfloat16")
+    expected = parse(tie_word_embeddings=True, eos_token_id=[2, 7], bos_token_id=None)
+    assert replace(arch, weights_prefix="model") == expected
+    assert model_fingerprint(arch, "w") == model_fingerprint(expected, "w")
+
+
+def test_the_whole_model_says_whether_head_and_embedding_are_one():
+    arch = parse_arch({"model_type": "smolvlm", "text_config": {**LLAMA, "tie_word_embeddings": True}})
+    assert not arch.tie_word_embeddings
 
 
 def test_fingerprint_is_the_same_in_every_process_and_release():

@@ -2,9 +2,8 @@ import hashlib
 
 import pytest
 import torch
-from PIL import Image
 
-from core.testing.tiny_smolvlm import build_tiny_smolvlm, encode_test_image, load_reference_processor
+from core.testing.tiny_smolvlm import ReferenceSmolVLM, build_tiny_smolvlm, encode_test_image
 
 
 def digests(folder):
@@ -26,15 +25,17 @@ def test_equal_seeds_give_equal_folders_and_leave_other_random_numbers_alone(tmp
 
 @pytest.mark.parametrize("model_type", ["smolvlm", "idefics3"])
 def test_what_the_model_says_depends_on_the_image(tmp_path, model_type):
-    model = build_tiny_smolvlm(tmp_path, model_type=model_type)
-    processor = load_reference_processor(tmp_path)
-    parts = [{"type": "image"}, {"type": "text", "text": "what is in this image?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
-    answers = set()
-    for seed in range(3):
-        (tmp_path / "image").write_bytes(encode_test_image(seed))
-        with Image.open(tmp_path / "image") as image:
-            inputs = processor(text=text, images=[image], return_tensors="pt")
-        assert inputs["pixel_values"].shape == (1, 5, 3, 32, 32)
-        answers.add(tuple(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()))
+    reference = ReferenceSmolVLM(tmp_path, model_type=model_type)
+    assert reference.inputs(encode_test_image(0), "what?")["pixel_values"].shape == (1, 5, 3, 32, 32)
+    answers = {tuple(reference.generate(encode_test_image(seed), "what?", max_new_tokens=8)[1]) for seed in range(3)}
     assert len(answers) == 3
+
+
+def test_an_answer_that_is_not_the_models_is_told_apart(tmp_path):
+    reference = ReferenceSmolVLM(tmp_path)
+    image = encode_test_image(0)
+    _, answer = reference.generate(image, "what?", max_new_tokens=5)
+    reference.assert_greedy(answer, image, "what?")
+    answer[3] = (answer[3] + 1) % 300
+    with pytest.raises(AssertionError, match="token 3 is"):
+        reference.assert_greedy(answer, image, "what?")

@@ -1,0 +1,97 @@
+"""The tensors of a checkpoint by name: read, checked, cast, moved and packed.
+
+Owns the reading of safetensors files. Knows no architecture: ``core.model.loader`` and ``core.model.vision_loader`` say which
+tensors they want, and of what shape. One tensor at a time comes through a memory map, so the peak is the model plus one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.model.linear import Linear, make_linear
+
+
+@contextmanager
+def open_checkpoint(weight_files: Sequence[Path], dtype: torch.dtype, device: torch.device | str) -> Iterator[Checkpoint]:
+    """Give the tensors of safetensors files, in ``dtype`` and on ``device``, for as long as the block runs.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    with ExitStack() as open_files:
+        yield Checkpoint(_open_all(weight_files, open_files), dtype, torch.device(device))
+
+
+def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, Any]:
+    """Return {tensor name: open safetensors file}."""
+    sources: dict[str, Any] = {}
+    for path in weight_files:
+        try:
+            handle = open_files.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read as safetensors: {error}", param="model") from error
+        sources.update(dict.fromkeys(handle.keys(), handle))
+    return sources
+
+
+class Checkpoint:
+    """The named tensors of a model; checks every shape, and at the end that none was left over."""
+
+    def __init__(self, sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self._sources = sources
+        self._dtype = dtype
+        self._device = device
+        self._unused = set(sources)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Read one tensor in the target dtype, on the target device."""
+        if name not in self._sources:
+            raise ConfigError(f"the weights lack {name}", param="model")
+        tensor: Tensor = self._sources[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}", param="model")
+        self._unused.discard(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def constant(self, value: float, *shape: int) -> Tensor:
+        """Return a tensor of one value where the checkpoint needs none."""
+        return torch.full(shape, value, device=self._device, dtype=self._dtype)
+
+    def linear(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool, order: Tensor | None = None
+    ) -> Linear:
+        """Read one or several projections of the same input and fuse them into one layer, its rows in ``order``."""
+        parts = list(zip(names, rows, strict=True))
+        weight = torch.cat([self.take(f"{name}.weight", size, columns) for name, size in parts])
+        bias = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if has_bias else None
+        if order is not None:
+            order = order.to(self._device)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        return make_linear(weight, bias)
+
+    def ignore(self, name: str) -> None:
+        """Accept a tensor that is present but needless."""
+        self._unused.discard(name)
+
+    def require_all_used(self, *prefixes: str, but: Sequence[str] = ()) -> None:
+        """Refuse weights that the architecture has no place for: computing without them would be silently wrong.
+
+        Looks at names that begin with one of ``prefixes``, at all without any, and leaves those out that begin with one of
+        ``but``: parts that are loaded elsewhere.
+        """
+        found = (name for name in self._unused if name.startswith(prefixes or "") and not name.startswith(tuple(but)))
+        left = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))
+        if left:
+            shown = ", ".join(left[:3])
+            raise ConfigError(f"{len(left)} tensors have no place in this architecture: {shown}", param="model")

@@ -1,0 +1,60 @@
+"""An image file to its embeddings: decoding, processing, and the model's image half, in one call.
+
+Owns what a worker needs of a checkpoint to embed images. Knows nothing of requests, caches or connectors. Called by
+``core.engine.encoder_runner`` and by encode workers, each on the one thread that computes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.model.hub import ModelFiles
+from core.model.image_file import decode_image, require_pillow
+from core.model.image_processor import ImageProcessor, parse_image_processor
+from core.model.image_prompt import embeds_per_tile
+from core.model.vision import VisionTower
+from core.model.vision_arch import VisionArch, parse_vision_arch
+from core.model.vision_loader import load_vision_tower
+
+
+class ImageEncoder:
+    """Embeds the images of one model; holds weights and no state of any image."""
+
+    def __init__(self, processor: ImageProcessor, tower: VisionTower) -> None:
+        self._processor = processor
+        self._tower = tower
+
+    @property
+    def arch(self) -> VisionArch:
+        """The image half of the model."""
+        return self._tower.arch
+
+    @property
+    def device(self) -> torch.device:
+        """Where embeddings are."""
+        return self._tower.device
+
+    @torch.inference_mode()
+    def encode(self, content: bytes) -> Tensor:
+        """Return the embeddings ``[num_embeds, output_size]`` of an image file, in the order of its image tokens.
+
+        Raises:
+            InvalidRequest: the file is damaged, no image, or too large.
+        """
+        return self._tower.embed(torch.from_numpy(self._processor.tiles(decode_image(content))))
+
+
+def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder | None:
+    """Load the image half of a checkpoint, None for a model that reads text only.
+
+    Raises:
+        ConfigError: Pillow is missing, or files of the checkpoint are wrong, lacking or not supported.
+    """
+    arch = parse_vision_arch(files.config)
+    if arch is None:
+        return None
+    require_pillow()
+    processor = parse_image_processor(files.image_processor_config)
+    embeds_per_tile(arch, processor, files.processor_config)
+    return ImageEncoder(processor, load_vision_tower(arch, files.weight_files, dtype=dtype, device=device))

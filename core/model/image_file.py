@@ -1,0 +1,139 @@
+"""Image files as clients send them: their size without decoding them, and their pixels.
+
+Owns which formats are read, and what is said of a bad file; whoever calls says which file it was. Knows nothing of models.
+Torch-free: the router asks for sizes, to know how many tokens an image takes; only a worker that computes embeddings decodes.
+Needs Pillow (extra ``vision``), which is imported with the first image.
+
+Pillow raises whatever its parsers come across in a damaged file, so every exception of it is the file's fault here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from core.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow names them; of an animation, the first frame is the image
+MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
+_JPEG_END = b"\xff\xd9"
+_ORIENTATION_TAG = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """Width and height in pixels, the image upright."""
+
+    width: int
+    height: int
+
+
+def require_pillow() -> None:
+    """Check that images can be read at all.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise ConfigError("a model that sees images needs Pillow: pip install 'kvferry[vision]'", param="model.name") from None
+
+
+def read_image_size(content: bytes, max_pixels: int = MAX_PIXELS) -> ImageSize:
+    """Return the size of an image by its head; no pixel is decoded.
+
+    What can be seen of a damaged or cut off file without decoding it is refused here, the rest by ``decode_image``.
+
+    Raises:
+        InvalidRequest: it is none of ``FORMATS``, is damaged, or has too many pixels.
+    """
+    with _readable():
+        image = _open(content, max_pixels)
+        (width, height), orientation = image.size, _orientation(image)
+        if image.format == "PNG":
+            image.verify()  # checksums of all chunks; decompresses nothing
+    if image.format == "JPEG" and content.rfind(_JPEG_END) < 0:
+        raise InvalidRequest("it is cut off")
+    return ImageSize(height, width) if orientation in _SIDEWAYS else ImageSize(width, height)
+
+
+def decode_image(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return the pixels of an image: RGB, upright, transparent parts on white; of an animation the first frame.
+
+    Raises:
+        InvalidRequest: as ``read_image_size``, or its pixels cannot be decoded.
+    """
+    with _readable():
+        image = _open(content, max_pixels)
+        orientation = _orientation(image)
+        return _upright(_opaque(image), orientation)
+
+
+def _open(content: bytes, max_pixels: int) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InvalidRequest(f"it is no image of a known format ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError:
+        raise InvalidRequest(f"it has more than {max_pixels} pixels") from None
+    width, height = image.size
+    if not width or not height:
+        raise InvalidRequest("it has no pixels")
+    if width * height > max_pixels:
+        raise InvalidRequest(f"it has {width} x {height} pixels, at most {max_pixels} are taken")
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation that stands before the pixels, 1 where there is none that can be read."""
+    from PIL import Image
+
+    try:
+        # of the base class: that of PNG decodes the image to find what stands behind it
+        return int(Image.Image.getexif(image).get(_ORIENTATION_TAG, 1))
+    except Exception:  # a photograph with damaged metadata is still a photograph
+        return 1
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, (255, 255, 255, 255)), layer).convert("RGB")
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    return image.transpose(turns[orientation]) if orientation in turns else image
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"it is damaged: {error}") from error

@@ -1,0 +1,120 @@
+import struct
+import zlib
+from contextlib import suppress
+from io import BytesIO
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
+
+from core.errors import InvalidRequest
+from core.model.image_file import FORMATS, ImageSize, decode_image, read_image_size
+
+
+def noise(width=60, height=44, channels=3):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8))
+
+
+def encoded(image, file_format, **options):
+    file = BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def png_head(width, height):
+    """A PNG file whose pixels would take gigabytes, without them."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, body in ((b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")):
+        content += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return content
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_head_and_pixels_agree_on_the_size(file_format):
+    content = encoded(noise(), file_format)
+    assert read_image_size(content) == ImageSize(60, 44)
+    image = decode_image(content)
+    assert (image.mode, image.size) == ("RGB", (60, 44))
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_cut_off_file_is_refused_at_the_head_or_with_the_pixels(file_format):
+    content = encoded(noise(), file_format)
+    for length in (0, 1, 10, 30, len(content) // 2, len(content) * 3 // 4):
+        with pytest.raises(InvalidRequest, match="it is"):
+            decode_image(content[:length])
+    if file_format in ("PNG", "JPEG", "WEBP"):
+        with pytest.raises(InvalidRequest, match="it is"):
+            read_image_size(content[: len(content) * 3 // 4])
+
+
+def test_a_head_that_promises_too_many_pixels_is_refused_before_any_is_decoded():
+    for read in (read_image_size, decode_image):
+        with pytest.raises(InvalidRequest, match="it has 9000 x 9000 pixels, at most 67108864 are taken"):
+            read(png_head(9000, 9000))
+        with pytest.raises(InvalidRequest, match="it has more than 67108864 pixels"):
+            read(png_head(60000, 60000))
+        with pytest.raises(InvalidRequest, match="it has 60 x 44 pixels, at most 2639 are taken"):
+            read(encoded(noise(), "JPEG"), 2639)
+        assert read(encoded(noise(), "JPEG"), 2640)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"%PDF-1.7 ", b"<svg xmlns='http://www.w3.org/2000/svg'/>"])
+def test_what_is_no_image_is_refused(content):
+    with pytest.raises(InvalidRequest, match="no image of a known format"):
+        read_image_size(content)
+
+
+def test_formats_that_are_not_listed_are_refused():
+    with pytest.raises(InvalidRequest, match="no image of a known format"):
+        read_image_size(encoded(noise(), "TIFF"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_images_are_turned_as_their_metadata_says(file_format, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(noise(), file_format, exif=exif)
+    with Image.open(BytesIO(content)) as image:
+        expected = ImageOps.exif_transpose(image).convert("RGB")
+    image = decode_image(content)
+    assert np.array_equal(np.asarray(image), np.asarray(expected))
+    assert read_image_size(content) == ImageSize(*image.size)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "I;16"])
+def test_every_mode_becomes_rgb_as_in_transformers(mode):
+    if mode == "I;16":
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (44, 60), dtype=np.uint16))
+    else:
+        image = noise(channels=4).convert(mode)
+    content = encoded(image, "JPEG" if mode == "CMYK" else "PNG", **({"transparency": 3} if mode == "P" else {}))
+    with Image.open(BytesIO(content)) as again:
+        assert again.mode == mode
+        expected = convert_to_rgb(again, return_numpy=True)
+    assert np.array_equal(np.asarray(decode_image(content)), expected)
+
+
+def test_the_first_frame_of_an_animation_is_the_image():
+    frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "blue")]
+    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_image(content).getpixel((5, 5)) == (255, 0, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), file_format=st.sampled_from(FORMATS))
+def test_damaged_files_are_refused_or_read_and_raise_nothing_else(data, file_format):
+    content = bytearray(FILES[file_format])
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, min(len(content), 200) - 1))] = data.draw(st.integers(0, 255))
+    for read in (read_image_size, decode_image):
+        with suppress(InvalidRequest):
+            read(bytes(content), 10_000)
+
+
+FILES = {name: encoded(noise(20, 14), name) for name in FORMATS}
