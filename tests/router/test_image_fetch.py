@@ -1,0 +1,212 @@
+"""Images of other hosts: a real HTTP server on loopback, and names that resolve as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from ipaddress import ip_address
+
+import pytest
+
+from core.errors import InvalidRequest
+from router.image_fetch import FetchLimits, ImageFetcher, resolve_host
+from router.image_hosts import HostRules
+
+LIMITS = FetchLimits(max_bytes=1000, max_redirects=2, timeout_s=5.0, max_fetches=8)
+LOOPBACK = "127.0.0.0/8"
+
+
+class Host:
+    """Answers each path by what ``pages`` holds for it: the whole response, or None for none at all."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, bytes | None] = {}
+        self.requests: list[str] = []
+        self.asked = asyncio.Event()
+        self.num_open = 0
+        self.most_open = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __aenter__(self) -> Host:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        self.gate.set()
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.requests.append(head)
+        self.asked.set()
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await self.gate.wait()
+        page = self.pages.get(head.split()[1], b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        if page is None:
+            await reader.read()  # until the other side has enough
+        else:
+            writer.write(page)
+        self.num_open -= 1
+        writer.close()
+
+
+def ok(body: bytes, *headers: str) -> bytes:
+    lines = ["HTTP/1.1 200 OK", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def redirect(target: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nlocation: {target}\r\ncontent-length: 0\r\n\r\n".encode()
+
+
+@pytest.fixture
+async def host():
+    async with Host() as found:
+        yield found
+
+
+@pytest.fixture
+async def make_fetcher():
+    made: list[ImageFetcher] = []
+
+    def make(*entries: str, names: dict[str, str] | None = None, **limits) -> ImageFetcher:
+        async def resolve(name: str, port: int):
+            return [ip_address((names or {})[name])]
+
+        changed = FetchLimits(**{**{field: getattr(LIMITS, field) for field in FetchLimits.__dataclass_fields__}, **limits})
+        made.append(ImageFetcher(HostRules(entries, "x"), changed, resolve))
+        return made[-1]
+
+    yield make
+    for fetcher in made:
+        await fetcher.close()
+
+
+Make = Callable[..., ImageFetcher]
+
+
+async def refusal(fetcher: ImageFetcher, url: str) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        await asyncio.wait_for(fetcher.fetch(url), 20)
+    return refused.value.message
+
+
+async def test_what_a_listed_host_has_is_fetched(host, make_fetcher: Make):
+    host.pages["/cat"] = ok(b"a cat")
+    assert await make_fetcher(LOOPBACK).fetch(f"{host.url}/cat") == b"a cat"
+    assert f"host: 127.0.0.1:{host.port}" in host.requests[0].lower()
+
+
+async def test_a_name_is_resolved_once_and_told_to_the_host(host, make_fetcher: Make):
+    host.pages["/cat"] = ok(b"a cat")
+    fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names={"cats.example": "127.0.0.1"})
+    assert await fetcher.fetch(f"http://cats.example:{host.port}/cat") == b"a cat"
+    assert f"host: cats.example:{host.port}" in host.requests[0].lower()
+
+
+async def test_a_listed_name_with_a_private_address_is_not_asked(host, make_fetcher: Make):
+    fetcher = make_fetcher(f"cats.example:{host.port}", names={"cats.example": "127.0.0.1"})
+    assert "no address" in await refusal(fetcher, f"http://cats.example:{host.port}/cat")
+    assert not host.requests
+
+
+async def test_a_host_that_is_not_listed_is_not_asked(host, make_fetcher: Make):
+    assert "not fetched from 127.0.0.1" in await refusal(make_fetcher("cats.example"), f"{host.url}/cat")
+    assert not host.requests
+
+
+async def test_redirects_are_followed_on_the_list(host, make_fetcher: Make):
+    host.pages |= {"/a": redirect("/b"), "/b": redirect(f"{host.url}/c"), "/c": ok(b"a cat")}
+    assert await make_fetcher(LOOPBACK).fetch(f"{host.url}/a") == b"a cat"
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("http://10.0.0.1/cat", "not fetched from 10.0.0.1"),
+        ("http://dogs.example/", "not fetched from dogs.example"),
+        ("file:///etc/passwd", "neither a data: nor an http"),
+        ("http://me:secret@127.0.0.1/", "user or a password"),
+    ],
+)
+async def test_redirects_do_not_leave_the_list(host, make_fetcher: Make, target, why):
+    host.pages["/a"] = redirect(target)
+    assert why in await refusal(make_fetcher(LOOPBACK), f"{host.url}/a")
+
+
+async def test_redirects_end(host, make_fetcher: Make):
+    host.pages["/a"] = redirect("/a")
+    assert "more than 2 times" in await refusal(make_fetcher(LOOPBACK), f"{host.url}/a")
+    assert len(host.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ok(b"x" * 1001),
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        + b"1f4\r\n"
+        + b"x" * 500
+        + b"\r\n"
+        + b"1f5\r\n"
+        + b"x" * 501
+        + b"\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"x" * 5000,
+    ],
+    ids=["told", "chunked", "untold"],
+)
+async def test_more_than_may_be_is_not_read(host, make_fetcher: Make, page):
+    host.pages["/big"] = page
+    assert "more than 1000 bytes" in await refusal(make_fetcher(LOOPBACK), f"{host.url}/big")
+
+
+async def test_a_body_of_just_the_limit_is_taken(host, make_fetcher: Make):
+    host.pages["/big"] = ok(b"x" * 1000)
+    assert len(await make_fetcher(LOOPBACK).fetch(f"{host.url}/big")) == 1000
+
+
+async def test_a_compressed_body_is_refused(host, make_fetcher: Make):
+    host.pages["/zip"] = ok(b"x", "content-encoding: gzip")
+    assert "compressed" in await refusal(make_fetcher(LOOPBACK), f"{host.url}/zip")
+
+
+async def test_a_host_that_says_no_is_quoted_by_its_status(host, make_fetcher: Make):
+    assert "status 404" in await refusal(make_fetcher(LOOPBACK), f"{host.url}/nothing")
+
+
+async def test_a_host_that_says_nothing_is_not_waited_for(host, make_fetcher: Make):
+    host.pages["/slow"] = None
+    assert "longer than 0.3 s" in await refusal(make_fetcher(LOOPBACK, timeout_s=0.3), f"{host.url}/slow")
+
+
+async def test_a_host_that_is_not_there_is_said_to_be_so(make_fetcher: Make):
+    assert "could not be fetched" in await refusal(make_fetcher(LOOPBACK), "http://127.0.0.1:1/cat")
+
+
+async def test_images_are_fetched_side_by_side_but_not_too_many(host, make_fetcher: Make):
+    host.pages["/cat"] = ok(b"a cat")
+    host.gate.clear()
+    fetcher = make_fetcher(LOOPBACK, max_fetches=3)
+    fetches = [asyncio.create_task(fetcher.fetch(f"{host.url}/cat")) for _ in range(7)]
+    async with asyncio.timeout(10):
+        while host.num_open < 3:
+            await host.asked.wait()
+            host.asked.clear()
+    host.gate.set()
+    assert await asyncio.gather(*fetches) == [b"a cat"] * 7
+    assert host.most_open == 3
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/cat", "cat.png", "", "http://", "http://[::1", "/cat", "javascript:alert(1)"])
+async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
+    assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
+
+
+async def test_the_systems_names_are_resolved():
+    assert ip_address("127.0.0.1") in await resolve_host("localhost", 80) or ip_address("::1") in await resolve_host(
+        "localhost", 80
+    )
