@@ -142,13 +142,17 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks of ``block_bytes``, by the handshake."""
+    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks of ``block_bytes``, by the handshake.
+
+    ``instead_of`` names the transports that would have been better and could not be opened, and why.
+    """
 
     peer: PeerId
     transport: str
     metadata: bytes
     num_blocks: int
     block_bytes: int
+    instead_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,8 @@ class NodeCarrier:
     def _note_peer(self, opened: OpenPeer) -> None:
         self._metrics.set_transport(opened.transport, is_used=True)
         incarnation = f"{opened.peer.incarnation:016x}"
-        self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation)
+        fallback = {"instead_of": opened.instead_of} if opened.instead_of else {}
+        self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation, **fallback)
 
     def _note_failed_peer(self, failed: PeerFailed) -> None:
         """Say that the next transport is going to be tried."""

@@ -53,7 +53,7 @@ class Peers:
         self._emit = emit
         self._peers: dict[PeerId, Peer] = {}
         self._deadlines: dict[str, float] = {}  # of handshakes, by address
-        self._failed: dict[PeerId, set[str]] = {}  # transports by which a peer could not be opened
+        self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
 
     def get(self, peer_id: PeerId) -> Peer | None:
         """Return an open peer, None if there is no such."""
@@ -134,22 +134,23 @@ class Peers:
             )
             self._peers[peer_id] = peer
             block_bytes = reply.layout.block_bytes
-            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes))
+            instead_of = "; ".join(f"{name}: {reason}" for name, reason in self._failed.get(peer_id, {}).items())
+            self._emit(OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes, instead_of))
         return peer
 
-    def avoid(self, peer_id: PeerId, transport: str) -> bool:
+    def avoid(self, peer_id: PeerId, transport: str, reason: str) -> bool:
         """Offer a transport to this life of a worker no more, since it could not be opened by it; False if none is left."""
         for other in [other for other in self._failed if other.address == peer_id.address and other != peer_id]:
             del self._failed[other]
-        failed = self._failed.setdefault(peer_id, set())
-        failed.add(transport)
-        is_left = not failed.issuperset(self._terms.transports)
+        failed = self._failed.setdefault(peer_id, {})
+        failed[transport] = reason
+        is_left = any(name not in failed for name in self._terms.transports)
         if not is_left:
             del self._failed[peer_id]  # whatever it was, nothing is lost by trying again
         return is_left
 
     def _offered_to(self, peer_id: PeerId) -> tuple[str, ...]:
-        failed = self._failed.get(peer_id, set())
+        failed = self._failed.get(peer_id, {})
         return tuple(name for name in self._terms.transports if name not in failed)
 
     def close(self, peer_id: PeerId) -> bool:

@@ -256,7 +256,7 @@ class PullProtocol:
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
         """Let the loads that wait go over to the next transport; without one they fail."""
         waiting = [load for load in self._loads_at(failed.peer.address) if load.owner == failed.peer and load.is_untouched]
-        is_left = self._peers.avoid(failed.peer, failed.transport)
+        is_left = self._peers.avoid(failed.peer, failed.transport, failed.error.message)
         if is_left and self._peers.get(failed.peer) is not None:
             for load in waiting:
                 load.start_over()
