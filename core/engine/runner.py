@@ -1,8 +1,8 @@
 """One step of the model: from what the scheduler decided to sampled tokens.
 
 Owns the running batch and the order of a step. Does not know why the scheduler chose what it chose, and leaves to others how
-the input is built (``inputs``), computed (decoder and attention), sampled (``sampler``) and moved (``connector_steps``). Called
-by ``core.engine.core``, on the engine thread.
+the input is built (``inputs``, ``encoder_runner`` for images), computed (decoder and attention), sampled (``sampler``) and
+moved (``connector_steps``). Called by ``core.engine.core``, on the engine thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from core.attention.base import AttentionBackend, AttentionPlan
 from core.attention.torch_kernels import upload
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
+from core.engine.encoder_runner import EncoderRunner
 from core.engine.graphs import DecodeGraphs, GraphRecorder
 from core.engine.inputs import InputBatch, StepInputs
 from core.engine.kv_cache import KVPool
@@ -39,13 +40,16 @@ class ModelRunner:
         kv_pool: KVPool,
         connector_worker: KVConnectorWorker | None,
         batch: InputBatch,
+        encoder: EncoderRunner | None = None,
     ) -> None:
+        """Take the parts of a worker; ``encoder`` is for a model that sees images."""
         device = attention.cache.device
         self._decoder = decoder
         self._attention = with_layer_hooks(attention, connector_worker, kv_pool.config.layer_groups)
         self._kv_pool = kv_pool
         self._connector = ConnectorSteps(connector_worker, launch_is_asynchronous=device.type != "cpu")
         self._batch = batch
+        self._encoder = encoder
         self._prompt_logprobs = PromptLogprobs()
         self._device = device
         self._synchronize = _synchronizer(device)
@@ -53,8 +57,8 @@ class ModelRunner:
 
     @property
     def failure(self) -> Exception | None:
-        """An error of the connector that the next step will raise."""
-        return self._connector.failure
+        """An error of a connector that the next step will raise."""
+        return self._connector.failure or (self._encoder.failure if self._encoder is not None else None)
 
     def record_graphs(self, recorder: GraphRecorder, sizes: Sequence[int], max_model_len: int) -> None:
         """Record decode steps of these batch sizes, to be replayed from now on where a step fits one."""
@@ -76,6 +80,8 @@ class ModelRunner:
         Raises: whatever a connector raised, here or behind the last step's forward pass.
         """
         self._connector.before_forward(scheduler_output)
+        if self._encoder is not None:
+            self._encoder.start_step(scheduler_output)
         self._update_batch(scheduler_output)
         output = ModelRunnerOutput()
         if scheduler_output.total_num_scheduled_tokens:
@@ -84,11 +90,15 @@ class ModelRunner:
         else:
             self._connector.after_launch(scheduler_output)
         output.kv_connector_output = self._connector.finish(scheduler_output)
+        if self._encoder is not None:
+            self._encoder.finish_step(scheduler_output, output)
         return output
 
     def shutdown(self) -> None:
-        """Stop the connector's worker side. The pool stays: peers may still be reading."""
+        """Stop the connectors' worker sides. The pool stays: peers may still be reading."""
         self._connector.shutdown()
+        if self._encoder is not None:
+            self._encoder.shutdown()
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler: drop who left or was preempted, take who came, advance the others."""
@@ -117,7 +127,8 @@ class ModelRunner:
         num_tokens = len(inputs.input_ids)
         is_every_row = len(output_rows) == num_tokens and bool((output_rows == np.arange(num_tokens)).all())
         rows = None if is_every_row else upload(output_rows, self._device)
-        replayed = None if self._graphs is None else self._graphs.run(inputs)
+        embedded = None if self._encoder is None else self._encoder.merge(inputs)
+        replayed = None if self._graphs is None or embedded is not None else self._graphs.run(inputs)
         if replayed is not None:
             return replayed if rows is None else replayed[rows]
         return self._decoder.forward(
@@ -126,6 +137,7 @@ class ModelRunner:
             self._attention,
             [self._attention.plan(batch) for batch in inputs.batches],
             rows,
+            embedded,
         )
 
     def _compute(self, input_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:

@@ -51,6 +51,14 @@ class DecoderWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddedRows:
+    """Tokens of a step whose embeddings come from elsewhere: ``values`` ``[M, hidden_size]`` for ``rows``, int64 ``[M]``."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _LayerPlace:
     """Where a layer's KV lies: its KV cache group, its number inside the group; how it attends; the number of its rope."""
 
@@ -88,6 +96,7 @@ class Decoder:
         attention: AttentionBackend,
         plans: Sequence[AttentionPlan],
         output_rows: Tensor | None = None,
+        embedded: EmbeddedRows | None = None,
     ) -> Tensor:
         """Run the tokens of one step, write their KV, and return normalized hidden states ``[T or R, hidden_size]``.
 
@@ -98,10 +107,13 @@ class Decoder:
             plans: one per KV cache group, in their order.
             output_rows: int64 ``[R]``, the rows to return, in this order; None for all. Behind its attention the last layer
                 then computes these rows only, which saves most of one layer in a prefill step. May be empty.
+            embedded: tokens that are parts of images.
         """
         hidden = F.embedding(input_ids, self._weights.embedding)
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
+        if embedded is not None:
+            hidden[embedded.rows] = embedded.values
         angles = [rotary.angles(positions) for rotary in self._rotaries]
         temperature = self.arch.temperature
         factors = query_factors(temperature, positions, hidden.dtype) if temperature is not None else None

@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.kv.hashing import hash_media
+from core.model.arch import model_fingerprint, parse_arch
 from core.model.hub import ModelFiles
 from core.model.image_file import decode_image, require_pillow
 from core.model.image_processor import ImageProcessor, parse_image_processor
-from core.model.image_prompt import embeds_per_tile
+from core.model.image_prompt import embeds_per_tile, processing_key
 from core.model.vision import VisionTower
 from core.model.vision_arch import VisionArch, parse_vision_arch
 from core.model.vision_loader import load_vision_tower
@@ -21,9 +23,11 @@ from core.model.vision_loader import load_vision_tower
 class ImageEncoder:
     """Embeds the images of one model; holds weights and no state of any image."""
 
-    def __init__(self, processor: ImageProcessor, tower: VisionTower) -> None:
+    def __init__(self, processor: ImageProcessor, tower: VisionTower, model_fingerprint: bytes) -> None:
+        self.model_fingerprint = model_fingerprint
         self._processor = processor
         self._tower = tower
+        self._processing = processing_key(tower.arch, processor)
 
     @property
     def arch(self) -> VisionArch:
@@ -34,6 +38,10 @@ class ImageEncoder:
     def device(self) -> torch.device:
         """Where embeddings are."""
         return self._tower.device
+
+    def identify(self, content: bytes) -> bytes:
+        """Return the identifier of an image file's embeddings, as the router computes it."""
+        return hash_media(self.model_fingerprint, self._processing, content)
 
     @torch.inference_mode()
     def encode(self, content: bytes) -> Tensor:
@@ -57,4 +65,5 @@ def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.devi
     require_pillow()
     processor = parse_image_processor(files.image_processor_config)
     embeds_per_tile(arch, processor, files.processor_config)
-    return ImageEncoder(processor, load_vision_tower(arch, files.weight_files, dtype=dtype, device=device))
+    tower = load_vision_tower(arch, files.weight_files, dtype=dtype, device=device)
+    return ImageEncoder(processor, tower, model_fingerprint(parse_arch(files.config), files.weights_id))

@@ -1,0 +1,188 @@
+"""The media of a step: embeddings computed or loaded before the decoder runs, kept, and merged where image tokens stand.
+
+Owns the encoder cache of a worker and the worker side of its EC connector. What is computed, loaded and let go is the
+scheduler's decision (``core.sched.encoder_inputs``); how an image becomes embeddings is ``core.model.image_encoder``. Called by
+``core.engine.runner`` in every step, empty ones included.
+
+An item may cross the border of a step; its image tokens count its rows:
+
+    tokens      | computed ...... <image> <image> | scheduled: <image> text <image> | <image> ..
+    row                            0       1                    2            3         4
+    merged in this step                           |             *            *      |
+
+What should be there and is not, is reported as failed, and the step goes on with the image token's own embedding in its place:
+the scheduler discards what was computed on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.attention.torch_kernels import upload
+from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.engine.inputs import StepInputs
+from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
+from core.model.decoder import EmbeddedRows
+from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from core.wire.media import MMFeature
+from core.wire.messages import ErrorInfo
+
+
+class Encoder(Protocol):
+    """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
+
+    def identify(self, content: bytes) -> bytes:
+        """Return the identifier of a file's embeddings."""
+        ...
+
+    def encode(self, content: bytes) -> Tensor:
+        """Return the embeddings ``[num_embeds, hidden_size]`` of a file. Raises: InvalidRequest for a bad one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One feature of a request; ``places`` are the positions of its image tokens, ascending."""
+
+    feature: MMFeature
+    places: npt.NDArray[np.int64]
+    content: bytes
+
+
+class EncoderRunner:
+    """The encoder, its cache and its connector, on one device. Single-threaded, and called under ``torch.inference_mode``."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        image_token_id: int,
+        layout: EmbeddingsLayout,
+        connector_worker: ECConnectorWorker | None = None,
+    ) -> None:
+        """Take an encoder whose rows have ``layout``; the connector learns it here."""
+        self.cache: MutableMapping[bytes, Tensor] = {}
+        self._encoder = encoder
+        self._image_token_id = image_token_id
+        self._layout = layout
+        self._device = torch.device(layout.device)
+        self._connector = connector_worker
+        self._items: dict[str, list[_Item]] = {}
+        self._failed: dict[bytes, ErrorInfo] = {}
+        self.failure: Exception | None = None  # of the connector, behind a forward pass: the next step raises it
+        if connector_worker is not None:
+            connector_worker.register_caches(layout)
+
+    def start_step(self, step: SchedulerOutput) -> None:
+        """Delete, load and compute what the step asks for, before any token of it.
+
+        Raises: whatever the connector raised, here or behind the last step's forward pass.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._failed = {}
+        for identifier in step.free_encoder_identifiers:
+            self.cache.pop(identifier, None)
+        for new in step.scheduled_new_reqs:
+            self._items.pop(new.request_id, None)
+            if new.mm_features:
+                self._items[new.request_id] = self._find_items(new)
+        if self._connector is not None and step.ec_connector_metadata is not None:
+            self._connector.start_load_caches(self.cache, step.ec_connector_metadata)
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            for index in indices:
+                self._encode(self._items[request_id][index], index)
+        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
+            self._items.pop(request_id, None)
+
+    def merge(self, inputs: StepInputs) -> EmbeddedRows | None:
+        """Return the rows of the step that embeddings of images take; None where no image token is computed."""
+        if not self._items:
+            return None
+        rows: list[npt.NDArray[np.int64]] = []
+        values: list[Tensor] = []
+        borders = inputs.batches[0].query_start_loc.tolist()
+        for request_id, first, last in zip(inputs.request_ids, borders, borders[1:], strict=False):
+            start = int(inputs.positions[first])
+            for item in self._items.get(request_id, ()):
+                low, high = np.searchsorted(item.places, (start, start + last - first))
+                embeddings = self._embeddings_of(item) if low < high else None
+                if embeddings is not None:
+                    rows.append(item.places[low:high] - start + first)
+                    values.append(embeddings[low:high])
+        return EmbeddedRows(upload(np.concatenate(rows), self._device), torch.cat(values)) if rows else None
+
+    def finish_step(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Add the connector's report, and the embeddings that were not there."""
+        output.failed_embeddings = self._failed
+        if self._connector is None:
+            return
+        try:
+            report = self._connector.get_finished(step.finished_req_ids)
+        except Exception as error:  # any error of a plugin; kept, so that sampled tokens reach their clients first
+            self.failure = error
+            return
+        output.failed_embeddings = report.failed_loading | self._failed
+        output.ec_connector_output = None if report.is_empty() else report
+
+    def shutdown(self) -> None:
+        """Stop the connector's worker side."""
+        if self._connector is not None:
+            self._connector.shutdown()
+
+    def _find_items(self, new: NewRequestData) -> list[_Item]:
+        image_tokens = np.flatnonzero(np.frombuffer(new.token_ids, dtype=np.int32) == self._image_token_id)
+        return [_Item(feature, _within(image_tokens, feature), _content(new.media, feature)) for feature in new.mm_features]
+
+    def _encode(self, item: _Item, index: int) -> None:
+        """Compute an item; ``index`` is what the client is told of a bad one."""
+        identifier = item.feature.identifier
+        try:
+            embeddings = self._embed(item)
+        except KVFerryError as error:
+            bad = InvalidRequest(f"image {index} cannot be used: {error.message}", param=f"images[{index}]")
+            self._failed[identifier] = ErrorInfo.of(bad)
+            return
+        self.cache[identifier] = embeddings
+        if self._connector is not None:
+            self._connector.save_caches(self.cache, identifier)
+
+    def _embed(self, item: _Item) -> Tensor:
+        if self._encoder.identify(item.content) != item.feature.identifier:  # whoever else shows that image would get this one
+            raise InvalidRequest("it is not the image that was announced")
+        embeddings = self._encoder.encode(item.content)
+        self._check_num_rows(item, len(embeddings))
+        return embeddings
+
+    def _embeddings_of(self, item: _Item) -> Tensor | None:
+        identifier = item.feature.identifier
+        embeddings = self.cache.get(identifier)
+        try:
+            if embeddings is None:
+                raise EncoderInputMissing("embeddings are not in the encoder cache")
+            self._check_num_rows(item, len(embeddings))
+        except KVFerryError as error:
+            self._failed.setdefault(identifier, ErrorInfo.of(error))
+            return None
+        return embeddings
+
+    def _check_num_rows(self, item: _Item, num_rows: int) -> None:
+        if not num_rows == len(item.places) == item.feature.num_embeds:
+            raise InvalidRequest(
+                f"it has {num_rows} embeddings for {len(item.places)} image tokens, {item.feature.num_embeds} were announced"
+            )
+
+
+def _within(image_tokens: npt.NDArray[np.int64], feature: MMFeature) -> npt.NDArray[np.int64]:
+    low, high = np.searchsorted(image_tokens, (feature.offset, feature.end))
+    return image_tokens[low:high].copy()
+
+
+def _content(media: Sequence[bytes], feature: MMFeature) -> bytes:
+    return media[feature.media_index] if feature.media_index < len(media) else b""
