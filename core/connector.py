@@ -15,7 +15,7 @@ from typing import Protocol
 
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.kv.seals import SealTable
+from core.kv.seals import DigestBlocks, SealTable
 from core.request import KVConnectorOutput, Request, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo
 
@@ -67,7 +67,7 @@ class KVPoolRegion:
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
     ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
-    computes the digest of a block (``core.digest``) by its id, for one thread: each takes its own. ``new_copier`` returns
+    computes the digests of blocks (``core.digest``) by their ids, for one thread: each takes its own. ``new_copier`` returns
     what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
     host memory into it, by any thread; both are None for a pool in host memory.
     """
@@ -80,7 +80,7 @@ class KVPoolRegion:
     buffer: memoryview | None = None
     memory_fd: int | None = None
     seals: SealTable | None = None
-    new_digester: Callable[[], Callable[[int], int]] | None = None
+    new_digester: Callable[[], DigestBlocks] | None = None
     new_copier: Callable[[], BlockCopier] | None = None
     write_block: Callable[[int, memoryview], None] | None = None
 

@@ -1,8 +1,8 @@
 """The digest of a block's bytes: what the seal of a block says of them, and what a reader computes of what has arrived.
 
-Owns the definition and two ways to compute it: with numpy, for blocks in host memory, and with torch, on any device. Both give
-the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret. Called by owners when a block is
-sealed and by readers when its bytes are there.
+Owns the definition and two ways to compute it: with numpy, for blocks in host memory, and with torch, on any device and several
+blocks at a time. Both give the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret. Called by
+owners when a block is sealed and by readers when its bytes are there.
 
 A multilinear hash in two levels over the little-endian 64-bit words of the block, all arithmetic modulo 2**64:
 
@@ -23,6 +23,7 @@ C. Flood, "Fast splittable pseudorandom number generators", 2014 (the key stream
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 ROW_WORDS = 512  # the keys of a row stay in the first-level cache
+SCRATCH_BYTES = 64 << 20  # of blocks at a time on a device; what is computed of them takes three times as much
 CHUNK_ROWS = 256  # 1 MiB: few calls for a block, and little scratch memory
 
 _MASK = (1 << 64) - 1
@@ -86,19 +88,43 @@ class BlockDigester:
         np.einsum("rc,c->r", upper, self._high_keys[:num_words], out=self._rows[1, out])
 
 
+class TensorDigester:
+    """Digests of the blocks of a tensor in the memory of any device. Holds the keys there, so each device needs one of its own.
+
+    ``words`` [num_blocks, num_words] int64 is the pool. Work is submitted to the stream that is current where it is called.
+    Raises: ValueError for blocks of no words.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+        num_words = words.shape[1]
+        self._split = num_words // ROW_WORDS * ROW_WORDS
+        self._inner = words.new_tensor(np.stack(_row_keys()).view(np.int64))
+        self._outer = words.new_tensor(_outer_keys(_num_rows(num_words * WORD_BYTES)).view(np.int64))
+        self._length_term = _length_term(num_words * WORD_BYTES)
+        self._max_blocks = max(1, SCRATCH_BYTES // (num_words * WORD_BYTES))
+
+    def digests(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the digests of blocks, once they are computed and on the host; as many at a time as scratch memory holds."""
+        found: list[int] = []
+        for start in range(0, len(block_ids), self._max_blocks):
+            chosen = self._words.new_tensor(block_ids[start : start + self._max_blocks])
+            found += self._digest(self._words.index_select(0, chosen))
+        return found
+
+    def _digest(self, words: torch.Tensor) -> list[int]:
+        num_blocks, num_words = words.shape
+        rows = _multilinear(words[:, : self._split].reshape(num_blocks, -1, ROW_WORDS), self._inner)
+        if self._split < num_words:
+            tail = words[:, None, self._split :]
+            rows = _concatenated(rows, _multilinear(tail, self._inner[:, : tail.shape[2]]))
+        sums: list[int] = _multilinear(rows, self._outer).tolist()
+        return [(value + self._length_term) & _MASK for value in sums]
+
+
 def digest_tensor(words: torch.Tensor) -> list[int]:
-    """Return the digests of blocks in the memory of any device. ``words`` [num_blocks, num_words] int64."""
-    num_bytes = words.shape[1] * WORD_BYTES
-    num_full = words.shape[1] // ROW_WORDS
-    split = num_full * ROW_WORDS
-    full, tail = words[:, :split].reshape(words.shape[0], num_full, ROW_WORDS), words[:, None, split:]
-    inner = words.new_tensor(np.stack(_row_keys()).view(np.int64))
-    rows = _multilinear(full, inner)
-    if split < words.shape[1]:
-        rows = _concatenated(rows, _multilinear(tail, inner[:, : tail.shape[2]]))
-    outer = words.new_tensor(_outer_keys(_num_rows(num_bytes)).view(np.int64))
-    sums: list[int] = _multilinear(rows, outer).tolist()
-    return [(value + _length_term(num_bytes)) & _MASK for value in sums]
+    """Return the digests of all blocks of ``words`` [num_blocks, num_words] int64."""
+    return TensorDigester(words).digests(range(words.shape[0]))
 
 
 def _multilinear(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

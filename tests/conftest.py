@@ -35,7 +35,7 @@ WAIT_S = 60.0
 _CLUSTER_SETTINGS = (
     f"model.name={MODEL}",
     "router.port=0",
-    f"cache.memory_bytes={512 << 20}",
+    f"cache.memory_bytes={192 << 20}",
     "worker.cpu_threads=1",
     "worker.pin_cpus=false",
     "local.ready_timeout_s=240",
@@ -44,6 +44,7 @@ _CLUSTER_SETTINGS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-answers", action="store_true", help="write what transformers has answered into tests/kept_answers")
     parser.addoption("--full", action="store_true", help="run the tests marked 'full' as well (make test-full)")
 
 
@@ -60,6 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if not item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked 'gpu' where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from connectors.p2p.actions import (
@@ -315,8 +315,8 @@ class NodeCarrier:
         return counts
 
 
-def _no_digest(block_id: int) -> int:
-    raise AssertionError(f"the digest of block {block_id} is verified though none is demanded")
+def _no_digest(block_ids: Sequence[int]) -> Sequence[int]:
+    raise AssertionError(f"digests of the blocks {block_ids} are verified though none is demanded")
 
 
 def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:

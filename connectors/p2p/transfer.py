@@ -31,7 +31,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.staging import StagedRows, StagingArea
 from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
-from core.kv.seals import SealTable
+from core.kv.seals import DigestBlocks, SealTable
 from core.log import event
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
 
@@ -53,7 +53,7 @@ class _OpenRead:
 class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
 
-    Seals land in ``seals``; ``digest_block`` computes the digest of a local block's bytes by its id, when the seals have come.
+    Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
     ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
     having been posted: whoever wants it decides whether it is still worth it when there is room. A peer that holds some of it
     gets no more than it leaves to others, so that one that is frozen does not keep all.
@@ -63,14 +63,14 @@ class TransferExecutor:
         self,
         transports: Mapping[str, Transport],
         seals: SealTable,
-        digest_block: Callable[[int], int],
+        digest_blocks: DigestBlocks,
         report: Callable[[TransferEvent], None],
         staging: StagingArea | None = None,
     ) -> None:
         self._transports = dict(transports)
         self._seals = seals
         self._staging = staging
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
         self._report = report
         self._peers: dict[PeerId, Transport] = {}
         self._block_bytes: dict[PeerId, int] = {}
@@ -195,7 +195,7 @@ class TransferExecutor:
                 self._staging.give_back(read.staged)
 
     def _seals_ended(self, command: PostSealRead, landing: Sequence[int]) -> ReadEnded:
-        digests = tuple(map(self._digest_block, command.local_rows)) if command.wants_digests else ()
+        digests = tuple(self._digest_blocks(command.local_rows)) if command.wants_digests else ()
         return ReadEnded(command.read_id, seals=tuple(map(self._seals.row, landing)), digests=digests)
 
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:

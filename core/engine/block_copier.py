@@ -10,9 +10,12 @@ notice them but in the memory's bandwidth. Implements ``core.connector.BlockCopi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STAGING_BYTES = 32 << 20  # of pinned memory; enough copies under way to keep the bus busy
 MAX_SLOTS = 16
@@ -86,6 +89,19 @@ class TensorBlockCopier:
     def _start(self, slot: int, copy: Callable[[], object]) -> None:
         assert slot not in self._copies, f"a copy still uses slot {slot}"
         self._copies[slot] = self._queue.submit(copy)
+
+
+def on_side_stream(device: torch.device, call: Callable[P, R]) -> Callable[P, R]:
+    """Return ``call`` made on a stream of its own on a CUDA device; what it has submitted is done when it returns."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            result = call(*args, **kwargs)
+            stream.synchronize()
+        return result
+
+    return called
 
 
 def cuda_block_copier(rows: torch.Tensor) -> TensorBlockCopier:

@@ -110,7 +110,7 @@ def build_engine(
         sizing = size_kv_cache(_with_cache(config, memory_bytes=num_bytes), arch, dtype.itemsize)
     cache_config, max_model_len = sizing.config, sizing.max_model_len
     fingerprint = model_fingerprint(arch, files.weights_id)
-    makes_digests = has_readers and _readers_demand_digests(config.connector, device)
+    makes_digests = has_readers and _readers_demand_digests(config.connector)
     pool = allocate_kv_pool(
         cache_config, dtype, backend.preferred_layout, device, incarnation=incarnation, makes_digests=makes_digests
     )
@@ -147,9 +147,9 @@ def build_engine(
     )
 
 
-def _readers_demand_digests(section: ConnectorSection, device: torch.device) -> bool:
-    """Say whether a reader may demand digests; those that demand them of themselves read host memory only (tcp)."""
-    is_automatic = device.type == "cpu" and not DIGEST_TRANSPORTS.isdisjoint(section.transports)
+def _readers_demand_digests(section: ConnectorSection) -> bool:
+    """Say whether a reader may demand digests: it does so of itself over some transports."""
+    is_automatic = not DIGEST_TRANSPORTS.isdisjoint(section.transports)
     return section.kv_verify == "digest" or (section.kv_verify == "auto" and is_automatic)
 
 

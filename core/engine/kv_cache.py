@@ -27,10 +27,18 @@ import torch
 
 from core.attention.base import KVLayout, PagedKVCache
 from core.connector import KVPoolRegion
-from core.digest import BlockDigester, digest_tensor
-from core.engine.block_copier import cuda_block_copier
+from core.digest import BlockDigester, TensorDigester
+from core.engine.block_copier import cuda_block_copier, on_side_stream
 from core.errors import ConfigError
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows, seal_memory_bytes
+from core.kv.seals import (
+    DigestBlocks,
+    SealTable,
+    each_by_itself,
+    layout_fingerprint,
+    map_seal_memory,
+    num_landing_rows,
+    seal_memory_bytes,
+)
 from core.kv.spec import KVCacheConfig
 from core.wire.kv import KVLayoutInfo
 
@@ -126,7 +134,7 @@ def allocate_kv_pool(
         seals=_allocate_seals(info, config.num_blocks, incarnation, _digester(pool) if makes_digests else None),
         new_digester=partial(_digester, pool),
         new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
-        write_block=None if buffer is not None else partial(_write_block, pool.flatten(1).view(torch.uint8)),
+        write_block=None if buffer is not None else _block_writer(pool),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 
@@ -154,28 +162,35 @@ def _pool_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -
         raise _no_memory(math.prod(shape) * dtype.itemsize, error) from None
 
 
-def _digester(pool: torch.Tensor) -> Callable[[int], int]:
-    """Return a function that computes the digest of a block of this pool, for the use of one thread."""
+def _digester(pool: torch.Tensor) -> DigestBlocks:
+    """Return a function that computes digests of blocks of this pool, for the use of one thread.
+
+    On a device it has a stream of its own: blocks are sealed, or have arrived, when the host knows that their bytes are there,
+    so nothing has to be waited for, least of all the step that has been launched meanwhile.
+    """
     if pool.device.type == "cpu":
         rows = pool.flatten(1).view(torch.uint8).numpy()
         digester = BlockDigester(rows.shape[1])
-        return lambda block_id: digester.digest(rows[block_id])
-    words = pool.flatten(1).view(torch.int64)
-    return lambda block_id: digest_tensor(words[block_id : block_id + 1])[0]
+        return each_by_itself(lambda block_id: digester.digest(rows[block_id]))
+    digester = on_side_stream(pool.device, TensorDigester)(pool.flatten(1).view(torch.int64))
+    return on_side_stream(pool.device, digester.digests)
 
 
-def _write_block(rows: torch.Tensor, block_id: int, content: memoryview) -> None:
-    """Copy host memory into a block; it is there when this returns. ``rows`` [num_blocks, block_bytes] uint8, on a device."""
-    rows[block_id].copy_(torch.frombuffer(content, dtype=torch.uint8))
+def _block_writer(pool: torch.Tensor) -> Callable[[int, memoryview], None]:
+    """Return a function that copies host memory into a block of a pool on a device; it is there when the function returns."""
+    rows = pool.flatten(1).view(torch.uint8)
+
+    def write(block_id: int, content: memoryview) -> None:
+        rows[block_id].copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+    return on_side_stream(pool.device, write)
 
 
-def _allocate_seals(
-    layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_block: Callable[[int], int] | None
-) -> SealTable:
+def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_blocks: DigestBlocks | None) -> SealTable:
     num_landing = num_landing_rows(layout.block_size)
     memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks, num_landing))
     memory = map_seal_memory(num_blocks, memory_fd, num_landing)
-    return SealTable(memory, incarnation, layout_fingerprint(layout), digest_block)
+    return SealTable(memory, incarnation, layout_fingerprint(layout), digest_blocks)
 
 
 def _memory_file(name: str, num_bytes: int) -> int:

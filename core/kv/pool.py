@@ -317,8 +317,13 @@ class BlockPool:
         if self.seals is None:
             return
         k = block_size // self.hash_block_size
-        for index in range(num_sealed, len(blocks)):
-            self.seal_block(blocks[index], group_id, block_hashes[(index + 1) * k - 1], block_size)
+        self.seals.seal_all(
+            [
+                (block.block_id, ExpectedSeal(block.generation, group_id, block_hashes[(index + 1) * k - 1], block_size))
+                for index, block in enumerate(blocks[num_sealed:], num_sealed)
+                if not block.is_null
+            ]
+        )
 
     def seal_block(self, block: KVCacheBlock, group_id: int, block_hash: bytes, num_tokens: int) -> None:
         """Seal one block that holds ``num_tokens`` tokens whose KV is complete."""

@@ -39,6 +39,13 @@ _WORDS_PER_ROW = SEAL_BYTES // 8
 
 assert _ROW.size == SEAL_BYTES
 
+DigestBlocks = Callable[[Sequence[int]], Sequence[int]]  # ids of blocks → the digests of their bytes, several at a time
+
+
+def each_by_itself(digest_block: Callable[[int], int]) -> DigestBlocks:
+    """Return what computes the digests of blocks one after the other."""
+    return lambda block_ids: [digest_block(block_id) for block_id in block_ids]
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSeal:
@@ -98,8 +105,8 @@ def num_landing_rows(block_size: int) -> int:
 class SealTable:
     """One row per block, and behind them landing rows of each block for the seals of peers' blocks.
 
-    ``digest_block`` computes the digest of a block's bytes by its id; None = seals are made without. Written by the engine
-    thread; landing rows by the transfer thread.
+    ``digest_blocks`` computes the digests of blocks by their ids; None = seals are made without. Written by the engine thread;
+    landing rows by the transfer thread.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class SealTable:
         memory: SealMemory,
         incarnation: int,
         layout_version: int,
-        digest_block: Callable[[int], int] | None = None,
+        digest_blocks: DigestBlocks | None = None,
     ) -> None:
         self.memory = memory
         self.buffer = memory.buffer
@@ -115,13 +122,13 @@ class SealTable:
         self.num_blocks = len(memory.buffer) // ((1 + memory.num_landing) * SEAL_BYTES)
         self.incarnation = incarnation
         self.layout_version = layout_version
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
         self._words = memory.buffer.cast("Q")
 
     @property
     def has_digests(self) -> bool:
         """True if seals are made with digests."""
-        return self._digest_block is not None
+        return self._digest_blocks is not None
 
     @property
     def num_rows(self) -> int:
@@ -130,10 +137,18 @@ class SealTable:
 
     def seal(self, block_id: int, expected: ExpectedSeal) -> None:
         """State what a block holds, now that its KV is complete. A row that said something else never says a mix of both."""
-        generation_index = block_id * _WORDS_PER_ROW + _GENERATION_INDEX
-        self._words[generation_index] = BROKEN
-        digest = self._digest_block(block_id) if self._digest_block is not None else 0
-        flags = _HAS_DIGEST if self._digest_block is not None else 0
+        self.seal_all([(block_id, expected)])
+
+    def seal_all(self, blocks: Sequence[tuple[int, ExpectedSeal]]) -> None:
+        """Seal several blocks, whose digests are computed together: on a device, starting to compute is what takes time."""
+        block_ids = [block_id for block_id, _ in blocks]
+        self.break_seals(block_ids)
+        digests = self._digest_blocks(block_ids) if self._digest_blocks is not None and blocks else [0] * len(blocks)
+        for (block_id, expected), digest in zip(blocks, digests, strict=True):
+            self._write(block_id, expected, digest)
+
+    def _write(self, block_id: int, expected: ExpectedSeal, digest: int) -> None:
+        flags = _HAS_DIGEST if self._digest_blocks is not None else 0
         _FIELDS.pack_into(
             self.buffer,
             block_id * SEAL_BYTES,
@@ -147,7 +162,7 @@ class SealTable:
             flags,
             self.layout_version,
         )
-        self._words[generation_index] = expected.generation
+        self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX] = expected.generation
 
     def break_seals(self, block_ids: Iterable[int]) -> None:
         """Take the seals off, before anything may write these blocks."""

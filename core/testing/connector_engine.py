@@ -21,7 +21,15 @@ from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
 from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows, seal_memory_bytes
+from core.kv.seals import (
+    DigestBlocks,
+    SealTable,
+    each_by_itself,
+    layout_fingerprint,
+    map_seal_memory,
+    num_landing_rows,
+    seal_memory_bytes,
+)
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo
@@ -71,9 +79,9 @@ class MemoryPool:
             new_digester=self._new_digester,
         )
 
-    def _new_digester(self) -> Callable[[int], int]:
+    def _new_digester(self) -> DigestBlocks:
         digester = BlockDigester(self.rows.shape[1])
-        return lambda block_id: digester.digest(self.rows[block_id])
+        return each_by_itself(lambda block_id: digester.digest(self.rows[block_id]))
 
     def close(self) -> None:
         """Close the files; the memory goes with the last reference."""

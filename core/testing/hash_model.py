@@ -11,8 +11,9 @@ attention, the entry of a token depends on *all* entries that it sees, in every 
     next token = H("next", what p sees of group 0 up to p, .. of group 1, ..) mod vocab  if p is the last token known
 
 A block that was never written, reused, mixed up, or copied wrongly therefore changes every later entry and token that sees it,
-and a table that lacks a block that is seen or written is an error at once. ``expected_tokens`` computes the same without
-blocks: the oracle. Sampling parameters play no part.
+and a table that lacks a block that is seen or written is an error at once. Where an image stands, token[p] is its embedding
+(``core.testing.hash_encoder``). ``expected_tokens`` computes the same without blocks: the oracle. Sampling parameters play no
+part.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from core.connector import KVConnectorWorker, KVPoolRegion
 from core.kv.block import NULL_BLOCK_ID
-from core.kv.seals import SealTable, layout_fingerprint, map_seal_memory, num_landing_rows
+from core.kv.seals import SealTable, each_by_itself, layout_fingerprint, map_seal_memory, num_landing_rows
 from core.kv.spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -37,6 +38,7 @@ from core.kv.spec import (
     SlidingWindowSpec,
 )
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from core.testing.hash_encoder import HashEncoder
 from core.wire.kv import KVLayoutInfo
 
 SLOT_BYTES = 8  # of the layout below: a key and a value of one float32 each
@@ -191,7 +193,9 @@ def hash_model_region(
     layout = hash_model_layout(block_size, num_groups)
     rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
     buffer, size = rows.data, layout.block_bytes
-    digest_block = (lambda block_id: digest(buffer[block_id * size : (block_id + 1) * size])) if digest is not None else None
+    digest_blocks = None
+    if digest is not None:
+        digest_blocks = each_by_itself(lambda block_id: digest(buffer[block_id * size : (block_id + 1) * size]))
     return KVPoolRegion(
         base_address=rows.ctypes.data,
         num_blocks=num_blocks,
@@ -202,7 +206,7 @@ def hash_model_region(
             map_seal_memory(num_blocks, num_landing=num_landing_rows(block_size)),
             incarnation,
             layout_fingerprint(layout),
-            digest_block,
+            digest_blocks,
         ),
     )
 
@@ -222,7 +226,7 @@ class HashModel:
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
     transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
     ``incarnation`` is what they say of this life. ``region`` is memory for both that somebody else has made: in memory files,
-    or with digests in its seals.
+    or with digests in its seals. ``encoder`` embeds images.
     """
 
     def __init__(  # noqa: PLR0913
@@ -235,8 +239,10 @@ class HashModel:
         region: KVPoolRegion | None = None,
         *,
         attentions: Sequence[HashAttention] = FULL,
+        encoder: HashEncoder | None = None,
     ) -> None:
         self.block_size = block_size
+        self.encoder = encoder if encoder is not None else HashEncoder()
         self.vocab_size = vocab_size
         self.attentions = tuple(attentions)
         if region is None:
@@ -258,9 +264,10 @@ class HashModel:
         return None
 
     def shutdown(self) -> None:
-        """Stop the connector's worker side."""
+        """Stop the connectors' worker sides."""
         if self._connector_worker is not None:
             self._connector_worker.shutdown()
+        self.encoder.shutdown()
 
     @property
     def request_ids(self) -> list[str]:
@@ -281,13 +288,15 @@ class HashModel:
         Requests are computed in scheduling order, so one may hit blocks that an earlier one fills in the same step.
         """
         self._start_connector_step(scheduler_output)
+        self.encoder.start_step(scheduler_output)
         self._update_batch(scheduler_output)
         output = ModelRunnerOutput()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            token_id = self._compute(self._batch[request_id], num_tokens)
+            token_id = self._compute(request_id, num_tokens)
             if token_id is not None:
                 output.sampled_token_ids[request_id] = [token_id]
         output.kv_connector_output = self._finish_connector_step(scheduler_output)
+        output.ec_connector_output, output.failed_embeddings = self.encoder.finish_step(scheduler_output)
         return output
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
@@ -309,13 +318,15 @@ class HashModel:
         assert len(new.block_ids) == len(self.attentions), "a table for each group"
         return _Row(new.token_ids[:], tuple(map(list, new.block_ids)), new.num_computed_tokens)
 
-    def _compute(self, row: _Row, num_tokens: int) -> int | None:
+    def _compute(self, request_id: str, num_tokens: int) -> int | None:
         """Fill the slots of the next tokens; return the token that follows if the last one known was among them."""
+        row = self._batch[request_id]
         start, end = row.num_computed_tokens, row.num_computed_tokens + num_tokens
+        inputs = self.encoder.merge(request_id, row.token_ids, start, end)
         tables = list(zip(self.attentions, row.block_ids, strict=True))
         prefix = _Prefix([self._read_seen(attention, table, start) for attention, table in tables], start)
         for position in range(start, end):
-            entries = prefix.append(row.token_ids[position])
+            entries = prefix.append(inputs[position])
             for table, entry in zip(row.block_ids, entries, strict=True):
                 self._write(table, position, entry)
         row.num_computed_tokens = end

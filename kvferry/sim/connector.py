@@ -40,6 +40,7 @@ from core.config import ConnectorSection
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.ids import IdSource
+from core.kv.seals import each_by_itself
 from core.testing.hash_model import SLOT_BYTES
 from core.testing.sim_loop import Queue, Timer
 from core.testing.sim_network import Link
@@ -142,7 +143,9 @@ class SimConnector:
         )
         assert pool.seals is not None
         self._digester = BlockDigester(pool.block_bytes)
-        self._executor = TransferExecutor(opened.transports, pool.seals, self._digest_block, self._on_transfer, self._staging)
+        self._executor = TransferExecutor(
+            opened.transports, pool.seals, each_by_itself(self._digest_block), self._on_transfer, self._staging
+        )
         limits = node_settings(self._config, pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
         responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)

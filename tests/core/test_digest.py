@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.digest import CHUNK_ROWS, ROW_WORDS, WORD_BYTES, BlockDigester, digest_tensor
+from core.digest import CHUNK_ROWS, ROW_WORDS, WORD_BYTES, BlockDigester, TensorDigester, digest_tensor
 
 ROW_BYTES = ROW_WORDS * WORD_BYTES
 SIZES = [
@@ -76,7 +76,17 @@ def test_torch_and_numpy_agree_on_blocks_of_any_size(num_words, seed):
     assert digest_by_torch(*blocks) == [digester.digest(block) for block in blocks]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("scratch_blocks", [1, 2, 100])
+def test_torch_digests_some_blocks_of_a_pool_however_many_fit_at_a_time(scratch_blocks, monkeypatch):
+    num_bytes = ROW_BYTES + WORD_BYTES
+    monkeypatch.setattr("core.digest.SCRATCH_BYTES", scratch_blocks * num_bytes)
+    blocks = [content(num_bytes, seed) for seed in range(6)]
+    digester = TensorDigester(torch.from_numpy(np.stack(blocks).view(np.int64)))
+    assert digester.digests([4, 0, 5, 4, 1]) == [digest(blocks[index]) for index in (4, 0, 5, 4, 1)]
+    assert digester.digests([]) == []
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_cuda_computes_the_same(num_bytes):
     blocks = [content(num_bytes, seed) for seed in range(4)]

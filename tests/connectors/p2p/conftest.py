@@ -24,7 +24,7 @@ from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.pull import PullProtocol, PullSettings
 from connectors.reporting import LoadEnded
 from core.errors import KVFerryError
-from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
+from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
 from core.transport import PeerId
 from core.wire.kv import ControlMessage, HandshakeReply, KVLayoutInfo, LeaseRenew, LeaseState
@@ -47,8 +47,8 @@ def identity(engine_id: str = "decode-0", incarnation: int = 77, **changed: obje
 
 def seal_row(expected: ExpectedSeal, incarnation: int = 1, digest: int | None = None) -> bytes:
     """Return what the owner writes for a block that is as expected."""
-    digest_block = None if digest is None else lambda block_id: digest
-    table = SealTable(map_seal_memory(1), incarnation, layout_fingerprint(LAYOUT), digest_block)
+    digest_blocks = None if digest is None else each_by_itself(lambda block_id: digest)
+    table = SealTable(map_seal_memory(1), incarnation, layout_fingerprint(LAYOUT), digest_blocks)
     table.seal(0, expected)
     return table.row(0)
 

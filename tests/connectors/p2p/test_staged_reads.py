@@ -13,7 +13,7 @@ from connectors.p2p.transfer import TransferExecutor
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.errors import LayoutMismatch, PeerUnreachable
-from core.kv.seals import ExpectedSeal, SealTable, decode_seal, map_seal_memory, num_landing_rows
+from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory, num_landing_rows
 from core.testing.hash_model import SLOT_BYTES, hash_model_layout
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
@@ -48,7 +48,7 @@ class World:
         self.transport.register([self.ours.region, RowRegion.of_seals(our_seals)], self.staging.region)
         self.events: list[ReadEnded | PeerFailed] = []
         self.executor = TransferExecutor(
-            {"inproc": self.transport}, our_seals, self.no_digest, self.events.append, self.staging
+            {"inproc": self.transport}, our_seals, each_by_itself(self.no_digest), self.events.append, self.staging
         )
         self.executor.execute(OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, THEIR_BYTES))
 

@@ -11,7 +11,7 @@ import pytest
 from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, PostSealRead, ReadEnded
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError
-from core.kv.seals import ExpectedSeal, SealTable, decode_seal, map_seal_memory
+from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
 from core.transport import PeerId, RowRegion
@@ -40,7 +40,9 @@ class World:
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(self.our_seals)])
         self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
-        self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, self.digest, self.events.put)
+        self.executor = TransferExecutor(
+            {"inproc": self.transport}, self.our_seals, each_by_itself(self.digest), self.events.put
+        )
 
     def open(self, metadata: bytes | None = None) -> None:
         self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS, ROW_BYTES))

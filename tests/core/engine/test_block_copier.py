@@ -77,7 +77,7 @@ def test_writes_and_reads_of_a_tier_go_through_slots_in_turn(copier, rows):
     assert [bytes(view)[0] for view in access.read([9, 0, 3])] == [9, 90, 93]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_copies_on_a_gpu(rows):
     on_device = rows.cuda()
     access = DevicePoolAccess(cuda_block_copier(on_device))

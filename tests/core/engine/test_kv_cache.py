@@ -133,9 +133,9 @@ def test_digests_are_those_of_the_blocks_bytes_and_enter_the_seals_if_asked_for(
     expected = BlockDigester(size).digest(pool.region.buffer[3 * size : 4 * size])
     pool.seals.seal(3, ExpectedSeal(generation=1, group_id=0, block_hash=bytes(16), num_tokens=16))
     assert decode_seal(pool.seals.row(3)).digest == expected
-    digest_block = pool.region.new_digester()
-    assert digest_block(3) == expected
-    assert digest_block(2) != expected
+    digest_blocks = pool.region.new_digester()
+    first, second, again = digest_blocks([2, 3, 3])
+    assert first != second == again == expected
     pool.close()
 
 

@@ -17,6 +17,7 @@ from core.kv.seals import (
     Seal,
     SealTable,
     decode_seal,
+    each_by_itself,
     encode_seal,
     find_mismatch,
     layout_fingerprint,
@@ -36,7 +37,7 @@ LAYOUT = KVLayoutInfo(
 
 
 def make_table(num_blocks=4, digest_block=None):
-    return SealTable(map_seal_memory(num_blocks), INCARNATION, LAYOUT_VERSION, digest_block)
+    return SealTable(map_seal_memory(num_blocks), INCARNATION, LAYOUT_VERSION, digest_block and each_by_itself(digest_block))
 
 
 @pytest.fixture
@@ -130,6 +131,22 @@ def test_a_seal_says_whether_its_owner_made_a_digest():
     table.seal(3, EXPECTED)
     assert decode_seal(table.row(3)).digest == 1003
     assert not make_table().has_digests
+
+
+def test_digests_of_blocks_that_are_sealed_together_are_computed_together_behind_broken_seals():
+    seen = []
+
+    def digest_blocks(block_ids):
+        seen.append((list(block_ids), [table.sealed_generation(block_id) for block_id in block_ids]))
+        return [1000 + block_id for block_id in block_ids]
+
+    table = SealTable(map_seal_memory(4), INCARNATION, LAYOUT_VERSION, digest_blocks)
+    table.seal(2, EXPECTED)
+    table.seal_all([(2, EXPECTED), (0, EXPECTED)])
+    assert seen == [([2], [BROKEN]), ([2, 0], [BROKEN, BROKEN])]
+    assert [decode_seal(table.row(block_id)).digest for block_id in (0, 2)] == [1000, 1002]
+    table.seal_all([])
+    assert len(seen) == 2
 
 
 def test_a_digest_of_zero_is_a_digest():

@@ -32,7 +32,7 @@ from connectors.p2p.pull import PullSettings
 from connectors.p2p.transfer import TransferExecutor
 from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, fallback_reason
-from core.kv.seals import ExpectedSeal, SealTable, layout_fingerprint, map_seal_memory
+from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
 from core.testing.fault_transport import FaultPlan, FaultTransport
 from core.testing.inproc_transport import InprocFabric, InprocTransport
@@ -70,7 +70,7 @@ class Worker:
         self.identity = identity
         self.memory = HostRows(NUM_BLOCKS, identity.layout.block_bytes)
         version = layout_fingerprint(identity.layout)
-        self.seals = SealTable(map_seal_memory(NUM_BLOCKS), identity.incarnation, version, self.digest)
+        self.seals = SealTable(map_seal_memory(NUM_BLOCKS), identity.incarnation, version, each_by_itself(self.digest))
         self.plan = FaultPlan()
         self.inproc = InprocTransport(fabric, late_bytes=True)
         self.transport = FaultTransport(self.inproc, self.plan)
@@ -78,7 +78,7 @@ class Worker:
         self.reports: list[Report] = []
         self.events: list[TransferEvent] = []
         by_name = {"denied": DeniedTransport(fabric), "inproc": self.transport}
-        self.executor = TransferExecutor(by_name, self.seals, self.digest, self.events.append)
+        self.executor = TransferExecutor(by_name, self.seals, each_by_itself(self.digest), self.events.append)
         offers = {"denied": b"", "inproc": self.transport.describe()}
         settings = NodeSettings(
             pull=PullSettings(
