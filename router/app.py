@@ -38,7 +38,7 @@ from router.params import parse_body
 from router.responses import ChatCompletion, Completion
 from router.status import status_of
 from router.status_page import CONTENT_SECURITY_POLICY, PAGE
-from router.uploads import UploadLimit
+from router.uploads import UploadLimit, hold_of
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -203,7 +203,9 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
 def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
     headers = request.headers
     trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
-    return Caller(client_id=client_id(request.scope, named_in_body), receive=request.receive, trace=trace)
+    return Caller(
+        client_id=client_id(request.scope, named_in_body), receive=request.receive, hold=hold_of(request.scope), trace=trace
+    )
 
 
 def _status(status: int, content: dict[str, Any]) -> ASGIResponse:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from litestar.types import ASGIApp, Receive
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.tracing import TraceContext
+from router.images import Hold, ImageReader
 from router.logprobs import TokenTexts
 from router.metrics import RouterMetrics
 from router.news import Submission
@@ -33,7 +33,7 @@ from router.params import (
     output_options,
     sampling_params,
 )
-from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader
+from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader, Sight
 from router.responses import ChatShaper, CompletionShaper, Envelope
 from router.served import ServedModel
 from router.service import RouterService
@@ -61,11 +61,12 @@ class Caller:
 
     client_id: str
     receive: Receive
+    hold: Hold  # counts what is kept for the request beside its body
     trace: TraceContext | None = None  # the client's span
 
 
 class Endpoints:
-    """The endpoints of one model."""
+    """The endpoints of one model; one that sees images needs to be told how they are read."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Endpoints:
         metrics: RouterMetrics,
         ids: IdSource,
         max_prompt_tokens: int = 0,
-        wall_clock: Callable[[], float] = time.time,
+        images: ImageReader | None = None,
     ) -> None:
         self.model = model.name
         self.service = service
@@ -83,12 +84,12 @@ class Endpoints:
         self.is_closing = False
         self._defaults = model.defaults
         self._tokenizer = model.tokenizer
-        self._reader = PromptReader(model.tokenizer)
+        sight = Sight(images, model.image_prompts, self._model_fingerprint) if images and model.image_prompts else None
+        self._reader = PromptReader(model.tokenizer, sight)
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
         self._max_prompt_tokens = max_prompt_tokens
-        self._wall_clock = wall_clock
-        self.created = int(wall_clock())
+        self.created = int(time.time())
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Endpoints:
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises what refuses or ends the request."""
         options, limits = self._check(request)
-        prompt = await self._reader.read_chat(request, limits)
+        prompt = await self._reader.read_chat(request, limits, caller.hold)
         return await self._generate(request, options, [prompt], limits, caller)
 
     def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
@@ -124,7 +125,7 @@ class Endpoints:
         is_chat = isinstance(request, ChatCompletionRequest)
         envelope = Envelope(
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
-            created=int(self._wall_clock()),
+            created=int(time.time()),
             model=self.model,
             system_fingerprint=self._fingerprint(),
         )
@@ -153,13 +154,21 @@ class Endpoints:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             kv_load_failure_policy=load_failure_policy(request),
+            mm_features=prompt.mm_features,
+            media=prompt.media,
+            media_places=prompt.media_places,
             timeout_s=request.timeout_s,
         )
 
     def _fingerprint(self) -> str | None:
         """Return a name of the weights that serve, as OpenAI does."""
+        fingerprint = self._model_fingerprint()
+        return f"fp_{fingerprint.hex()[:12]}" if fingerprint else None
+
+    def _model_fingerprint(self) -> bytes:
+        """Return that of a worker that serves now, nothing if there is none."""
         worker = next(iter(self.service.machine.cluster.workers), None)
-        return f"fp_{worker.facts.model_fingerprint.hex()[:12]}" if worker is not None else None
+        return worker.facts.model_fingerprint if worker is not None else b""
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 

@@ -1,24 +1,28 @@
 """From prompts and conversations to token ids, without stalling the event loop.
 
-Owns how a request's prompt becomes tokens: forms of ``prompt``, text parts of messages, truncation. Knows nothing of sampling
-or workers. Texts that together take some ten milliseconds are tokenized on a thread: there the tokenizer leaves Python.
+Owns how a request's prompt becomes tokens: forms of ``prompt``, parts of messages, truncation. Knows nothing of sampling or
+workers. Texts that together take some ten milliseconds are tokenized on a thread: there the tokenizer leaves Python.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from core.errors import ContextTooLong, InvalidRequest
+from core.model.image_prompt import ImagePrompts
 from core.model.tokenizer import Tokenizer
+from core.wire.media import MMFeature
+from router.images import Hold, ImageReader, PlacedImage, find_images, place_of
 from router.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CommonRequest,
     CompletionRequest,
     ContentPart,
+    ImagePart,
     RefusalPart,
     TextPart,
     TokenizeRequest,
@@ -33,17 +37,30 @@ _RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "c
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens and as text, the client's own if there was one."""
+    """A prompt as tokens and as text, the client's own if there was one; and its images, with the names they have for it."""
 
     token_ids: tuple[int, ...]
     text: str
+    mm_features: tuple[MMFeature, ...] = ()
+    media: tuple[bytes, ...] = ()
+    media_places: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a model that sees images adds: their way in, how they stand in prompts, and the fingerprint that keys names."""
+
+    reader: ImageReader
+    prompts: ImagePrompts
+    model_fingerprint: Callable[[], bytes]
 
 
 class PromptReader:
     """Tokenizes for one model."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, sight: Sight | None = None) -> None:
         self._tokenizer = tokenizer
+        self._sight = sight  # None = the model reads text only
         self._longest_token = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
     async def read_completion(self, request: CompletionRequest, limits: ModelLimits) -> list[Prompt]:
@@ -80,29 +97,57 @@ class PromptReader:
         check_token_ids("prompt", token_ids, limits.vocab_size)
         return Prompt(token_ids, self._tokenizer.decode(token_ids))
 
-    async def read_chat(self, request: ChatCompletionRequest, limits: ModelLimits) -> Prompt:
-        """Return the rendered conversation.
+    async def read_chat(
+        self, request: ChatCompletionRequest, limits: ModelLimits, hold: Hold = lambda num_bytes: None
+    ) -> Prompt:
+        """Return the rendered conversation; ``hold`` is told of the bytes of images that were fetched.
 
         Raises:
-            InvalidRequest: a part is not text, or the template refuses the conversation.
+            InvalidRequest: a part cannot be read or is no image, or the template refuses the conversation.
             ContextTooLong: the text is so long that no tokenization of it fits.
         """
         text = self.render(request)
+        references = find_images(request.messages)
+        if references and self._sight is not None:
+            return await self._read_with_images(request, text, await self._sight.reader.read(references, hold), limits)
+        token_ids = await self._encode_chat(request, text, limits)
+        return Prompt(_truncate(token_ids, request.truncate_prompt_tokens, limits), text)
+
+    async def _read_with_images(
+        self, request: ChatCompletionRequest, text: str, placed: Sequence[PlacedImage], limits: ModelLimits
+    ) -> Prompt:
+        assert self._sight is not None
+        if request.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is not supported yet with images: leave it out", param="truncate_prompt_tokens"
+            )
+        prompts, images = self._sight.prompts, [found.image for found in placed]
+        expanded = prompts.expand(text, [image.size for image in images])
+        token_ids = await self._encode_chat(request, expanded, limits)
+        _check_num_tokens(token_ids, limits)
+        features, media = await asyncio.to_thread(prompts.features, token_ids, images, self._sight.model_fingerprint())
+        places = {found.image.content: found.place for found in reversed(placed)}  # of equal files, the first one
+        return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media))
+
+    async def _encode_chat(self, request: ChatCompletionRequest, text: str, limits: ModelLimits) -> Sequence[int]:
         self._check_length(text, request, limits)
         token_ids = await self.encode(text, add_special_tokens=bool(request.add_special_tokens))
         if not token_ids:
             raise InvalidRequest("the conversation is empty", param="messages")
-        return Prompt(_truncate(token_ids, request.truncate_prompt_tokens, limits), text)
+        return token_ids
 
     def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return a conversation as the model's template writes it.
+        """Return a conversation as the model's template writes it, a tag for each image.
 
         Raises:
-            InvalidRequest: a part is not text, or the template refuses the conversation.
+            InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
         """
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
-        messages = [_template_message(index, message) for index, message in enumerate(request.messages)]
+        sees = self._sight is not None and isinstance(request, ChatCompletionRequest)
+        messages = [_template_message(index, message, sees) for index, message in enumerate(request.messages)]
+        if self._sight is not None:  # such a template knows messages as lists of parts
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
         is_continued = bool(request.continue_final_message)
         add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
         arguments = request.chat_template_kwargs or {}
@@ -172,14 +217,21 @@ def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) 
     return tuple(token_ids[-(limit if limit > 0 else max(1, limits.max_model_len - 1)) :])
 
 
-def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:
+    """Return a message for the template: its content a text, or a list of parts if it holds images."""
     for field in ("tool_calls", "function_call", "audio"):
         if getattr(message, field):
             raise InvalidRequest(
                 f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
             )
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates know the older one
-    result = {"role": role, "content": _content_text(index, message.content)}
+    content = message.content
+    if isinstance(content, list):
+        parts = [_template_part(place_of(index, number), part, sees_images) for number, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        result = {"role": role, "content": parts if has_images else "\n".join(part["text"] for part in parts)}
+    else:
+        result = {"role": role, "content": content or ""}
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:
@@ -187,18 +239,18 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     return result
 
 
-def _content_text(index: int, content: str | list[ContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for number, part in enumerate(content):
-        match part:
-            case TextPart():
-                texts.append(part.text)
-            case RefusalPart():
-                texts.append(part.refusal)
-            case _:
-                place = f"messages[{index}].content[{number}]"
-                kind = part.__struct_config__.tag
-                raise InvalidRequest(f"{place} is of type {kind}, this model reads text only", param=place)
-    return "\n".join(texts)
+def _template_part(place: str, part: ContentPart, sees_images: bool) -> dict[str, str]:
+    match part:
+        case TextPart():
+            return {"type": "text", "text": part.text}
+        case RefusalPart():
+            return {"type": "text", "text": part.refusal}
+        case ImagePart() if sees_images:
+            return {"type": "image"}
+        case _:
+            kind, reads = part.__struct_config__.tag, "texts and images" if sees_images else "text"
+            raise InvalidRequest(f"{place} is of type {kind}, this model reads {reads} only", param=place)
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,4 +1,4 @@
-"""The model that a router serves: its name for clients, its tokenizer, and its authors' choice of sampling parameters.
+"""The model that a router serves: its name for clients, its tokenizer, its way with images, its authors' choice of sampling.
 
 Owns the reading of ``generation_config.json``. Knows nothing of requests. ``router.main`` makes a ``ServedModel``.
 """
@@ -14,6 +14,7 @@ import msgspec
 from core.config import ModelSection
 from core.errors import ConfigError
 from core.model.hub import ModelFiles
+from core.model.image_prompt import ImagePrompts, load_image_prompts
 from core.model.tokenizer import Tokenizer
 from core.wire.limits import Fraction
 from core.wire.sampling import Factor, NonNegative, SamplingParams
@@ -40,6 +41,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
+    image_prompts: ImagePrompts | None = None  # None = it reads text only
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
 
 
@@ -47,10 +49,16 @@ def served_model(section: ModelSection, files: ModelFiles) -> ServedModel:
     """Return what the settings and the model's files make of it.
 
     Raises:
-        ConfigError: a file is unusable.
+        ConfigError: a file is unusable, or what reads images is not installed for a model that sees them.
     """
     defaults = sampling_defaults(files.generation_config) if section.generation_config == "auto" else NEUTRAL_SAMPLING
-    return ServedModel(name=section.served_name or section.name, tokenizer=Tokenizer(files), defaults=defaults)
+    tokenizer = Tokenizer(files)
+    return ServedModel(
+        name=section.served_name or section.name,
+        tokenizer=tokenizer,
+        image_prompts=load_image_prompts(files, tokenizer),
+        defaults=defaults,
+    )
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:

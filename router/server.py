@@ -28,6 +28,7 @@ from core.wire.sockets import warn_if_exposed
 from router.app import BodyLimits, create_app
 from router.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.endpoints import Endpoints
+from router.images import ImageReader
 from router.metrics import RouterMetrics
 from router.served import ServedModel
 from router.service import RouterService
@@ -57,8 +58,14 @@ class Router:
         self._model = model
         self._keys = keys
         self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
+        self._images = ImageReader(config.images)
         self.endpoints = Endpoints(
-            model=model, service=self.service, metrics=metrics, ids=ids, max_prompt_tokens=config.max_prompt_tokens
+            model=model,
+            service=self.service,
+            metrics=metrics,
+            ids=ids,
+            max_prompt_tokens=config.max_prompt_tokens,
+            images=self._images,
         )
         limits = BodyLimits(
             max_body_bytes=config.max_body_bytes,
@@ -137,6 +144,7 @@ class Router:
             self._server.should_exit = True
             await serving
             logger.info(event("router_stopped"))
+        await self._images.close()
         if self._socket is not None:
             self._socket.close()
 

@@ -22,6 +22,9 @@ from core.wire import codec
 from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
 from core.wire.messages import (
     Abort,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
     Generate,
     Goodbye,
     Heartbeat,
@@ -29,6 +32,7 @@ from core.wire.messages import (
     PrefillDone,
     Register,
     Registered,
+    RegisterEncoder,
     RequestFailed,
     RouterMessage,
     TokenLogprobs,
@@ -54,13 +58,13 @@ LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1,
 _incarnations = itertools.count(1)
 
 
-def tiny_files(folder: Path) -> ModelFiles:
-    """Write a byte-level tokenizer: one token per byte, then <eos>."""
+def tiny_files(folder: Path, *more_tokens: str) -> ModelFiles:
+    """Write a byte-level tokenizer: one token per byte, then <eos>, then special tokens of a test."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     probe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     probe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     probe.decoder = tokenizers.decoders.ByteLevel()
-    probe.add_special_tokens(["<eos>"])
+    probe.add_special_tokens(["<eos>", *more_tokens])
     path = folder / "tokenizer.json"
     probe.save(str(path))
     return ModelFiles(
@@ -74,6 +78,11 @@ def tiny_files(folder: Path) -> ModelFiles:
         chat_template=CHAT_TEMPLATE,
         digest_record=folder / "digests.json",
     )
+
+
+@pytest.fixture(scope="session")
+def write_tiny_files() -> Callable[..., ModelFiles]:
+    return tiny_files
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +108,7 @@ class Script:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: bool = False
     error: Any = None
+    encoded: EncodeDone | EncodeFailed | None = None  # of an encode worker; None = it is done, and says not where
     tokens_per_frame: int = 1
     lease_ms: int = 30_000
 
@@ -122,7 +132,16 @@ class FakeWorker:
         self.aborted: set[str] = set()
 
     @property
-    def registration(self) -> Register:
+    def registration(self) -> Register | RegisterEncoder:
+        if self.role == "encode":
+            return RegisterEncoder(
+                engine_id=self.engine_id,
+                incarnation=self.incarnation,
+                model=MODEL,
+                model_fingerprint=b"weights",
+                ec_connector="shared",
+                max_num_images=8,
+            )
         defaults: dict[str, Any] = {
             "model": MODEL,
             "model_fingerprint": b"weights",
@@ -199,7 +218,7 @@ class FakeWorker:
                 self._news.notify_all()
             if isinstance(message, Abort):
                 self.aborted |= set(message.request_ids)
-            if isinstance(message, Generate) and not self.script.is_silent:
+            if isinstance(message, Generate | EncodeRequest) and not self.script.is_silent:
                 self._spawn(self._answer(message))
 
     async def _heartbeats(self) -> None:
@@ -213,8 +232,10 @@ class FakeWorker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: Generate) -> None:
-        if self.script.error is not None:
+    async def _answer(self, message: Generate | EncodeRequest) -> None:
+        if isinstance(message, EncodeRequest):
+            await self.send(self.script.encoded or EncodeDone(request_id=message.request_id, ec_sources=()))
+        elif self.script.error is not None:
             await self.send(RequestFailed(request_id=message.request_id, error=self.script.error))
         elif message.handoff:
             await self._prefill(message)
@@ -358,7 +379,11 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
     started: list[RouterUnderTest] = []
 
     async def start(
-        *, has_http: bool = True, sampling: SamplingDefaults = NEUTRAL_SAMPLING, **settings: Any
+        *,
+        has_http: bool = True,
+        sampling: SamplingDefaults = NEUTRAL_SAMPLING,
+        model: ServedModel | None = None,
+        **settings: Any,
     ) -> RouterUnderTest:
         defaults = {
             "port": 0,
@@ -367,7 +392,7 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
             "heartbeat_timeout_s": 5.0,
             "request_timeout_s": 20.0,
         }
-        model = ServedModel(name=MODEL, tokenizer=tiny_tokenizer, defaults=sampling)
+        model = model or ServedModel(name=MODEL, tokenizer=tiny_tokenizer, defaults=sampling)
         router = Router(RouterSection(**{**defaults, **settings}), model)
         await (router.start() if has_http else router.service.start())
         started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context(), has_http))

@@ -16,44 +16,6 @@ LIMITS = FetchLimits(max_bytes=1000, max_redirects=2, timeout_s=5.0, max_fetches
 LOOPBACK = "127.0.0.0/8"
 
 
-class Host:
-    """Answers each path by what ``pages`` holds for it: the whole response, or None for none at all."""
-
-    def __init__(self) -> None:
-        self.pages: dict[str, bytes | None] = {}
-        self.requests: list[str] = []
-        self.asked = asyncio.Event()
-        self.num_open = 0
-        self.most_open = 0
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def __aenter__(self) -> Host:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    async def __aexit__(self, *error) -> None:
-        self.gate.set()
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.requests.append(head)
-        self.asked.set()
-        self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
-        await self.gate.wait()
-        page = self.pages.get(head.split()[1], b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-        if page is None:
-            await reader.read()  # until the other side has enough
-        else:
-            writer.write(page)
-        self.num_open -= 1
-        writer.close()
-
-
 def ok(body: bytes, *headers: str) -> bytes:
     lines = ["HTTP/1.1 200 OK", f"content-length: {len(body)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
@@ -61,12 +23,6 @@ def ok(body: bytes, *headers: str) -> bytes:
 
 def redirect(target: str) -> bytes:
     return f"HTTP/1.1 302 Found\r\nlocation: {target}\r\ncontent-length: 0\r\n\r\n".encode()
-
-
-@pytest.fixture
-async def host():
-    async with Host() as found:
-        yield found
 
 
 @pytest.fixture
