@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from transformers import AutoModelForCausalLM
 
 from core.config import default_cache_dir
 from core.ids import RandomIds
-from core.model.hub import resolve_model
+from core.model.hub import ALIASES, resolve_model
 from core.model.tokenizer import Tokenizer
 from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
 from kvferry.local import LocalCluster
+
+if TYPE_CHECKING:  # they take seconds to import, and most runs do without the model
+    from transformers import PreTrainedModel
 
 MODEL = "smollm2-135m"
 NEAR_TIE = 1e-3  # the first divergence may lie where the oracle's two best logits are closer than this
@@ -187,30 +192,65 @@ def corpus() -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def oracle(smollm2_gguf):
-    """transformers' own model, read from the GGUF file by its own reader."""
-    torch.set_num_threads(1)  # two threads would wait for each other behind the workers
-    model = AutoModelForCausalLM.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32)
-    return model.eval()
+def assert_token_identical(request, smollm2_gguf) -> Iterator[Callable[[Sequence[int], Sequence[int]], None]]:
+    """Hold greedy output against transformers, token by token on the same prefix."""
+    oracle = SmolLM2Oracle(smollm2_gguf, asks_anew=request.config.getoption("--full"))
+    yield oracle.assert_token_identical
+    if request.config.getoption("--keep-answers"):
+        oracle.keep()
 
 
-@pytest.fixture(scope="session")
-def assert_token_identical(oracle) -> Callable[[Sequence[int], Sequence[int]], None]:
-    """Hold greedy output against the oracle, token by token on the same prefix."""
-    checked: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()  # topologies give the same answers
+class SmolLM2Oracle:
+    """How transformers goes on, token by token, by its own model of the GGUF file, read by its own reader.
 
-    def check(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        key = (tuple(prompt_ids), tuple(output_ids))
-        if key in checked:
-            return
+    How it goes on behind the prompts of the default suite is kept beside the tests, by prompt: ``pytest --keep-answers`` adds
+    what is missing. Output that is the beginning of what is kept is right; the model is asked about any other, and about all
+    of them with --full.
+    """
+
+    KEPT = Path(__file__).parents[1] / "kept_answers" / f"{MODEL}.json"
+
+    def __init__(self, gguf: Path, asks_anew: bool) -> None:
+        self._gguf = gguf
+        self._continuations: dict[str, list[int]] = {} if asks_anew else json.loads(self.KEPT.read_text())
+        self._near_ties: set[tuple[str, tuple[int, ...]]] = set()  # outputs that differ from the best tokens, and may
+
+    def assert_token_identical(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        """Compare up to the last token; near ties may differ."""
         assert output_ids
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([[*prompt_ids, *output_ids]])).logits[0, len(prompt_ids) - 1 : -1]
-        best = logits.topk(2).values
-        for step, token_id in enumerate(output_ids):
-            if int(logits[step].argmax()) != token_id:
-                gap = float(best[step, 0] - best[step, 1])
-                assert gap < NEAR_TIE, f"token {step} is {token_id}, expected {int(logits[step].argmax())} by {gap}"
-        checked.add(key)
+        name = hashlib.sha256(json.dumps([ALIASES[MODEL].content_id, *prompt_ids]).encode()).hexdigest()[:24]
+        known = self._continuations.get(name, [])
+        if list(output_ids) == known[: len(output_ids)] or (name, tuple(output_ids)) in self._near_ties:
+            return
+        best = self._ask(prompt_ids, output_ids)
+        agreed = [*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(best, output_ids, strict=True))]
+        if len(agreed) < len(output_ids):
+            self._near_ties.add((name, tuple(output_ids)))
+        self._continuations[name] = max(known, best[: len(agreed) + 1], key=len)
 
-    return check
+    def keep(self) -> None:
+        """Write what is known."""
+        kept = {**json.loads(self.KEPT.read_text()), **self._continuations}
+        lines = [f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in sorted(kept.items())]
+        self.KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    def _ask(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[int]:
+        """Return the best token in each place of the output; fail where another was put out and it is not a near tie."""
+        import torch
+
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt_ids, *output_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+        best = logits.topk(2)
+        for step, token_id in enumerate(output_ids):
+            expected, gap = int(best.indices[step, 0]), float(best.values[step, 0] - best.values[step, 1])
+            assert token_id == expected or gap < NEAR_TIE, f"token {step} is {token_id}, expected {expected} by {gap}"
+        return best.indices[:, 0].tolist()
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)  # two threads would wait for each other behind the workers
+        folder, name = self._gguf.parent, self._gguf.name
+        return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
