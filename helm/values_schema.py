@@ -139,6 +139,7 @@ def stores() -> dict[str, Schema]:
         "kvstore": role(
             "StatefulSet",
             "Deployment",
+            mode=one_of("service", "sidecar"),
             disk=closed(size={"anyOf": [SIZE, {"const": ""}]}, storageClassName=TEXT),
             redis=closed(enabled=FLAG, host=TEXT, port=PORT, existingSecret=TEXT, passwordKey=TEXT),
         ),
@@ -249,7 +250,7 @@ def build() -> Schema:
             config={"$ref": "#/$defs/KVFerryConfig"},
             network=closed(ipFamily=one_of("IPv4", "IPv6"), clusterDomain=TEXT),
             ports=closed(
-                **dict.fromkeys(("http", "workers", "control", "data", "ops", "store"), PORT), ucx=closed(first=PORT, last=PORT)
+                **dict.fromkeys(("http", "workers", "control", "data", "ops", "store", "storeOps"), PORT), ucx=closed(first=PORT, last=PORT)
             ),
             router=role(*kinds, service=service, endpointDelaySeconds=COUNT),
             prefill=role(*kinds),

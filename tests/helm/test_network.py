@@ -52,6 +52,17 @@ def test_exactly_the_planes_connect(may_talk, source, target):
     assert open_ports == {name for left, right, name in ALLOWED if (left, right) == (source, target)}
 
 
+def test_a_store_in_the_workers_pods_is_reached_by_nobody_else(find):
+    for role in ("prefill", "decode"):
+        policy = find("store-sidecar", "NetworkPolicy", role)["spec"]
+        ports = {entry["port"] for rule in (*policy["ingress"], *policy["egress"]) for entry in rule["ports"]}
+        assert PORTS["store"] not in ports
+        (metrics,) = (rule for rule in policy["ingress"] if {"protocol": "TCP", "port": PORTS["ops"]} in rule["ports"])
+        assert {"protocol": "TCP", "port": 9401} in metrics["ports"]
+        (redis,) = (rule for rule in policy["egress"] if rule["ports"][0]["port"] == 6379)
+        assert redis["to"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "redis"}
+
+
 def test_ucx_ports_are_open_from_decode_to_prefill_only_and_only_if_nixl_is_used(may_talk):
     for port in (20000, 20127):
         assert may_talk("gpu-rdma", "decode", "prefill", port)

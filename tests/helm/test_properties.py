@@ -10,7 +10,7 @@ import yaml
 from core.config import load_config
 
 WORKLOADS = ("Deployment", "StatefulSet")
-PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "ha")
+PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "store-sidecar", "ha")
 
 
 def pods(helm, preset):
@@ -141,9 +141,10 @@ def test_change_of_settings_rolls_the_pods(find):
 def test_kvferry_accepts_the_settings_of_every_role(helm, preset, tmp_path):
     for item in helm.manifests(preset):
         if item["kind"] == "ConfigMap" and "config.yaml" in item["data"]:
-            path = tmp_path / f"{item['metadata']['name']}.yaml"
-            path.write_text(item["data"]["config.yaml"])
-            load_config(path)
+            for name, text in item["data"].items():
+                path = tmp_path / name
+                path.write_text(text)
+                load_config(path)
 
 
 def test_role_overrides_the_common_settings(find):
@@ -211,6 +212,45 @@ def test_store_is_told_its_tiers_and_workers_where_it_is(find):
     assert container["args"][-1] == "kvstore.redis_url=redis://redis.data.svc:6379/0"
     address = config_of(find, "external-redis", "decode")["kvstore"]["address"]
     assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_store_in_a_worker_s_pod_is_on_its_loopback_and_shares_its_processes(find, role):
+    pod = main(find, "store-sidecar", role)
+    assert pod["shareProcessNamespace"] is True  # by which the worker opens the arena
+    (sidecar,) = (container for container in pod["initContainers"] if container["name"] == "kvstore")
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["args"][:3] == ["kvstore", "--config", "/etc/kvferry/kvstore.yaml"]
+    assert {"name": "store", "mountPath": "/var/lib/kvferry"} in sidecar["volumeMounts"]
+    files = find("store-sidecar", "ConfigMap", role)["data"]
+    store, worker = (yaml.safe_load(files[name])["kvstore"] for name in ("kvstore.yaml", "config.yaml"))
+    assert store["bind_address"] == worker["address"] == "tcp://127.0.0.1:5580"
+    assert (store["ops_port"], sidecar["ports"]) == (9401, [{"name": "store-ops", "containerPort": 9401}])
+    assert store["disk_path"] == "/var/lib/kvferry"
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "store")
+    assert volume["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"] == "100Gi"
+    assert {entry["name"] for entry in sidecar["env"]} == {"KVFERRY_CLUSTER_KEY", "KVFERRY_REDIS_PASSWORD"}
+    assert "KVFERRY_REDIS_PASSWORD" not in environment(pod["containers"][0])
+
+
+def test_a_store_beside_the_workers_has_no_pods_of_its_own_and_the_router_none(helm, find):
+    kinds = {(item["kind"], item["metadata"]["name"]) for item in helm.manifests("store-sidecar")}
+    assert not [kind for kind, name in kinds if name == "kvferry-kvstore"]
+    router = main(find, "store-sidecar", "router")
+    assert "shareProcessNamespace" not in router
+    assert "kvstore.yaml" not in find("store-sidecar", "ConfigMap", "router")["data"]
+    assert "shareProcessNamespace" not in main(find, "external-redis", "prefill")
+
+
+def test_pod_with_a_store_has_time_for_what_is_only_in_memory_and_rolls_with_its_settings(find):
+    pod = main(find, "store-sidecar", "prefill")
+    assert pod["terminationGracePeriodSeconds"] == main(find, "external-redis", "prefill")["terminationGracePeriodSeconds"] + 10
+
+    def checksum(*sets):
+        template = find("store-sidecar", "Deployment", "prefill", *sets)["spec"]["template"]
+        return template["metadata"]["annotations"]["kvferry/config-checksum"]
+
+    assert checksum() != checksum("kvstore.config.kvstore.redis_ttl_s=60")
 
 
 @pytest.mark.parametrize("preset", PRESETS)

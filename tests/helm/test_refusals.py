@@ -52,6 +52,22 @@ CASES = {
         ["kvstore.enabled=true", "config.kvstore.memory_bytes=9000000000"],
         "kvstore.resources.limits.memory = 8Gi does not hold the arena",
     ),
+    "several stores beside a worker": (
+        ["kvstore.enabled=true", "kvstore.mode=sidecar", "kvstore.replicas=2"],
+        "kvstore.replicas = 2: a sidecar is there once in every worker's pod",
+    ),
+    "scaled stores beside workers": (
+        [
+            "kvstore.enabled=true",
+            "kvstore.mode=sidecar",
+            *(f"kvstore.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_kvstore_clients=9")),
+        ],
+        "kvstore.autoscaling: a sidecar scales with its workers",
+    ),
+    "arena beyond the memory limit of a sidecar": (
+        ["kvstore.enabled=true", "kvstore.mode=sidecar", "config.kvstore.memory_bytes=9000000000"],
+        "kvstore.resources.limits.memory = 8Gi does not hold the arena",
+    ),
     "Redis without a store": (["kvstore.redis.enabled=true"], "kvstore.redis: Redis is a tier of the store"),
     "Redis nowhere": (["kvstore.enabled=true", "kvstore.redis.enabled=true"], "kvstore.redis.host: say where"),
 }

@@ -20,18 +20,21 @@
         "ops_port" $ports.ops)
       "security" (dict "insecure" $root.Values.security.insecure) -}}
 {{- $config = mergeOverwrite $config $chart -}}
+{{- $loopback := ternary "[::1]" "127.0.0.1" (eq $root.Values.network.ipFamily "IPv6") -}}
+{{- $isSidecar := eq $root.Values.kvstore.mode "sidecar" -}}
 {{- if eq .role "kvstore" -}}
 {{- $store := dict
-      "bind_address" (printf "tcp://%s:%v" $any $ports.store)
+      "bind_address" (printf "tcp://%s:%v" (ternary $loopback $any $isSidecar) $ports.store)
       "ops_host" (trimPrefix "[" $any | trimSuffix "]")
-      "ops_port" $ports.ops
+      "ops_port" (ternary $ports.storeOps $ports.ops $isSidecar)
       "disk_path" (ternary "/var/lib/kvferry" "" (ne $role.disk.size "")) -}}
 {{- if and $role.disk.size (not (dig "kvstore" "disk_bytes" 0 $config)) -}}
 {{- $_ := set $store "disk_bytes" (mulf 0.9 (include "kvferry.bytes" $role.disk.size | float64) | floor | int64) -}}
 {{- end -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" $store) -}}
 {{- else if and $root.Values.kvstore.enabled (has .role (list "prefill" "decode" "aggregated")) -}}
-{{- $address := printf "tcp://%s-kvstore.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.store -}}
+{{- $service := printf "%s-kvstore.%s.svc.%s" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain -}}
+{{- $address := printf "tcp://%s:%v" (ternary $loopback $service $isSidecar) $ports.store -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" (dict "address" $address)) -}}
 {{- end -}}
 {{- if and (ne $root.Values.lmcache.mode "none") (has .role (list "prefill" "decode" "aggregated")) -}}

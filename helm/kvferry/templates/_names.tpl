@@ -37,11 +37,11 @@ matchExpressions:
     values: {{ toJson .roles }}
 {{- end -}}
 
-{{/* Names of the roles that are on, as JSON; `kvferry.workers` are those that compute. */}}
+{{/* Names of the roles that are on and have pods of their own, as JSON; `kvferry.workers` are those that compute. */}}
 {{- define "kvferry.roles" -}}
 {{- $on := list -}}
 {{- range $role := list "router" "prefill" "decode" "aggregated" "kvstore" -}}
-{{- if (index $.Values $role).enabled -}}{{- $on = append $on $role -}}{{- end -}}
+{{- if and (index $.Values $role).enabled (not (and (eq $role "kvstore") (eq $.Values.kvstore.mode "sidecar"))) -}}{{- $on = append $on $role -}}{{- end -}}
 {{- end -}}
 {{- toJson $on -}}
 {{- end -}}
@@ -52,6 +52,11 @@ matchExpressions:
 {{- if has $role (list "prefill" "decode" "aggregated") -}}{{- $on = append $on $role -}}{{- end -}}
 {{- end -}}
 {{- toJson $on -}}
+{{- end -}}
+
+{{/* True if the pods of a role have a store in them. */}}
+{{- define "kvferry.hasStore" -}}
+{{- if and .root.Values.kvstore.enabled (eq .root.Values.kvstore.mode "sidecar") (has .role (include "kvferry.workers" .root | fromJsonArray)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* An image reference of (dict "image" .Values.image "default" .Chart.AppVersion). */}}
@@ -105,6 +110,7 @@ matchExpressions:
 
 {{- define "kvferry.graceSeconds" -}}
 {{- $derived := add (include "kvferry.drainSeconds" .) 20 -}}
+{{- if include "kvferry.hasStore" . -}}{{- $derived = add $derived 10 -}}{{- end -}}
 {{- $given := (index .root.Values .role).terminationGracePeriodSeconds -}}
 {{- default $derived $given | int -}}
 {{- end -}}

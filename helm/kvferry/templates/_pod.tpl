@@ -7,7 +7,7 @@ metadata:
     {{- include "kvferry.labels" . | nindent 4 }}
     {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
-    kvferry/config-checksum: {{ include "kvferry.config" . | sha256sum }}
+    kvferry/config-checksum: {{ printf "%s%s" (include "kvferry.config" .) (include "kvferry.hasStore" . | empty | ternary "" (include "kvferry.config" (dict "root" .root "role" "kvstore"))) | sha256sum }}
     {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- if and .root.Values.rdma.enabled (has .role (list "prefill" "decode")) }}
     {{- with .root.Values.rdma.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
@@ -16,6 +16,9 @@ spec:
   serviceAccountName: {{ include "kvferry.serviceAccount" .root }}
   automountServiceAccountToken: false
   enableServiceLinks: false
+  {{- if include "kvferry.hasStore" . }}
+  shareProcessNamespace: true   # worker and store map each other's memory by /proc, and notice each other's end
+  {{- end }}
   terminationGracePeriodSeconds: {{ include "kvferry.graceSeconds" . }}
   securityContext:
     runAsNonRoot: true
@@ -135,9 +138,8 @@ volumeMounts:
 {{- if eq .role "prefill" -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}
-{{- $redis := .root.Values.kvstore.redis -}}
-{{- if and (eq .role "kvstore") $redis.enabled -}}
-{{- $command = concat $command (list "--set" (printf "kvstore.redis_url=redis://%s:%v/0" $redis.host $redis.port)) -}}
+{{- if eq .role "kvstore" -}}
+{{- $command = concat $command (include "kvferry.redisArgs" .root | fromJsonArray) -}}
 {{- end -}}
 {{- toYaml $command -}}
 {{- end -}}
@@ -163,17 +165,13 @@ volumeMounts:
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
-{{- if not $values.security.insecure }}
-- name: KVFERRY_CLUSTER_KEY
-  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" .root }}, key: {{ $values.security.clusterKey.key }}}}
-{{- end }}
+{{- include "kvferry.clusterKeyEnv" .root }}
 {{- if and (eq .role "router") $values.security.apiKeys.existingSecret }}
 - name: KVFERRY_API_KEY
   valueFrom: {secretKeyRef: {name: {{ $values.security.apiKeys.existingSecret }}, key: {{ $values.security.apiKeys.key }}}}
 {{- end }}
-{{- if and (eq .role "kvstore") $values.kvstore.redis.enabled $values.kvstore.redis.existingSecret }}
-- name: KVFERRY_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ $values.kvstore.redis.existingSecret }}, key: {{ $values.kvstore.redis.passwordKey }}}}
+{{- if eq .role "kvstore" }}
+{{- include "kvferry.redisEnv" .root }}
 {{- end }}
 {{- with $values.modelCache.hfTokenSecret.name }}
 - name: HF_TOKEN
@@ -267,6 +265,13 @@ livenessProbe:
   persistentVolumeClaim: {claimName: {{ include "kvferry.modelClaim" .root }}{{ if $cache.readOnly }}, readOnly: true{{ end }}}
   {{- end }}
 {{- end }}
+{{- if and (include "kvferry.hasStore" .) $values.kvstore.disk.size }}
+- name: store
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        {{- include "kvferry.storeClaim" .root | nindent 8 }}
+{{- end }}
 {{- end -}}
 
 {{/* /dev/shm: what UCX needs, and the pool of an LMCache server that shares memory with the worker by it. */}}
@@ -303,27 +308,5 @@ livenessProbe:
   volumeMounts:
     {{- include "kvferry.mounts" . | nindent 4 }}
 {{- end }}
-{{- if and $isWorker (eq $values.lmcache.mode "sidecar") }}
-- name: lmcache   # a native sidecar: up before the worker, gone after it; they share memory by /dev/shm
-  restartPolicy: Always
-  image: {{ include "kvferry.image" (dict "image" $values.lmcache.image "default" "") }}
-  imagePullPolicy: {{ $values.lmcache.image.pullPolicy }}
-  {{- with $values.lmcache.command }}
-  command: {{ toJson . }}
-  {{- end }}
-  env:
-    - {name: HOME, value: /tmp}
-  startupProbe:
-    tcpSocket: {port: {{ $values.lmcache.port }}}
-    periodSeconds: 2
-    failureThreshold: 150
-  securityContext:
-    {{- include "kvferry.containerSecurity" false | nindent 4 }}
-  resources:
-    requests: {cpu: {{ $values.lmcache.cpu | quote }}, memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
-    limits: {memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
-  volumeMounts:
-    - {name: tmp, mountPath: /tmp}
-    - {name: shm, mountPath: /dev/shm}
-{{- end }}
+{{- include "kvferry.sidecars" . }}
 {{- end -}}

@@ -70,8 +70,28 @@
 {{- if and .Values.kvstore.redis.enabled (not .Values.kvstore.enabled) -}}
 {{- fail "kvstore.redis: Redis is a tier of the store; set kvstore.enabled too" -}}
 {{- end -}}
+{{- if .Values.kvstore.enabled -}}
+{{- include "kvferry.validateStore" . -}}
+{{- end -}}
 {{- if and .Values.kvstore.redis.enabled (not .Values.kvstore.redis.host) -}}
 {{- fail "kvstore.redis.host: say where Redis listens" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateStore" -}}
+{{- $config := include "kvferry.config" (dict "root" . "role" "kvstore") | fromYaml -}}
+{{- $arena := dig "kvstore" "memory_bytes" 1073741824 $config | int64 -}}
+{{- $limit := dig "resources" "limits" "memory" "" .Values.kvstore -}}
+{{- if and $limit (lt (include "kvferry.bytes" $limit | int64) $arena) -}}
+{{- fail (printf "kvstore.resources.limits.memory = %s does not hold the arena (config.kvstore.memory_bytes = %d)" $limit $arena) -}}
+{{- end -}}
+{{- if eq .Values.kvstore.mode "sidecar" -}}
+{{- if ne (int .Values.kvstore.replicas) 1 -}}
+{{- fail (printf "kvstore.replicas = %v: a sidecar is there once in every worker's pod; leave it at 1, or set kvstore.mode to service" .Values.kvstore.replicas) -}}
+{{- end -}}
+{{- if .Values.kvstore.autoscaling -}}
+{{- fail "kvstore.autoscaling: a sidecar scales with its workers; remove it, or set kvstore.mode to service" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -90,13 +110,6 @@
 {{- $gpu := dig "gpu" "count" 0 $values | int -}}
 {{- if and (has .role (list "prefill" "decode" "aggregated")) (eq $gpu 0) -}}
 {{- include "kvferry.validateMemory" (dict "role" .role "values" $values "config" $config "root" .root) -}}
-{{- end -}}
-{{- if eq .role "kvstore" -}}
-{{- $arena := dig "kvstore" "memory_bytes" 1073741824 $config | int64 -}}
-{{- $limit := dig "resources" "limits" "memory" "" $values -}}
-{{- if and $limit (lt (include "kvferry.bytes" $limit | int64) $arena) -}}
-{{- fail (printf "kvstore.resources.limits.memory = %s does not hold the arena (config.kvstore.memory_bytes = %d)" $limit $arena) -}}
-{{- end -}}
 {{- end -}}
 {{- if and $gpu (eq (default "cpu" $config.model.device) "cpu") -}}
 {{- fail (printf "%s.gpu.count = %d, but config.model.device is cpu: set it to cuda, or the GPU idles" .role $gpu) -}}

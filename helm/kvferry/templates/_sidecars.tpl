@@ -1,0 +1,100 @@
+{{/* What shares memory with a worker runs in its pod, as a native sidecar: up before the worker, gone after it. */}}
+
+{{- define "kvferry.sidecars" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
+{{- if and $isWorker (eq $values.lmcache.mode "sidecar") }}
+- name: lmcache   # it shares memory with the worker by /dev/shm
+  restartPolicy: Always
+  image: {{ include "kvferry.image" (dict "image" $values.lmcache.image "default" "") }}
+  imagePullPolicy: {{ $values.lmcache.image.pullPolicy }}
+  {{- with $values.lmcache.command }}
+  command: {{ toJson . }}
+  {{- end }}
+  env:
+    - {name: HOME, value: /tmp}
+  startupProbe:
+    tcpSocket: {port: {{ $values.lmcache.port }}}
+    periodSeconds: 2
+    failureThreshold: 150
+  securityContext:
+    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+  resources:
+    requests: {cpu: {{ $values.lmcache.cpu | quote }}, memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
+    limits: {memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- if include "kvferry.hasStore" . }}
+- name: kvstore   # its arena is an anonymous memory file, which the worker opens by the pod's common /proc
+  restartPolicy: Always
+  image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
+  imagePullPolicy: {{ $values.image.pullPolicy }}
+  args:
+    {{- concat (list "kvstore" "--config" "/etc/kvferry/kvstore.yaml") (include "kvferry.redisArgs" $root | fromJsonArray) | toYaml | nindent 4 }}
+  {{- with printf "%s%s" (include "kvferry.clusterKeyEnv" $root) (include "kvferry.redisEnv" $root) | trim }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
+  ports:
+    - {name: store-ops, containerPort: {{ $values.ports.storeOps }}}
+  startupProbe:
+    httpGet: {path: /health, port: store-ops}
+    periodSeconds: 2
+    failureThreshold: 150
+  livenessProbe:
+    httpGet: {path: /health, port: store-ops}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
+  securityContext:
+    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+  resources:
+    {{- toYaml (default dict $values.kvstore.resources) | nindent 4 }}
+  volumeMounts:
+    - {name: config, mountPath: /etc/kvferry, readOnly: true}
+    - {name: tmp, mountPath: /tmp}
+    - {name: shm, mountPath: /dev/shm}
+    {{- if $values.kvstore.disk.size }}
+    - {name: store, mountPath: /var/lib/kvferry}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where an existing Redis is, as arguments (JSON), and its password. */}}
+{{- define "kvferry.redisArgs" -}}
+{{- $redis := .Values.kvstore.redis -}}
+{{- if $redis.enabled -}}
+{{- list "--set" (printf "kvstore.redis_url=redis://%s:%v/0" $redis.host $redis.port) | toJson -}}
+{{- else -}}
+[]
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.redisEnv" -}}
+{{- $redis := .Values.kvstore.redis -}}
+{{- if and $redis.enabled $redis.existingSecret }}
+- name: KVFERRY_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ $redis.existingSecret }}, key: {{ $redis.passwordKey }}}}
+{{- end }}
+{{- end -}}
+
+{{- define "kvferry.clusterKeyEnv" -}}
+{{- if not .Values.security.insecure }}
+- name: KVFERRY_CLUSTER_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . }}, key: {{ .Values.security.clusterKey.key }}}}
+{{- end }}
+{{- end -}}
+
+{{/* The claim of a store's disk tier. */}}
+{{- define "kvferry.storeClaim" -}}
+accessModes: [ReadWriteOnce]
+{{- with .Values.kvstore.disk.storageClassName }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ .Values.kvstore.disk.size }}
+{{- end -}}
