@@ -148,10 +148,10 @@ class EncoderInputs:
 
     def allocate(self, request: Request, plan: EncoderPlan, output: SchedulerOutput) -> None:
         """Make a plan part of the step: its request has got its KV blocks."""
-        for index in (*plan.computed, *plan.loaded):
-            self.cache.allocate(request, index)
-            if self.connector is not None:
-                self.connector.update_state_after_alloc(request, index)
+        for index in plan.loaded:
+            self._allocate_item(request, index, is_loaded=True)
+        for index in plan.computed:
+            self._allocate_item(request, index, is_loaded=False)
         for index in plan.duplicates:
             self.cache.check_and_update_cache(request, index)
         if plan.computed:
@@ -159,6 +159,14 @@ class EncoderInputs:
         self._compute_budget -= sum_embeds(request, plan.computed)
         self.counts.num_computed += len(plan.computed)
         self.counts.num_loaded += len(plan.loaded)
+
+    def _allocate_item(self, request: Request, index: int, *, is_loaded: bool) -> None:
+        """Give room to an item, and tell the connector; not of one that it offers and that is computed even so."""
+        self.cache.allocate(request, index)
+        if self.connector is None:
+            return
+        if is_loaded or not self.connector.has_cache_item(request.mm_features[index].identifier):
+            self.connector.update_state_after_alloc(request, index)
 
     def give_up(self, request: Request) -> None:
         """Let go of what a request refers to: it does not run."""

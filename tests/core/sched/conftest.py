@@ -24,9 +24,12 @@ from core.request import (
     RequestStatus,
     SchedulerOutput,
 )
+from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
+from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import FULL, HashAttention, HashModel, expected_kv, expected_tokens, hash_model_kv_config
+from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
@@ -212,6 +215,9 @@ class WorldConfig:
     vocab_size: int = 50_000
     kv_load_failure_policy: str = "recompute"
     attentions: Sequence[HashAttention] = FULL
+    encoder_cache_size: int = 0  # embeddings; 0 = a model without images
+    max_embeds_per_step: int = 64
+    with_ec_connector: bool = False
 
 
 class World:
@@ -223,8 +229,17 @@ class World:
         self.hasher = BlockHasher(b"test", config.hash_block_size)
         self.script = Script(attentions=config.attentions)
         self.worker = ScriptedWorker(self.script) if config.with_connector else None
+        self.ec = EmbeddingScript()
+        ec_worker = ScriptedECWorker(self.ec) if config.with_ec_connector else None
+        self.encoder = HashEncoder(ec_worker)
         self.model = HashModel(
-            config.num_blocks, config.block_size, self.worker, config.vocab_size, incarnation=1, attentions=config.attentions
+            config.num_blocks,
+            config.block_size,
+            self.worker,
+            config.vocab_size,
+            incarnation=1,
+            attentions=config.attentions,
+            encoder=self.encoder,
         )
         self.manager = KVCacheManager(
             hash_model_kv_config(config.num_blocks, config.block_size, config.attentions),
@@ -243,11 +258,14 @@ class World:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         policy = config.kv_load_failure_policy
-        self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy)
+        ec_connector = ScriptedECScheduler(self.ec) if config.with_ec_connector else None
+        encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector)
+        self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy, encoder=encoder)
         self.last = SchedulerOutput()
         self.outputs: list[EngineCoreOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.inputs: dict[str, list[int]] = {}  # of requests with images
 
     # ---- driving
 
@@ -263,6 +281,14 @@ class World:
         request = Request(NewRequest(request_id=request_id, prompt_token_ids=token_ids, sampling=sampling, **new), self.hasher)
         self.scheduler.add_request(request)
         return request
+
+    def add_with_images(self, request_id: str, parts: Sequence[int | Image], max_tokens: int = 4, **new) -> Request:
+        """Add a request with images, and between them so many tokens of its own."""
+        text = iter(self.prompt(400, seed=hash_of(new.pop("text", request_id))))
+        laid_out = lay_out([[next(text) for _ in range(part)] if isinstance(part, int) else part for part in parts])
+        self.inputs[request_id] = input_ids_of(*laid_out)
+        prompt, features, media = laid_out
+        return self.add(request_id, prompt, max_tokens, mm_features=features, media=new.pop("media", media), **new)
 
     def schedule(self) -> SchedulerOutput:
         self.last = self.scheduler.schedule()
@@ -392,7 +418,7 @@ class World:
 
     def assert_right(self, request: Request, num_tokens: int) -> None:
         """The request has put out these many tokens, and they are the oracle's."""
-        prompt = request.all_token_ids[: request.num_prompt_tokens].tolist()
+        prompt = self.inputs.get(request.request_id) or request.all_token_ids[: request.num_prompt_tokens].tolist()
         assert self.tokens[request.request_id] == self.expected(prompt, num_tokens)
 
     def assert_sound(self) -> None:

@@ -1,0 +1,182 @@
+"""The encoder of a ``HashModel``: an embedding is a hash of the image file, so a wrong one changes every later token.
+
+Stands where a vision tower stands in a real runner: it computes what the scheduler asks for, holds the encoder cache, merges
+rows into the tokens of a step, and runs the worker side of an EC connector. A row is 8 bytes; ``input_ids_of`` gives what the
+model then reads at each position, for the oracle. A file that begins with ``BAD_IMAGE`` cannot be embedded. No torch: entries
+of the cache are ``bytes``, which is what connectors under test have to take for tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.errors import EncoderInputMissing, InvalidRequest
+from core.kv.hashing import hash_media
+from core.request import ECConnectorOutput, SchedulerOutput
+from core.wire.media import MMFeature
+from core.wire.messages import ErrorInfo
+
+IMAGE_TOKEN_ID = 3  # one embedding is merged where it stands in the span of an item; elsewhere it is a token like any other
+ROW_END_TOKEN_ID = 4
+ROW_BYTES = 8
+BAD_IMAGE = b"bad image"
+HASH_EMBEDDINGS = EmbeddingsLayout(hidden_size=2, dtype="float32", itemsize=4)
+_FINGERPRINT = b"hash-model encoder"
+_MISSING_ROW = -1  # stands in for a row that is not there; what is computed on it must not be used
+
+
+def embed(media: bytes, num_embeds: int) -> bytes:
+    """Return the embeddings of a file, ``ROW_BYTES`` each."""
+    rows = (hashlib.blake2b(media, digest_size=ROW_BYTES, key=b"%d" % row).digest() for row in range(num_embeds))
+    return b"".join(rows)
+
+
+def image_feature(media: bytes, offset: int, num_embeds: int, media_index: int = 0, length: int | None = None) -> MMFeature:
+    """Return the feature of a file whose ``num_embeds`` image tokens stand within ``length`` tokens from ``offset`` on."""
+    return MMFeature(
+        identifier=hash_media(_FINGERPRINT, b"%d" % num_embeds, media),
+        offset=offset,
+        length=num_embeds if length is None else length,
+        num_embeds=num_embeds,
+        media_index=media_index,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a prompt that is laid out: a file, its embeddings, and a token that is none after every ``row`` of them."""
+
+    media: bytes
+    num_embeds: int = 8
+    row: int = 0
+
+    @property
+    def identifier(self) -> bytes:
+        """Return the name of its embeddings."""
+        return image_feature(self.media, 0, self.num_embeds).identifier
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return its span."""
+        tokens = [IMAGE_TOKEN_ID] * self.num_embeds
+        if not self.row:
+            return tokens
+        rows = [[*tokens[at : at + self.row], ROW_END_TOKEN_ID] for at in range(0, len(tokens), self.row)]
+        return [token for row in rows for token in row]
+
+
+def lay_out(parts: Sequence[Sequence[int] | Image]) -> tuple[list[int], tuple[MMFeature, ...], tuple[bytes, ...]]:
+    """Return tokens, features and files of a prompt that consists of text, as token ids, and images."""
+    token_ids: list[int] = []
+    features: list[MMFeature] = []
+    media: list[bytes] = []
+    for part in parts:
+        if not isinstance(part, Image):
+            token_ids += part
+            continue
+        span = part.token_ids
+        features.append(image_feature(part.media, len(token_ids), part.num_embeds, len(media), len(span)))
+        media.append(part.media)
+        token_ids += span
+    return token_ids, tuple(features), tuple(media)
+
+
+def input_ids_of(token_ids: Sequence[int], features: Sequence[MMFeature], media: Sequence[bytes]) -> list[int]:
+    """Return what the model reads: each token's id, or the number that stands for its embedding."""
+    inputs = list(token_ids)
+    for feature in features:
+        merge_rows(inputs, feature, embed(media[feature.media_index], feature.num_embeds))
+    return inputs
+
+
+def merge_rows(inputs: MutableSequence[int], feature: MMFeature, rows: bytes | None) -> None:
+    """Put the rows of an item into the positions of its image tokens; without rows, what no row is."""
+    positions = [at for at in range(feature.offset, feature.end) if inputs[at] == IMAGE_TOKEN_ID]
+    assert len(positions) == feature.num_embeds, f"{len(positions)} image tokens for {feature.num_embeds} embeddings"
+    for row, position in enumerate(positions):
+        part = rows[row * ROW_BYTES : (row + 1) * ROW_BYTES] if rows is not None else None
+        inputs[position] = int.from_bytes(part, "little", signed=True) if part is not None else _MISSING_ROW
+
+
+class HashEncoder:
+    """One worker's encoder and its cache. ``num_encoded`` counts, by identifier, what was computed."""
+
+    def __init__(self, connector_worker: ECConnectorWorker | None = None) -> None:
+        self.cache: dict[bytes, Any] = {}
+        self.num_encoded: Counter[bytes] = Counter()
+        self._connector = connector_worker
+        self._requests: dict[str, tuple[tuple[MMFeature, ...], tuple[bytes, ...]]] = {}
+        self._failed: dict[bytes, ErrorInfo] = {}
+        if connector_worker is not None:
+            connector_worker.register_caches(HASH_EMBEDDINGS)
+
+    def start_step(self, step: SchedulerOutput) -> None:
+        """Delete, load and compute what the step asks for, before any token of it."""
+        self._failed = {}
+        for identifier in step.free_encoder_identifiers:
+            assert identifier in self.cache, "the scheduler frees what is not in the encoder cache"
+            del self.cache[identifier]
+        for new in step.scheduled_new_reqs:
+            if new.mm_features:
+                self._requests[new.request_id] = new.mm_features, new.media
+        if self._connector is not None and step.ec_connector_metadata is not None:
+            self._connector.start_load_caches(self.cache, step.ec_connector_metadata)
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            for index in indices:
+                self._encode(request_id, index)
+        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
+            self._requests.pop(request_id, None)
+
+    def merge(self, request_id: str, token_ids: array[int], start: int, end: int) -> Sequence[int]:
+        """Return what the model reads at the positions of a sequence; valid from ``start`` to ``end`` only."""
+        features, _ = self._requests.get(request_id, ((), ()))
+        needed = [feature for feature in features if feature.end > start and feature.offset < end]
+        if not needed:
+            return token_ids
+        inputs = token_ids.tolist()
+        for feature in needed:
+            merge_rows(inputs, feature, self._rows_of(feature))
+        return inputs
+
+    def finish_step(self, step: SchedulerOutput) -> tuple[ECConnectorOutput | None, dict[bytes, ErrorInfo]]:
+        """Return the connector's report, None if it has none, and the embeddings that were missing."""
+        if self._connector is None:
+            return None, self._failed
+        output = self._connector.get_finished(step.finished_req_ids)
+        failed = output.failed_loading | self._failed
+        return None if output.is_empty() else output, failed
+
+    def shutdown(self) -> None:
+        """Stop the connector's worker side."""
+        if self._connector is not None:
+            self._connector.shutdown()
+
+    def _encode(self, request_id: str, index: int) -> None:
+        features, files = self._requests[request_id]
+        feature = features[index]
+        media = files[feature.media_index]
+        assert media, f"{request_id}: the image of feature {index} is not at hand"
+        assert feature.identifier not in self.cache, f"{request_id}: feature {index} is computed although it is there"
+        self.num_encoded[feature.identifier] += 1
+        if media.startswith(BAD_IMAGE):
+            error = InvalidRequest(f"image {index} cannot be read", param=f"images[{index}]")
+            self._failed[feature.identifier] = ErrorInfo.of(error)
+            return
+        self.cache[feature.identifier] = embed(media, feature.num_embeds)
+        if self._connector is not None:
+            self._connector.save_caches(self.cache, feature.identifier)
+
+    def _rows_of(self, feature: MMFeature) -> bytes | None:
+        rows = self.cache.get(feature.identifier)
+        if rows is None:
+            error = EncoderInputMissing("embeddings are not in the encoder cache")
+            self._failed.setdefault(feature.identifier, ErrorInfo.of(error))
+            return None
+        assert len(rows) == feature.num_embeds * ROW_BYTES, "embeddings of another image"
+        return bytes(rows)
