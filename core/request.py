@@ -104,9 +104,10 @@ class Request:
     """One sequence from admission to its last token.
 
     ``num_computed_tokens`` is optimistic: it advances when a step is scheduled, before the step has run.
-    ``num_in_flight_tokens`` are scheduled tokens whose step has not been processed yet. ``block_hashes`` holds one
-    16-byte chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position behind
-    the last token of its media, 0 without any: once so much is computed, no embedding is needed any more.
+    ``num_in_flight_tokens`` are scheduled tokens whose step has not been processed yet; ``num_output_placeholders`` are output
+    tokens that these steps sample, if the next step is scheduled before they are known. ``block_hashes`` holds one 16-byte
+    chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position behind the last
+    token of its media, 0 without any: once so much is computed, no embedding is needed any more.
     """
 
     __slots__ = (
@@ -131,6 +132,7 @@ class Request:
         "needs_handoff",
         "num_computed_tokens",
         "num_in_flight_tokens",
+        "num_output_placeholders",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -173,6 +175,7 @@ class Request:
         self.stop_reason: int | None = None
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.num_output_placeholders = 0
         self.num_preemptions = 0
         self.has_failed_load = False  # then nothing is loaded for it any more
         self.has_failed_embedding = False  # then no embedding is loaded for it any more

@@ -14,8 +14,6 @@ from core.kv.grouping import group_layers
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from core.model.arch import ModelArch
 
-_CONCURRENT_BATCHES = 1  # steps scheduled before the output of the first of them is processed
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSizing:
@@ -47,7 +45,8 @@ def size_kv_cache(config: KVFerryConfig, arch: ModelArch, dtype_bytes: int) -> K
 
 def max_in_flight_tokens(section: SchedulerSection) -> int:
     """Return how many tokens can be scheduled and not yet processed, over all concurrent steps."""
-    return section.max_num_batched_tokens * _CONCURRENT_BATCHES
+    num_steps = 2 if section.async_scheduling == "on" else 1  # scheduled before the output of the first is processed
+    return section.max_num_batched_tokens * num_steps
 
 
 def kv_cache_config(arch: ModelArch, section: CacheSection, dtype_bytes: int) -> KVCacheConfig:

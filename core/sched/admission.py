@@ -173,7 +173,7 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         return _Outcome.LOADS
     if prefix.num_external_tokens:
         step.output.has_sync_kv_loads = True
-        state.synchronous_loads.append(request)
+        step.synchronous_loads.append(request)
     if request.first_scheduled_time is None:
         request.first_scheduled_time = state.clock.now()
     step.add_new(request, num_new_tokens, manager.get_block_ids(request.request_id))

@@ -26,7 +26,7 @@ from core.request import Request
 class Holder:
     """A request that holds blocks: one table of block ids per KV cache group.
 
-    ``num_valid`` tokens had KV before the step, ``num_computed`` have it behind the step.
+    ``num_valid`` tokens had KV before the step, ``num_computed`` have it behind the step and those in flight behind it.
     """
 
     request: Request
@@ -74,15 +74,15 @@ class AffectedRequest:
     awaited: set[int] = field(default_factory=set)
 
 
-def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_scheduled_tokens: Mapping[str, int]) -> list[Holder]:
-    """Return the requests that hold blocks, in the given order."""
+def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_in_flight_tokens: Mapping[str, int]) -> list[Holder]:
+    """Return the requests that hold blocks, in the given order, and by id how many of their tokens no step has computed yet."""
     block_sizes = tuple(group.spec.block_size for group in manager.kv_cache_config.groups)
     holders = []
     for request in requests:
         tables = manager.get_block_ids(request.request_id)
         if any(tables):
             num_computed = request.num_computed_tokens
-            num_valid = num_computed - num_scheduled_tokens.get(request.request_id, 0)
+            num_valid = num_computed - num_in_flight_tokens.get(request.request_id, 0)
             holders.append(Holder(request, num_valid, num_computed, tables, block_sizes))
     return holders
 

@@ -20,6 +20,7 @@ from core.errors import TransferError, fallback_reason
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.claims import Claim
+from core.sched.in_flight import void_steps
 from core.sched.invalid_blocks import (
     AffectedRequest,
     BlocksInUse,
@@ -32,9 +33,7 @@ from core.sched.state import SchedulerState
 from core.wire.messages import ErrorInfo
 
 
-def handle_load_failures(
-    state: SchedulerState, output: KVConnectorOutput, num_scheduled_tokens: Mapping[str, int]
-) -> dict[str, ErrorInfo]:
+def handle_load_failures(state: SchedulerState, output: KVConnectorOutput) -> dict[str, ErrorInfo]:
     """Apply a connector's report of failed loads; return the errors of the requests that end.
 
     Blocks newly in quarantine count as invalid: they may still be written. Whoever goes on is in ``state.rolled_back``; its
@@ -43,7 +42,7 @@ def handle_load_failures(
     errors = _handle_failed_recving(state, output.failed_recving)
     invalid_block_ids = output.invalid_block_ids | (output.quarantined_block_ids & state.quarantined)
     if invalid_block_ids:
-        report = _Report(invalid_block_ids, output.load_errors, num_scheduled_tokens)
+        report = _Report(invalid_block_ids, output.load_errors, _in_flight_tokens(state))
         _handle_invalid_blocks(state, report, errors)
     return errors
 
@@ -53,7 +52,7 @@ def reassign_orphans(state: SchedulerState) -> None:
     orphans = state.claims.take_orphans(lambda request_id: _live_block_ids(state, request_id))
     for error in dict.fromkeys(orphans.values()):
         block_ids = {block_id for block_id, why in orphans.items() if why == error}
-        _handle_invalid_blocks(state, _Report(block_ids, {}, {}, error), None)
+        _handle_invalid_blocks(state, _Report(block_ids, {}, _in_flight_tokens(state), error), None)
 
 
 def discard_step(state: SchedulerState, scheduled: Mapping[str, int], request_ids: Iterable[str], error: ErrorInfo) -> None:
@@ -85,6 +84,11 @@ def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput,
         return has_computed and block_id in set(_live_block_ids(state, request_id))
 
     state.claims.release_recomputed(is_whole)
+
+
+def _in_flight_tokens(state: SchedulerState) -> dict[str, int]:
+    """Return how many tokens of a running request are in steps that are not processed, the one being processed included."""
+    return {request.request_id: request.num_in_flight_tokens for request in state.running}
 
 
 def _live_block_ids(state: SchedulerState, request_id: str) -> Iterable[int]:
@@ -121,11 +125,14 @@ def _handle_failed_recving(state: SchedulerState, failed_recving: Mapping[str, E
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Invalid blocks, why by request, and what the step has scheduled. ``error`` counts where a request has none of its own."""
+    """Invalid blocks, why by request, and how many tokens of each are in flight.
+
+    ``error`` counts where a request has none of its own.
+    """
 
     block_ids: set[int]
     errors: Mapping[str, ErrorInfo]
-    num_scheduled_tokens: Mapping[str, int]
+    num_in_flight_tokens: Mapping[str, int]
     error: ErrorInfo = field(
         default_factory=lambda: ErrorInfo.of(TransferError("KV that the request relies on could not be loaded"))
     )
@@ -147,7 +154,7 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     state.num_ignored_reports += len(report.block_ids) - len(reported)
     alive = list(chain(state.running, state.kv_holding_waiting))
     ended = [request for request in state.requests.values() if request.status.is_finished]
-    holders = find_holders(manager, chain(alive, ended), report.num_scheduled_tokens)
+    holders = find_holders(manager, chain(alive, ended), report.num_in_flight_tokens)
     invalid = spread_invalidity(manager, holders, reported)
     if any(pool.blocks[block_id].block_hash is not None for block_id in invalid & reported):
         # It had passed for good. Whoever built on it may be gone, and have left blocks in the cache.
@@ -201,6 +208,7 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     """
     request, manager = affected.request, state.kv_cache_manager
     request_id = request.request_id
+    void_steps(state, request)
     request.num_computed_tokens = affected.num_kept
     is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     if affected.num_kept < affected.num_valid:

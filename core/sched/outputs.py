@@ -14,19 +14,15 @@ from core.request import (
     ModelRunnerOutput,
     Request,
     RequestStatus,
-    SchedulerOutput,
 )
 from core.sched.release import finish_requests, free_request, remove_from_running
-from core.sched.state import SchedulerState
+from core.sched.state import SchedulerState, Step
 from core.sched.stop import append_output_tokens
 from core.wire.messages import ErrorInfo
 
 
 def process_sampled_tokens(
-    state: SchedulerState,
-    scheduler_output: SchedulerOutput,
-    model_output: ModelRunnerOutput,
-    dropped: Container[str],
+    state: SchedulerState, step: Step, model_output: ModelRunnerOutput, dropped: Container[str]
 ) -> list[EngineCoreOutput]:
     """Append the step's tokens and end the requests that stop; return one output per request with news.
 
@@ -37,14 +33,16 @@ def process_sampled_tokens(
     stopped: list[Request] = []
     requests, sampled, running = state.requests, model_output.sampled_token_ids, RequestStatus.RUNNING
     max_model_len, has_extras = state.max_model_len, bool(model_output.logprobs or model_output.prompt_logprobs)
-    for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+    for request_id, num_scheduled in step.output.num_scheduled_tokens.items():
         request = requests.get(request_id)
-        if request is None:
+        if request is None or request_id in step.void:
             continue
         request.num_in_flight_tokens -= num_scheduled
         token_ids = sampled.get(request_id)
         if not token_ids or request.status is not running or request_id in dropped:
             continue
+        if request.num_output_placeholders:
+            request.num_output_placeholders -= len(token_ids)
         output = EngineCoreOutput(request_id, append_output_tokens(request, token_ids, max_model_len))
         if request.prefill_stats is not None:
             output.prefill_stats = request.take_prefill_stats()
@@ -114,17 +112,17 @@ def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> lis
     ]
 
 
-def cache_synchronous_loads(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
+def cache_synchronous_loads(state: SchedulerState, step: Step, failed: Container[str]) -> None:
     """Make the blocks of synchronous loads hits and seal them, now that the step has run and the loads are known to be good.
 
     Of one that was rolled back this is what it keeps. Comes before the step's tokens are applied: a request that they end gives
     up its blocks.
     """
-    loads, state.synchronous_loads = state.synchronous_loads, []
-    for request in loads:
-        is_good = request.request_id not in failed and not state.claims.holds_back(request.request_id)
+    for request in step.synchronous_loads:
+        is_dropped = request.request_id in failed or request.request_id in step.void
+        is_good = not is_dropped and not state.claims.holds_back(request.request_id)
         if request.status is RequestStatus.RUNNING and is_good:
-            num_later = request.num_in_flight_tokens - scheduler_output.num_scheduled_tokens[request.request_id]
+            num_later = request.num_in_flight_tokens - step.output.num_scheduled_tokens[request.request_id]
             num_computed_tokens = request.num_computed_tokens - num_later
             state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
             state.kv_cache_manager.seal_blocks(request, num_computed_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
 from core.sched.encoder_inputs import EncoderPlan
+from core.sched.in_flight import void_steps
 from core.sched.queue import priority_key
 from core.sched.state import SchedulerState, Step
 
@@ -38,6 +39,11 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
             continue
         num_computed = request.num_computed_tokens
         num_new_tokens = request.num_tokens - num_computed
+        if request.num_output_placeholders:
+            if not _can_look_ahead(state, request):
+                index += 1
+                continue
+            num_new_tokens += request.num_output_placeholders
         new_block_ids: tuple[list[int], ...] | None = None
         if num_new_tokens != 1 or not 0 < num_computed % size < last or num_computed < request.mm_end:
             num_new_tokens, plan = _chunk_if_available(state, step, request, num_computed)
@@ -59,6 +65,16 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         scheduled.append(request)
         step.token_budget -= num_new_tokens
         index += 1
+
+
+def _can_look_ahead(state: SchedulerState, request: Request) -> bool:
+    """Tell whether a request whose newest token is not known yet may have the next one computed.
+
+    Not if that token ends it whatever it is; nor if its blocks are handed over at its end, which nothing may write by then.
+    """
+    num_promised = request.num_output_placeholders
+    has_room = request.num_output_tokens + num_promised < request.max_tokens
+    return has_room and request.num_tokens + num_promised < state.max_model_len and not request.needs_handoff
 
 
 def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -> bool:
@@ -83,7 +99,8 @@ def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -
 
 def next_chunk(state: SchedulerState, step: Step, request: Request, num_computed_tokens: int) -> tuple[int, EncoderPlan | None]:
     """Return how many tokens behind these fit this step, and where the embeddings that they need come from, if any."""
-    num_new_tokens = _chunk_of(state, step, request.num_tokens - num_computed_tokens)
+    num_tokens = request.num_tokens + request.num_output_placeholders
+    num_new_tokens = _chunk_of(state, step, num_tokens - num_computed_tokens)
     if num_computed_tokens >= request.mm_end:
         return num_new_tokens, None
     plan = state.encoder.try_schedule(request, num_computed_tokens, num_new_tokens)
@@ -148,12 +165,15 @@ def _choose_victim(state: SchedulerState) -> Request:
 def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     """Take a running request's blocks and put it in front of the waiting ones, to be computed again from the start.
 
-    If it was scheduled in this very step it is taken out again, and the blocks that the step would have filled lose the hashes
-    they got in advance: nobody may hit what nobody computes. Its embeddings are computed all the same, and let go of after it.
+    If it was scheduled in this very step it is taken out again, and the blocks that this step and those in flight would have
+    filled lose the hashes they got in advance: nobody may hit what nobody computes, or seals. Its embeddings are
+    computed all the same, and let go of after it.
     """
     assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
     manager = state.kv_cache_manager
-    if step.refund(request):
+    is_in_flight = request.num_in_flight_tokens > 0
+    void_steps(state, request, pins_blocks=False)
+    if step.refund(request) or is_in_flight:
         manager.truncate(request, request.num_computed_tokens)
     manager.free(request)
     state.running.remove(request)

@@ -25,6 +25,7 @@ from core.sched.admission import schedule_waiting
 from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
+from core.sched.in_flight import end_step
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
@@ -94,18 +95,25 @@ class Scheduler:
         state.encoder.complete_output(output)
 
     def _update_after_schedule(self, step: Step) -> None:
-        """Advance the counters as if the step had run. One step is in flight at a time."""
+        """Advance the counters as if the step had run."""
+        state = self._state
+        looks_ahead = state.looks_ahead
         for request, num_tokens in zip(step.scheduled, step.output.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             request.num_in_flight_tokens += num_tokens
-        prefills = self._state.inflight_prefills
+            if looks_ahead and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1
+        state.in_flight.append(step)
+        prefills = state.inflight_prefills
         for request in list(prefills.values()):
             if request.num_computed_tokens >= request.num_tokens:
                 del prefills[request.request_id]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Apply what a step produced; return the news of every request that has any."""
+        """Apply what a step produced, the oldest in flight; return the news of every request that has any."""
         state = self._state
+        step = state.in_flight.popleft()
+        assert step.output is scheduler_output, "steps are processed in the order in which they were scheduled"
         failed: dict[str, ErrorInfo] = {}
         state.encoder.update_from_output(model_output)
         kv_output = model_output.kv_connector_output
@@ -114,20 +122,20 @@ class Scheduler:
                 state.connector.update_connector_output(kv_output)
             state.keep_transfer_usage(kv_output.transfer_usage)
             quarantine_blocks(state, kv_output.quarantined_block_ids)
-            failed = handle_load_failures(state, kv_output, scheduler_output.num_scheduled_tokens)
+            failed = handle_load_failures(state, kv_output)
         if model_output.failed_embeddings:
             failed = handle_failed_embeddings(state, scheduler_output, model_output.failed_embeddings) | failed
         if model_output.failed:
             failed = unhash_failed(state, model_output.failed) | failed
-        if state.synchronous_loads:
-            cache_synchronous_loads(state, scheduler_output, failed)
+        if step.synchronous_loads:
+            cache_synchronous_loads(state, step, failed)
         dropped: Container[str] = failed
-        if state.rolled_back:
-            dropped = failed.keys() | state.rolled_back
+        if state.rolled_back or step.void:
+            dropped = failed.keys() | state.rolled_back | step.void
         if state.claims:
             release_recomputed(state, scheduler_output, dropped)
         seal_computed_blocks(state, scheduler_output, dropped)
-        outputs = process_sampled_tokens(state, scheduler_output, model_output, dropped)
+        outputs = process_sampled_tokens(state, step, model_output, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
         if failed:
@@ -135,6 +143,7 @@ class Scheduler:
         if kv_output is not None:
             update_from_kv_xfer_finished(state, kv_output)
             release_quarantined(state, kv_output.unquarantined_block_ids)
+        end_step(state, step)
         return outputs
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
@@ -191,6 +200,14 @@ class Scheduler:
         Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended.
         """
         return finish_requests(self._state, request_ids, status)
+
+    def can_look_ahead(self) -> bool:
+        """True if the next step may be scheduled and launched before the newest one is processed.
+
+        Not while embeddings are computed or loaded: what a step reports of them decides what the next one may compute.
+        """
+        state = self._state
+        return state.looks_ahead and state.encoder.connector is None and not state.encoder.cache.holder_ids
 
     def has_unfinished_requests(self) -> bool:
         """True if a request waits, loads or runs."""

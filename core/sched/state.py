@@ -15,7 +15,7 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ import msgspec
 from core.clock import Clock
 from core.config import SchedulerSection
 from core.connector import KVConnectorScheduler
+from core.kv.block import KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
@@ -65,6 +66,9 @@ class SchedulerState:
         self.clock = clock
         self.encoder = encoder if encoder is not None else EncoderInputs(cache_size=0, max_embeds_per_step=0)
 
+        self.looks_ahead = config.async_scheduling == "on"  # steps may be scheduled on tokens that are not known yet
+        self.in_flight: deque[Step] = deque()  # scheduled and not yet processed, oldest first
+
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting: RequestQueue = create_request_queue(config.policy)
@@ -81,7 +85,6 @@ class SchedulerState:
         self.quarantined: set[int] = set()  # blocks that a transfer may still write; each has a reference of its own
         self.transfer_usage: dict[str, TransferUsage] = {}  # goes out with the next output of the request
         self.empty_handed: set[str] = set()  # have lost all they were to load, and wait to be admitted again
-        self.synchronous_loads: list[Request] = []  # start in the step that is in flight; hits once it has run
         self.connector_prefix_cache_stats = PrefixCacheStats()
         self.num_preemptions = 0
         self.num_ignored_reports = 0
@@ -125,12 +128,17 @@ class Step:
     """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
 
     ``lacks_blocks`` is set once a running request did not get its blocks at first: nobody may be admitted in this step.
+    ``synchronous_loads`` start in the step and are hits once it has run. While it is in flight (``core.sched.in_flight``),
+    ``void`` names requests for which its results do not count any more, ``pinned`` blocks that it alone keeps.
     """
 
     token_budget: int
     lacks_blocks: bool = False
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     scheduled: list[Request] = field(default_factory=list)
+    synchronous_loads: list[Request] = field(default_factory=list)
+    void: set[str] = field(default_factory=set)
+    pinned: list[KVCacheBlock] = field(default_factory=list)
 
     def add_new(self, request: Request, num_new_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule a request that the runner does not hold, or not as it is now."""

@@ -268,7 +268,8 @@ def two_groups():
 def test_several_groups_fall_back_to_where_all_of_them_can_go_on(two_groups):
     state, request = two_groups
     small, large = state.kv_cache_manager.get_block_ids("r")
-    assert handle_load_failures(state, KVConnectorOutput(invalid_block_ids={small[3]}), {"r": 8}) == {}
+    request.num_in_flight_tokens = 8
+    assert handle_load_failures(state, KVConnectorOutput(invalid_block_ids={small[3]})) == {}
     assert request.num_computed_tokens == 32
     assert state.kv_cache_manager.get_block_ids("r") == (small, large), "they are written again in place"
     blocks = state.kv_cache_manager.block_pool.blocks
@@ -282,7 +283,7 @@ def test_quarantine_in_one_group_leaves_the_other_its_blocks(two_groups):
     manager = state.kv_cache_manager
     small, large = manager.get_block_ids("r")
     quarantine_blocks(state, {large[1]})
-    handle_load_failures(state, KVConnectorOutput(quarantined_block_ids={large[1]}), {})
+    handle_load_failures(state, KVConnectorOutput(quarantined_block_ids={large[1]}))
     assert request.num_computed_tokens == 32
     assert manager.get_block_ids("r") == (small, large[:1])
     fresh = manager.allocate_slots(request, 48)
