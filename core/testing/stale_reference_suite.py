@@ -40,7 +40,7 @@ from core.kv.manager import KVCacheManager
 from core.request import EngineCoreOutput, NewRequest
 from core.sched.scheduler import Scheduler
 from core.testing.connector_engine import MemoryPool, call_if_open
-from core.testing.connector_suite import HostedConnector
+from core.testing.connector_pair import HostedConnector
 from core.testing.hash_model import DEFAULT_VOCAB_SIZE, HashModel, expected_tokens, hash_model_kv_config, hash_model_layout
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role, TransferUsage

@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from core.request import Request
 from core.testing.connector_engine import ConnectorEngine
-from core.testing.connector_suite import BLOCK_SIZE, FINGERPRINT, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, HostedConnector
+from core.testing.connector_pair import BLOCK_SIZE, FINGERPRINT, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, HostedConnector
 
 FULL_BLOCKS = len(PROMPT) // BLOCK_SIZE
 _GARBAGE = 0x5C

@@ -20,7 +20,8 @@ from core.config import load_config
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from core.ids import SeededIds
 from core.testing.connector_engine import ConnectorEngine
-from core.testing.connector_suite import FINGERPRINT, LAYOUT, PROMPT, ConnectorConformance
+from core.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from core.testing.connector_suite import ConnectorConformance
 from kvferry.local import LocalCluster
 
 

@@ -13,7 +13,8 @@ from connectors.store.shared import store_connector
 from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection, OffloadSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, INCARNATIONS, LAYOUT, ConnectorConformance
+from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
+from core.testing.connector_suite import ConnectorConformance
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 ARENA_BYTES = 4 << 20

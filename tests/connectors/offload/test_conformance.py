@@ -10,7 +10,7 @@ from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection, OffloadSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, LAYOUT
+from core.testing.connector_pair import FINGERPRINT, LAYOUT
 from core.testing.tier_suite import TierConformance
 
 

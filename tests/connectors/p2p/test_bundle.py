@@ -15,7 +15,7 @@ from core.config import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
 from core.ids import RandomIds
 from core.testing.connector_engine import MemoryPool
-from core.testing.connector_suite import FINGERPRINT, LAYOUT
+from core.testing.connector_pair import FINGERPRINT, LAYOUT
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.transport import PeerId
 from core.wire.kv import LeaseRenew, LeaseState

@@ -13,7 +13,8 @@ from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, INCARNATIONS, LAYOUT, ConnectorConformance
+from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
+from core.testing.connector_suite import ConnectorConformance
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 

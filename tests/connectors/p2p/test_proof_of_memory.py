@@ -13,7 +13,7 @@ from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
+from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
 
 
 class LyingTransport(ShmTransport):

@@ -15,7 +15,7 @@ from connectors.store.shared import store_connector
 from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection
 from core.ids import RandomIds
-from core.testing.connector_suite import FINGERPRINT, LAYOUT, PROMPT
+from core.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from core.testing.tier_suite import TierConformance, TierWorker
 from kvstore import client as kvstore_client
 from kvstore.build import machine_options
