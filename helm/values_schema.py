@@ -250,7 +250,8 @@ def build() -> Schema:
             config={"$ref": "#/$defs/KVFerryConfig"},
             network=closed(ipFamily=one_of("IPv4", "IPv6"), clusterDomain=TEXT),
             ports=closed(
-                **dict.fromkeys(("http", "workers", "control", "data", "ops", "store", "storeOps"), PORT), ucx=closed(first=PORT, last=PORT)
+                **dict.fromkeys(("http", "workers", "control", "data", "ops", "store", "storeOps"), PORT),
+                ucx=closed(first=PORT, last=PORT),
             ),
             router=role(*kinds, service=service, endpointDelaySeconds=COUNT),
             prefill=role(*kinds),

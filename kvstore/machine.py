@@ -133,6 +133,11 @@ class StoreMachine:
         return len(self._sessions)
 
     @property
+    def num_local_clients(self) -> int:
+        """How many of them have proven that they map the arena."""
+        return sum(session.is_local for session in list(self._sessions.values()))  # a copy: metrics are read by other threads
+
+    @property
     def num_quarantined(self) -> int:
         """How many slots a client that has fallen silent may still write."""
         return sum(map(len, self._late_writers.values()))

@@ -63,6 +63,7 @@ def _register_memory(registry: CollectorRegistry, machine: StoreMachine) -> None
         lambda memory: memory.num_dirty,
     )
     read_gauge(registry, "kvstore_clients", "Open sessions.", lambda: machine.num_clients)
+    read_gauge(registry, "kvstore_local_clients", "Open sessions that map the arena.", lambda: machine.num_local_clients)
     read_gauge(
         registry,
         "kvstore_quarantined_slots",

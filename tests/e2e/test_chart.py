@@ -22,9 +22,19 @@ from core.wire.curve import new_cluster_key
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
 CHART = Path(__file__).parents[2] / "helm" / "kvferry"
-PORTS = ("http", "workers", "control", "data", "ops", "store")
+PORTS = ("http", "workers", "control", "data", "ops", "store", "storeOps")
 ROUTERS = "kvferry-router-workers.llm.svc.cluster.local"
-SETTINGS = ("config.cache.memory_bytes=536870912", "config.worker.drain_timeout_s=20", "prefill.resources.requests.cpu=1")
+SETTINGS = (
+    "config.cache.memory_bytes=536870912",
+    "config.worker.drain_timeout_s=20",
+    "prefill.resources.requests.cpu=1",
+    "config.connector.name=multi",
+    "config.connector.connectors={p2p,store}",
+    "kvstore.enabled=true",
+    "kvstore.mode=sidecar",
+    "config.kvstore.memory_bytes=134217728",
+)
+STORE = "kvstore"  # beside prefill-0; here it serves both pods
 
 
 def free_ports(count: int) -> list[int]:
@@ -38,7 +48,7 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Container:
-    """The main container of a role and its settings, for a machine without Kubernetes."""
+    """A container of a role and its settings, for a machine without Kubernetes."""
 
     args: list[str]
     pre_stop: list[str]
@@ -55,7 +65,7 @@ class Installed:
         self.container = functools.cache(self._container)
         self.ports: dict[str, dict[str, int]] = {}
         shared = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        for role in ("router", "prefill", "decode"):
+        for role in ("router", "prefill", "decode", STORE):
             self.ports[role] = shared | {"ops": free_ports(1)[0]}  # pods have one each, here they share a machine
 
     def _container(self, role: str) -> Container:
@@ -67,19 +77,22 @@ class Installed:
             [*command, *(part for value in sets for part in ("--set", value))], capture_output=True, text=True, check=True
         ).stdout
         manifests = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(text) if item}
-        settings = manifests["ConfigMap", f"kvferry-{role}"]["data"]["config.yaml"]
+        pod = "prefill" if role == STORE else role
+        file = "kvstore.yaml" if role == STORE else "config.yaml"
+        settings = manifests["ConfigMap", f"kvferry-{pod}"]["data"][file]
         path = self._folder / f"{role}.yaml"
         path.write_text(
             settings.replace(ROUTERS, "127.0.0.1")
             .replace("0.0.0.0", "127.0.0.1")
             .replace("/var/cache/kvferry", default_cache_dir())
         )
-        main = manifests["Deployment", f"kvferry-{role}"]["spec"]["template"]["spec"]["containers"][0]
-        here = {"/etc/kvferry/config.yaml": str(path), "$(POD_NAME)": f"{role}-0", "$(POD_IP)": "127.0.0.1"}
+        spec = manifests["Deployment", f"kvferry-{pod}"]["spec"]["template"]["spec"]
+        (found,) = (one for one in (*spec.get("initContainers", ()), *spec["containers"]) if one["name"] == role)
+        here = {f"/etc/kvferry/{file}": str(path), "$(POD_NAME)": f"{role}-0", "$(POD_IP)": "127.0.0.1"}
         return Container(
-            args=[here.get(argument, argument) for argument in main["args"]],
-            pre_stop=main["lifecycle"]["preStop"]["exec"]["command"],
-            readiness_path=main["readinessProbe"]["httpGet"]["path"],
+            args=[here.get(argument, argument) for argument in found["args"]],
+            pre_stop=found.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", []),
+            readiness_path=found.get("readinessProbe", found["startupProbe"])["httpGet"]["path"],
         )
 
     def start(self, role: str) -> None:
@@ -96,7 +109,7 @@ class Installed:
 
     def is_ready(self, role: str) -> bool:
         assert self._processes[role].poll() is None, (self._folder / f"{role}.log").read_text()[-2000:]
-        port = self.ports[role]["http" if role == "router" else "ops"]
+        port = self.ports[role][{"router": "http", STORE: "storeOps"}.get(role, "ops")]
         try:
             return httpx.get(f"http://127.0.0.1:{port}{self.container(role).readiness_path}").status_code == 200
         except httpx.TransportError:
@@ -124,12 +137,16 @@ def installed(tmp_path):
 
 
 def test_rendered_chart_serves_by_verified_handover_and_drains(installed, eventually):
+    installed.start(STORE)  # a native sidecar: the worker begins when it is up
+    eventually(lambda: installed.is_ready(STORE), "a ready store", 60.0)
     for role in ("router", "prefill", "decode"):
         installed.start(role)
     eventually(lambda: installed.is_ready("router"), "a ready router", 120.0)
     probe = installed.run("probe", f"http://127.0.0.1:{installed.ports['router']['http']}", "--expect-handover")
     assert probe.returncode == 0, probe.stderr
     assert "handed over and verified by tcp" in probe.stdout
+    metrics = httpx.get(f"http://127.0.0.1:{installed.ports[STORE]['storeOps']}/metrics").text
+    assert "kvferry_kvstore_local_clients 2.0" in metrics  # both workers map its arena
     for role in ("prefill", "decode"):
         program, *arguments = installed.container(role).pre_stop
         assert program == "kvferry"

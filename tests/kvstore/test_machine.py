@@ -96,6 +96,7 @@ def test_shared_memory_is_proven_by_the_nonce(store):
     (reply,) = store.say(b"b", m.Reserve(number=1, keys=make_key(1).pack(), sizes=(8,)))
     assert reply.message.code == "protocol_error"
     assert store.watched == ["a"]
+    assert (store.machine.num_clients, store.machine.num_local_clients) == (2, 1)
 
 
 def test_blocks_that_do_not_fit_the_slots_are_refused_with_both_sizes(store):
