@@ -84,6 +84,9 @@ class DecodeHands(RoleHands):
                 kv_handoff=message.kv_handoff,
                 kv_load_failure_policy=message.kv_load_failure_policy,
                 deadline=deadline_of(message, now),
+                mm_features=message.mm_features,
+                media=message.media,
+                ec_sources=message.ec_sources,
             )
             for start in starts
         ]

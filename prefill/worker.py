@@ -89,6 +89,9 @@ class PrefillHands(RoleHands):
                 needs_handoff=index == message.n - 1,
                 kv_load_failure_policy=message.kv_load_failure_policy,
                 deadline=deadline_of(message, now),
+                mm_features=message.mm_features,
+                media=message.media,
+                ec_sources=message.ec_sources,
             )
             for index in range(message.n)
         ]

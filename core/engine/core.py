@@ -42,6 +42,39 @@ class EngineGauges:
     num_encoder_deferrals: int = 0  # times that a request was told to wait for embeddings
 
 
+class Engine(Protocol):
+    """What a worker's engine thread turns: an ``EngineCore``, or an encode worker's engine. One thread only, but for gauges."""
+
+    @property
+    def gauges(self) -> EngineGauges:
+        """The reading after the last step; an immutable object, so another thread may take it."""
+        ...
+
+    def add_request(self, new: NewRequest) -> None:
+        """Queue a request. Raises RequestError if it can never be served here; nothing is kept."""
+        ...
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Stop requests; return the ids of those that were alive. They put out nothing more."""
+        ...
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Do one step and return the news of every request that has any."""
+        ...
+
+    def wake(self) -> None:
+        """Note that something outside has changed: one more step is taken."""
+        ...
+
+    def has_work(self) -> bool:
+        """True if a step could achieve anything now."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop what belongs to the engine. Idempotent."""
+        ...
+
+
 class Runner(Protocol):
     """What computes a step: ``core.engine.runner.ModelRunner``, or ``core.testing.hash_model.HashModel``."""
 

@@ -1,8 +1,8 @@
-"""What a role does with a worker's requests: the interface between the worker shell and prefill, decode or aggregated serving.
+"""What a role does with a worker's requests: the interface between the worker shell and each role.
 
 Owns the types in between. Hands are pure: messages and engine outputs in, new requests and replies out, no sockets, no
-threads, no clock of their own. ``core.engine.worker_state`` calls them; ``prefill.worker`` and ``decode.worker`` implement
-them.
+threads, no clock of their own. ``core.engine.worker_state`` calls them; ``prefill.worker``, ``decode.worker`` and
+``encode.hands`` implement them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
-from core.wire.messages import ErrorInfo, Generate, PrefillDone, RequestFailed, Tokens
+from core.wire.messages import (
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
+    ErrorInfo,
+    Generate,
+    PrefillDone,
+    RequestFailed,
+    Tokens,
+)
 
-Reply = PrefillDone | RequestFailed | Tokens
+Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,14 @@ class RoleHands(ABC):
             RequestError: this role cannot serve it; nothing is kept.
         """
 
+    def on_encode(self, message: EncodeRequest, now: float) -> list[NewRequest]:
+        """Accept images to embed for others, and return the engine requests, one per image, named by ``choice_id``.
+
+        Raises:
+            RequestError: this role cannot serve it; nothing is kept.
+        """
+        raise InvalidRequest("this worker embeds no images for others")
+
     @abstractmethod
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
         """Digest the news of one engine step; outputs of requests that are not held are ignored."""
@@ -84,7 +102,7 @@ def stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
     return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids
 
 
-def deadline_of(message: Generate, now: float) -> float | None:
+def deadline_of(message: Generate | EncodeRequest, now: float) -> float | None:
     """Return when the request's time budget ends on this worker's clock; None if it has none."""
     return now + message.deadline_ms / 1e3 if message.deadline_ms else None
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.engine.core import EngineCore
+from core.engine.core import Engine
 from core.errors import KVFerryError, RequestError
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
@@ -41,7 +41,7 @@ class Wake:
 EngineMessage = Add | Abort | Wake
 
 
-def take_in(engine: EngineCore, message: EngineMessage) -> list[EngineCoreOutput]:
+def take_in(engine: Engine, message: EngineMessage) -> list[EngineCoreOutput]:
     """Apply a message; return the only outputs of the requests that are refused."""
     match message:
         case Add(requests):
@@ -53,7 +53,7 @@ def take_in(engine: EngineCore, message: EngineMessage) -> list[EngineCoreOutput
     return []
 
 
-def _add(engine: EngineCore, new: NewRequest) -> EngineCoreOutput | None:
+def _add(engine: Engine, new: NewRequest) -> EngineCoreOutput | None:
     """Add a request; return its only output if it is refused, or cannot be understood: that concerns nobody else."""
     try:
         engine.add_request(new)

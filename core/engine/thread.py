@@ -1,4 +1,4 @@
-"""The engine's thread: an inbox in front of ``EngineCore``, and a loop that sleeps when there is nothing to do.
+"""The engine's thread: an inbox in front of the engine, and a loop that sleeps when there is nothing to do.
 
 Owns the thread and the order of what reaches the engine. Does not know routers, roles or event loops: outputs and death are
 handed to callbacks, which run on this thread and pass them on. Called by ``core.engine.worker``; any thread may submit.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.clock import Clock, SystemClock
-from core.engine.core import EngineCore, EngineGauges
+from core.engine.core import Engine, EngineGauges
 from core.engine.inbox import Abort, Add, EngineMessage, Wake, take_in
 from core.errors import EngineDead
 from core.log import event
@@ -39,7 +39,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: EngineCore,
+        engine: Engine,
         on_outputs: Callable[[list[EngineCoreOutput]], None],
         on_death: Callable[[BaseException], None],
         prepare: Callable[[], None] | None = None,

@@ -7,7 +7,6 @@ means is up to the role's hands.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from core.engine.actions import (
     SubmitAbort,
     SubmitAdd,
 )
+from core.engine.deadlines import Deadlines
 from core.engine.drain import Drain
 from core.engine.hands import HandsOutput, Reply, RoleHands, split_choice_id
 from core.engine.router_link import LinkDuty, RouterLink
@@ -43,6 +43,7 @@ from core.request import EngineCoreOutput, NewRequest
 from core.wire import messages
 from core.wire.messages import (
     Abort,
+    EncodeDone,
     EncodeFailed,
     EncodeRequest,
     ErrorInfo,
@@ -68,14 +69,12 @@ DRAIN_POLL_S = 0.1
 
 @dataclass(slots=True)
 class _Served:
-    """One request of a router, from ``Generate`` to its last reply."""
+    """One request of a router, from its message to the last reply."""
 
     link: str
     arrival_time: float
     num_prompt_tokens: int
     num_choices: int  # those that have not ended
-    serial: int  # tells requests apart that use the same id one after the other
-    has_deadline: bool
     num_output_tokens: int = 0
     first_token_s: float | None = None
 
@@ -99,9 +98,7 @@ class WorkerState:
         self._drain = Drain()
         self._links: dict[str, RouterLink] = {}
         self._served: dict[str, _Served] = {}
-        self._deadlines: list[tuple[float, str, int]] = []  # heap of (time, request id, serial), ended requests included
-        self._num_live_deadlines = 0
-        self._last_serial = 0
+        self._deadlines = Deadlines()
         self._num_choices = 0
         self._exit_code: int | None = None
 
@@ -130,8 +127,8 @@ class WorkerState:
     def next_timer(self, now: float) -> float | None:
         """Return when ``on_timer`` has something to do at the latest; None = only after another event."""
         times = [link.next_timer() for link in self._links.values()]
-        if self._deadlines:
-            times.append(self._deadlines[0][0])
+        if self._deadlines.next_time is not None:
+            times.append(self._deadlines.next_time)
         drain_timer = self._drain.next_timer(now, DRAIN_POLL_S)
         if drain_timer is not None:
             times.append(drain_timer)
@@ -162,10 +159,8 @@ class WorkerState:
             return []
         membership.on_heard(now)
         match message:
-            case Generate():
-                return self._on_generate(link, message, now)
-            case EncodeRequest():
-                return [Send(link, _refuse_encoding(message))]
+            case Generate() | EncodeRequest():
+                return self._on_request(link, message, now)
             case Abort():
                 return self._on_abort(link, message, now)
             case Release():
@@ -194,7 +189,7 @@ class WorkerState:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def _on_generate(self, link: str, message: Generate, now: float) -> list[Action]:
+    def _on_request(self, link: str, message: Generate | EncodeRequest, now: float) -> list[Action]:
         try:
             requests = self._admit(message, now)
         except RequestError as error:
@@ -206,27 +201,23 @@ class WorkerState:
         self._served[message.request_id] = _Served(
             link=link,
             arrival_time=now,
-            num_prompt_tokens=len(message.prompt_token_ids),
+            num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
             num_choices=_num_choices(message),
-            serial=self._last_serial + 1,
-            has_deadline=bool(message.deadline_ms),
         )
-        self._last_serial += 1
         self._num_choices += _num_choices(message)
         if message.deadline_ms:
-            heapq.heappush(self._deadlines, (now + message.deadline_ms / 1e3, message.request_id, self._last_serial))
-            self._num_live_deadlines += 1
+            self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
         return [SubmitAdd(requests)]
 
-    def _admit(self, message: Generate, now: float) -> list[NewRequest]:
-        """Return the engine requests of a ``Generate``, or raise the RequestError that refuses it."""
+    def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
+        """Return the engine requests of a message, or raise the RequestError that refuses it."""
         if message.request_id in self._served:
             raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
         if self.is_draining:
             raise NoWorker(f"worker {self._registration.engine_id} is draining")
         if self._num_choices + _num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
             raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
-        return self._hands.on_generate(message, now)
+        return self._hands.on_generate(message, now) if isinstance(message, Generate) else self._hands.on_encode(message, now)
 
     def _refuse(self, link: str, request_id: str, error: KVFerryError) -> Send:
         self._metrics.count_failed(error.code)
@@ -287,24 +278,13 @@ class WorkerState:
         served = self._served.pop(request_id, None)
         if served is not None:
             self._num_choices -= served.num_choices
-            self._num_live_deadlines -= served.has_deadline
-            self._compact_deadlines()
+            self._deadlines.remove(request_id)
         return served
 
     def _free_choices(self, served: _Served, num_choices: int) -> None:
         """Choices have ended before their request: others may take their places."""
         served.num_choices -= num_choices
         self._num_choices -= num_choices
-
-    def _compact_deadlines(self) -> None:
-        """Drop the deadlines of ended requests once they are the majority: O(1) per request on average."""
-        if len(self._deadlines) > 2 * self._num_live_deadlines:
-            self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[1], entry[2])]
-            heapq.heapify(self._deadlines)
-
-    def _is_live(self, request_id: str, serial: int) -> bool:
-        served = self._served.get(request_id)
-        return served is not None and served.serial == serial
 
     def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
         """A reply exceeds what a frame may hold: stop these requests and say so instead."""
@@ -359,9 +339,11 @@ class WorkerState:
                 self._metrics.count_finished(output.finish_reason)
 
     def _note(self, served: _Served, reply: Reply, now: float) -> None:
-        if isinstance(reply, RequestFailed):
+        if isinstance(reply, RequestFailed | EncodeFailed):
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
+            return
+        if isinstance(reply, EncodeDone):
             return
         if isinstance(reply, Tokens) and reply.finish_reason is not None:
             self._free_choices(served, 1)
@@ -418,10 +400,8 @@ class WorkerState:
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id, serial = heapq.heappop(self._deadlines)
-            if self._is_live(request_id, serial):
-                actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
+        while (request_id := self._deadlines.pop_due(now)) is not None:
+            actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
         return actions
 
     def _do_duties(self, now: float) -> list[Action]:
@@ -481,10 +461,8 @@ class WorkerState:
         return [Stop(exit_code)]
 
 
-def _num_choices(message: Generate) -> int:
+def _num_choices(message: Generate | EncodeRequest) -> int:
+    """Return the places that a message takes: choices, or images."""
+    if isinstance(message, EncodeRequest):
+        return len(message.mm_features)
     return len(message.choices) or message.n
-
-
-def _refuse_encoding(message: EncodeRequest) -> EncodeFailed:
-    error = InvalidRequest("this worker embeds no images for others")
-    return EncodeFailed(request_id=message.request_id, error=ErrorInfo.of(error))
