@@ -9,7 +9,6 @@
     │   ├── Overloaded             429  admission refused for now
     │   ├── NoWorker               503  nobody can serve it at the moment
     │   ├── DeadlineUnreachable    503  what is queued takes longer than the request may
-    │   ├── DeadlineUnreachable    503  what is queued takes longer than the request may
     │   ├── EncoderInputMissing    503  embeddings of an image cannot be had, and the image is not at hand
     │   ├── RouterSilent           503  the worker gave it up: it took its router for dead
     │   ├── DeadlineExceeded       504  the request's own budget is used up
@@ -100,18 +99,6 @@ class EncoderInputMissing(RequestError):
     code = "encoder_input_missing"
     http_status = 503
     retryable = True
-
-
-class DeadlineUnreachable(RequestError):
-    """The request would still wait when its time is over; ``retry_after_s`` says when that may be different."""
-
-    code = "deadline_unreachable"
-    http_status = 503
-    retryable = True
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineUnreachable(RequestError):
