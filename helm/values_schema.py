@@ -193,7 +193,9 @@ def trust() -> dict[str, Schema]:
             apiKeys=closed(existingSecret=TEXT, key=TEXT),
         ),
         "serviceAccount": closed(create=FLAG, name=TEXT, annotations=TEXTS),
-        "networkPolicy": closed(enabled=FLAG, clients=LIST, prometheus=LIST, dns=LIST, modelSources=LIST, redis=LIST),
+        "networkPolicy": closed(
+            enabled=FLAG, clients=LIST, prometheus=LIST, dns=LIST, modelSources=LIST, redis=LIST, collector=LIST
+        ),
     }
 
 

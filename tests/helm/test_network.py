@@ -63,6 +63,27 @@ def test_a_store_in_the_workers_pods_is_reached_by_nobody_else(find):
         assert redis["to"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "redis"}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://otel.observability.svc:4318", 4318),
+        ("https://traces.example.org/otlp/v1/traces", 443),
+        ("http://[fd00::1]", 80),
+    ],
+)
+def test_traces_reach_their_collector_and_nothing_is_open_without_them(find, endpoint, port):
+    peer = "networkPolicy.collector[0].namespaceSelector.matchLabels.name=observability"
+
+    def outside(role, *sets):
+        egress = find("gpu-rdma", "NetworkPolicy", role, *sets)["spec"]["egress"]
+        return [rule for rule in egress if rule["ports"] == [{"protocol": "TCP", "port": port}]]
+
+    for role in ("router", "prefill", "decode"):
+        (rule,) = outside(role, f"config.tracing.endpoint={endpoint}", peer)
+        assert rule["to"] == [{"namespaceSelector": {"matchLabels": {"name": "observability"}}}]
+        assert outside(role, peer) == []
+
+
 def test_ucx_ports_are_open_from_decode_to_prefill_only_and_only_if_nixl_is_used(may_talk):
     for port in (20000, 20127):
         assert may_talk("gpu-rdma", "decode", "prefill", port)

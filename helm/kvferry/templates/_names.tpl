@@ -115,6 +115,12 @@ matchExpressions:
 {{- default $derived $given | int -}}
 {{- end -}}
 
+{{/* The port of an http or https address. */}}
+{{- define "kvferry.portOf" -}}
+{{- $url := urlParse . -}}
+{{- default (ternary "443" "80" (eq $url.scheme "https")) (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host)) -}}
+{{- end -}}
+
 {{/* True if transport nixl is among those of a role. */}}
 {{- define "kvferry.usesNixl" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
