@@ -20,10 +20,20 @@ import torch
 from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
-from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE, ConnectorSection, KVFerryConfig, ModelSection, WorkerSection
+from core.config import (
+    DIGEST_TRANSPORTS,
+    HASH_BLOCK_SIZE,
+    ConnectorSection,
+    KVFerryConfig,
+    ModelSection,
+    SchedulerSection,
+    WorkerSection,
+)
 from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.encoder import ECConnectorScheduler, ECConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.device_memory import measure, pool_bytes, run_largest_step
+from core.engine.encoder_runner import EncoderRunner
 from core.engine.graphs import CudaRecorder, batch_sizes
 from core.engine.inputs import InputBatch
 from core.engine.kv_cache import KVPool, allocate_kv_pool
@@ -38,9 +48,11 @@ from core.kv.seals import SealTable
 from core.kv.spec import KVCacheConfig
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
-from core.model.decoder import attention_spec
+from core.model.decoder import Decoder, attention_spec
 from core.model.hub import ModelFiles, resolve_model
+from core.model.image_encoder import ImageEncoder, load_image_encoder
 from core.model.loader import load_decoder
+from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.wire.kv import KVLayoutInfo
 
@@ -52,6 +64,13 @@ class ConnectorSides(Protocol):
 
     scheduler: KVConnectorScheduler
     worker: KVConnectorWorker
+
+
+class ECConnectorSides(Protocol):
+    """What the engine uses of an EC connector (``connectors.ec.registry.ECConnector`` has it)."""
+
+    scheduler: ECConnectorScheduler
+    worker: ECConnectorWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +100,15 @@ def build_engine(
     config: KVFerryConfig,
     clock: Clock,
     connector_factory: Callable[[KVLayoutInfo, bytes], ConnectorSides] | None = None,
+    ec_connector_factory: Callable[[bytes], ECConnectorSides | None] | None = None,
     *,
     incarnation: int = 0,
     has_readers: bool = False,
 ) -> BuiltEngine:
     """Load the model and build everything around it; without a factory the engine serves alone.
+
+    ``ec_connector_factory`` is asked, with the model's fingerprint, for what brings embeddings of images; of a model that sees
+    none it is not. Its worker side has learnt the form of the embeddings when this returns.
 
     ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
     the seals hold digests where the configuration calls for them. The pool is registered with the connector; the connector's
@@ -95,35 +118,27 @@ def build_engine(
         ConfigError: a setting, a model file or the memory does not fit.
         ConnectorUnavailable: the connector cannot run here.
     """
-    files = resolve_model(config.model.name, Path(config.model.cache_dir))
-    arch = parse_arch(files.config)
-    device = device_of(config.model)
-    dtype = dtype_of(config.model, device)
-    backend, config = _choose_attention(config, arch, dtype, device)
-    is_measured = device.type == "cuda" and not config.cache.num_blocks
-    sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
-    layers = KVCacheConfig(2, group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize)))
-    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups)
-    if sizing is None:
-        memory = measure(device, lambda: run_largest_step(decoder, backend, layers, config.scheduler, dtype))
-        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization)
-        sizing = size_kv_cache(_with_cache(config, memory_bytes=num_bytes), arch, dtype.itemsize)
+    model = _load_model(config)
+    files, arch, sizing, device = model.files, model.arch, model.sizing, model.decoder.device
     cache_config, max_model_len = sizing.config, sizing.max_model_len
     fingerprint = model_fingerprint(arch, files.weights_id)
     makes_digests = has_readers and _readers_demand_digests(config.connector)
     pool = allocate_kv_pool(
-        cache_config, dtype, backend.preferred_layout, device, incarnation=incarnation, makes_digests=makes_digests
+        cache_config, model.dtype, model.backend.preferred_layout, device, incarnation=incarnation, makes_digests=makes_digests
     )
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
         if connector is not None:
             connector.worker.register_kv_caches(pool.region)
+        ec_connector = ec_connector_factory(fingerprint) if ec_connector_factory and model.image_encoder else None
+        encoder, encoder_inputs = _encoder_parts(config.scheduler, model.image_encoder, ec_connector)
         batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
-        runner = ModelRunner(decoder, backend(pool.cache), pool, connector.worker if connector else None, batch)
+        kv_worker = connector.worker if connector else None
+        runner = ModelRunner(model.decoder, model.backend(pool.cache), pool, kv_worker, batch, encoder)
         if device.type == "cuda" and config.model.cuda_graphs:
             runner.record_graphs(CudaRecorder(device), batch_sizes(config.scheduler.max_num_seqs), max_model_len)
-        manager = _kv_cache_manager(config, sizing, pool.seals)
+        manager = _kv_cache_manager(model.config, sizing, pool.seals)
         scheduler = Scheduler(
             config.scheduler,
             manager,
@@ -131,6 +146,7 @@ def build_engine(
             connector.scheduler if connector else None,
             clock,
             config.connector.kv_load_failure_policy,
+            encoder=encoder_inputs,
         )
         events = _kv_event_publisher(config)
         engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size, events)
@@ -145,6 +161,58 @@ def build_engine(
         pool=pool,
         max_model_len=scheduler.max_model_len,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoadedModel:
+    """A model in memory, and how its KV is kept; ``config`` has the block size that attention demands."""
+
+    files: ModelFiles
+    arch: ModelArch
+    dtype: torch.dtype
+    config: KVFerryConfig
+    backend: type[AttentionBackend]
+    decoder: Decoder
+    image_encoder: ImageEncoder | None
+    sizing: KVCacheSizing
+
+
+def _load_model(config: KVFerryConfig) -> _LoadedModel:
+    files = resolve_model(config.model.name, Path(config.model.cache_dir))
+    arch = parse_arch(files.config)
+    device = device_of(config.model)
+    dtype = dtype_of(config.model, device)
+    backend, config = _choose_attention(config, arch, dtype, device)
+    is_measured = device.type == "cuda" and not config.cache.num_blocks
+    sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
+    layers = KVCacheConfig(2, group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize)))
+    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups)
+    image_encoder = load_image_encoder(files, dtype, device)
+    if sizing is None:
+        memory = measure(device, lambda: run_largest_step(decoder, backend, layers, config.scheduler, dtype))
+        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization)
+        sizing = size_kv_cache(_with_cache(config, memory_bytes=num_bytes), arch, dtype.itemsize)
+    return _LoadedModel(
+        files=files,
+        arch=arch,
+        dtype=dtype,
+        config=config,
+        backend=backend,
+        decoder=decoder,
+        image_encoder=image_encoder,
+        sizing=sizing,
+    )
+
+
+def _encoder_parts(
+    section: SchedulerSection, image_encoder: ImageEncoder | None, connector: ECConnectorSides | None
+) -> tuple[EncoderRunner | None, EncoderInputs | None]:
+    """Return what runs the encoder, and the scheduler's share of it; neither of a model that sees no images."""
+    if image_encoder is None:
+        return None, None
+    worker, scheduler = (None, None) if connector is None else (connector.worker, connector.scheduler)
+    runner = EncoderRunner(image_encoder, image_encoder.arch.image_token_id, image_encoder.layout, worker)
+    return runner, EncoderInputs(section.encoder_cache_embeds, section.max_num_encoder_embeds, scheduler)
 
 
 def _readers_demand_digests(section: ConnectorSection) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from core.encoder import EmbeddingsLayout
 from core.kv.hashing import hash_media
 from core.model.arch import model_fingerprint, parse_arch
 from core.model.hub import ModelFiles
@@ -38,6 +39,17 @@ class ImageEncoder:
     def device(self) -> torch.device:
         """Where embeddings are."""
         return self._tower.device
+
+    @property
+    def layout(self) -> EmbeddingsLayout:
+        """The form of the rows."""
+        dtype = self._tower.dtype
+        return EmbeddingsLayout(
+            hidden_size=self.arch.output_size,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(self.device),
+            itemsize=dtype.itemsize,
+        )
 
     def identify(self, content: bytes) -> bytes:
         """Return the identifier of an image file's embeddings, as the router computes it."""

@@ -76,6 +76,11 @@ class VisionTower:
         """Where it computes."""
         return self._weights.positions.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and embeddings."""
+        return self._weights.positions.dtype
+
     def embed(self, tiles: Tensor) -> Tensor:
         """Return the embeddings ``[num_tiles * rows * columns, output_size]`` of the tiles of one image, tile by tile.
 

@@ -113,7 +113,7 @@ def build_tiny(tiny_llama, tmp_path) -> Iterable[Callable[..., BuiltEngine]]:
     """Return a builder of engines of the tiny model; keyword arguments are settings by ``section__name``."""
     built: list[BuiltEngine] = []
 
-    def build(connector_factory=None, has_readers=False, **settings) -> BuiltEngine:
+    def build(connector_factory=None, has_readers=False, ec_connector_factory=None, **settings) -> BuiltEngine:
         overrides = {
             "model.name": str(tiny_llama[0]),
             "model.cache_dir": str(tmp_path),
@@ -122,7 +122,8 @@ def build_tiny(tiny_llama, tmp_path) -> Iterable[Callable[..., BuiltEngine]]:
             **{name.replace("__", "."): value for name, value in settings.items()},
         }
         config = load_config(overrides=overrides)
-        built.append(build_engine(config, SystemClock(), connector_factory, incarnation=5, has_readers=has_readers))
+        factories = connector_factory, ec_connector_factory
+        built.append(build_engine(config, SystemClock(), *factories, incarnation=5, has_readers=has_readers))
         return built[-1]
 
     yield build
