@@ -98,7 +98,10 @@ class EncoderRunner:
         for request_id, indices in step.scheduled_encoder_inputs.items():
             for index in indices:
                 self._encode(self._items[request_id][index], index)
-        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
+        # One that has lost its blocks may be here again, as a new one of the same step.
+        for request_id in (step.finished_req_ids | step.preempted_req_ids) - {
+            new.request_id for new in step.scheduled_new_reqs
+        }:
             self._items.pop(request_id, None)
 
     def merge(self, inputs: StepInputs) -> EmbeddedRows | None:

@@ -11,35 +11,34 @@ from collections.abc import Container, Mapping
 
 from core.errors import EncoderInputMissing
 from core.request import Request, RequestStatus, SchedulerOutput
-from core.sched.load_failures import discard_step
-from core.sched.state import SchedulerState
+from core.sched.load_failures import discard_computed
+from core.sched.state import SchedulerState, Step
 from core.wire.messages import ErrorInfo
 
 
-def handle_failed_embeddings(
-    state: SchedulerState, scheduler_output: SchedulerOutput, failed: Mapping[bytes, ErrorInfo]
-) -> dict[str, ErrorInfo]:
+def handle_failed_embeddings(state: SchedulerState, step: Step, failed: Mapping[bytes, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Discard the step of every request that needed one of these embeddings; return the errors of those that end.
 
     A request that is rolled back already, because of its KV, has nothing left of the step.
     """
-    computed = _computed_identifiers(state, scheduler_output)
+    computed = _computed_identifiers(state, step.output)
     errors: dict[str, ErrorInfo] = {}
-    concerned: list[str] = []
-    for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+    concerned: list[Request] = []
+    for request_id, num_scheduled in step.output.num_scheduled_tokens.items():
         request = state.requests.get(request_id)
-        if request is None or request.status is not RequestStatus.RUNNING or request_id in state.rolled_back:
+        if request is None or request.status is not RequestStatus.RUNNING or request_id in state.rolled_back | step.void:
             continue
-        missing = _first_missing(request, request.num_computed_tokens - num_scheduled, failed)
+        start = request.num_computed_tokens - request.num_in_flight_tokens
+        missing = _first_missing(request, start, start + num_scheduled, failed)
         if missing is None:
             continue
-        concerned.append(request_id)
+        concerned.append(request)
         request.has_failed_embedding = True
         if missing in computed:
             errors[request_id] = failed[missing]
     if concerned:
         error = EncoderInputMissing(next(iter(failed.values())).message)
-        discard_step(state, scheduler_output.num_scheduled_tokens, concerned, ErrorInfo.of(error))
+        discard_computed(state, step, concerned, ErrorInfo.of(error))
     return errors
 
 
@@ -53,10 +52,10 @@ def _computed_identifiers(state: SchedulerState, scheduler_output: SchedulerOutp
     }
 
 
-def _first_missing(request: Request, num_computed_before: int, failed: Container[bytes]) -> bytes | None:
-    """Return the first of the failed items that the request's tokens of the step needed."""
+def _first_missing(request: Request, start: int, end: int, failed: Container[bytes]) -> bytes | None:
+    """Return the first of the failed items that the request's tokens [start, end) needed."""
     for feature in request.mm_features:
-        is_in_step = feature.end > num_computed_before and feature.offset < request.num_computed_tokens
+        is_in_step = feature.end > start and feature.offset < end
         if is_in_step and feature.identifier in failed:
             return feature.identifier
     return None

@@ -29,7 +29,7 @@ from core.sched.invalid_blocks import (
     spread_invalidity,
     update_requests_with_invalid_blocks,
 )
-from core.sched.state import SchedulerState
+from core.sched.state import SchedulerState, Step
 from core.wire.messages import ErrorInfo
 
 
@@ -55,20 +55,23 @@ def reassign_orphans(state: SchedulerState) -> None:
         _handle_invalid_blocks(state, _Report(block_ids, {}, _in_flight_tokens(state), error), None)
 
 
-def discard_step(state: SchedulerState, scheduled: Mapping[str, int], request_ids: Iterable[str], error: ErrorInfo) -> None:
-    """Have what a step has computed for these requests computed again, by them and by whoever built on it in the same step.
+def discard_computed(state: SchedulerState, step: Step, requests: Iterable[Request], error: ErrorInfo) -> None:
+    """Have what a step that has run computed for these requests computed again, by them and by whoever has built on it since.
 
-    ``scheduled`` is the step. Their blocks cannot have been hits before it, so nobody who has left has used them.
+    Their blocks were no hits before the step was scheduled, so nobody who has left has used them.
     """
     manager = state.kv_cache_manager
-    groups, others, block_ids = manager.kv_cache_config.groups, dict(scheduled), set[int]()
-    for request_id in request_ids:
-        start = state.requests[request_id].num_computed_tokens - others.pop(request_id)
-        for ids, group in zip(manager.get_block_ids(request_id), groups, strict=True):
+    block_ids: set[int] = set()
+    for request in requests:
+        void_steps(state, request)  # those behind it
+        request.num_in_flight_tokens = 0
+        step.void.add(request.request_id)
+        start = request.num_computed_tokens - step.output.num_scheduled_tokens[request.request_id]
+        for ids, group in zip(manager.get_block_ids(request.request_id), manager.kv_cache_config.groups, strict=True):
             block_ids.update(ids[start // group.spec.block_size :])
     block_ids.discard(NULL_BLOCK_ID)
     manager.evict_blocks(sorted(block_ids))
-    _handle_invalid_blocks(state, _Report(block_ids, {}, others, error), None)
+    _handle_invalid_blocks(state, _Report(block_ids, {}, _in_flight_tokens(state), error), None)
 
 
 def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput, dropped: Container[str]) -> None:

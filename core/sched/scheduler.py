@@ -124,7 +124,7 @@ class Scheduler:
             quarantine_blocks(state, kv_output.quarantined_block_ids)
             failed = handle_load_failures(state, kv_output)
         if model_output.failed_embeddings:
-            failed = handle_failed_embeddings(state, scheduler_output, model_output.failed_embeddings) | failed
+            failed = handle_failed_embeddings(state, step, model_output.failed_embeddings) | failed
         if model_output.failed:
             failed = unhash_failed(state, model_output.failed) | failed
         if step.synchronous_loads:

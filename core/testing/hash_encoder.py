@@ -130,7 +130,9 @@ class HashEncoder:
         for request_id, indices in step.scheduled_encoder_inputs.items():
             for index in indices:
                 self._encode(request_id, index)
-        for request_id in (*step.finished_req_ids, *step.preempted_req_ids):
+        for request_id in (step.finished_req_ids | step.preempted_req_ids) - {
+            new.request_id for new in step.scheduled_new_reqs
+        }:
             self._requests.pop(request_id, None)
 
     def merge(self, request_id: str, token_ids: array[int], start: int, end: int) -> Sequence[int]:

@@ -391,18 +391,22 @@ def test_a_preempted_request_gets_its_embeddings_again(make_world):
     world.assert_clean()
 
 
-def test_what_was_scheduled_with_a_request_that_is_preempted_in_the_same_step_is_not_lost(make_world):
-    """The second request has its image scheduled when the first one takes its blocks; the third one has the same image."""
+def test_what_a_request_that_is_preempted_in_the_same_step_was_to_compute_is_computed_and_kept(make_world):
     world = make_world(
-        encoder_cache_size=64, num_blocks=9, max_num_batched_tokens=64, enable_caching=False, policy="priority", watermark=0.0
+        encoder_cache_size=16, num_blocks=9, policy="priority", max_num_batched_tokens=48, long_prefill_token_threshold=32
     )
-    victim = world.add_with_images("v", [40, CAT, 20], priority=2, max_tokens=4)
-    urgent = world.add("u", 15, priority=0, max_tokens=40)
-    for _ in range(60):
-        if not world.scheduler.has_unfinished_requests():
-            break
-        world.step()
-        assert world.encoder.cache.keys() == world.scheduler.encoder_cache.identifiers
-    world.assert_right(victim, 4)
-    world.assert_right(urgent, 40)
+    meek = world.add_with_images("meek", [84, CAT, 12], priority=9, max_tokens=2)
+    world.step()
+    urgent = world.add("urgent", 16, priority=1, max_tokens=3)
+    world.step()
+    world.schedule()  # the image for "meek"; then "urgent" needs a block
+    assert world.last.preempted_req_ids == {"meek"}
+    assert world.last.scheduled_encoder_inputs == {"meek": [0]}
+    assert world.scheduler.encoder_cache.holder_ids == ("meek",)  # nobody evicts it before it is there
+    world.finish_step()
+    assert world.scheduler.encoder_cache.holder_ids == ()
+    world.run()
+    world.assert_right(meek, 2)
+    world.assert_right(urgent, 3)
     assert world.encoder.num_encoded == {CAT.identifier: 1}
+    world.assert_clean()
