@@ -1,0 +1,338 @@
+"""Everything there is to know of one GPU in under 8 minutes, without a network.
+
+    python benchmarks/gpu.py [--json FILE] [--models llama smollm2] [--only SECTION ...] [--minutes 8] [--smoke]
+
+Weights are random, shapes are those of Llama-3.1-8B and SmolLM2-135M; numbers are compared with transformers on a small model.
+Sections, in this order:
+
+* numerics     greedy text of the engine, computed once more by transformers in float32 and in bfloat16
+* ceilings     a copy on the device, a bfloat16 matrix product, copies to the host and back: what the rest is held against
+* decode       output tokens/s by batch and context; the roofline reads every weight once and every context's keys and values,
+               at the pace of the copy
+* prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
+* host         how long the scheduler takes beside a step, and how much of a step the device is idle
+* handover     a prefill and a decode worker as two processes on this device, by each transport that works here
+* transformers ``generate`` of the same weights beside it
+
+A section that fails, does not fit or has no time left says so and stops no other. ``--smoke`` runs all of it with tiny shapes
+on the CPU: the figures mean nothing, every line is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Machine, Table
+from gpu_ceilings import Ceilings, CeilingSize, measure_ceilings
+from gpu_engine import EngineBench, EngineSize
+from gpu_models import LLAMA_8B, NUMERICS, SMOLLM2, TINY, Shape, write_model, write_small
+from gpu_pair import PairSize, measure_pair, transports_here
+from gpu_reference import compare_numbers, generation_rate
+
+SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handover", "transformers")
+AIMS = {"decode": 0.75, "prefill": 0.55, "handover": 0.70, "idle": 0.05}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much of everything is measured."""
+
+    device: str
+    dtype: str
+    shapes: tuple[Shape, ...]
+    numerics: Shape
+    ceilings: CeilingSize
+    engine: EngineSize
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]  # tokens
+    decode_steps: int
+    prompts: tuple[int, ...]  # tokens
+    prefill_repeats: int
+    host_batch: int
+    pair: PairSize
+    generate: tuple[tuple[int, int], ...]  # batch and context
+    generate_tokens: int
+
+
+def full_plan(shapes: tuple[Shape, ...]) -> Plan:
+    """Return what is measured on a GPU."""
+    return Plan(
+        device="cuda",
+        dtype="bfloat16",
+        shapes=shapes,
+        numerics=NUMERICS,
+        ceilings=CeilingSize(copy_bytes=2 << 30, matmul=8192, repeats=5),
+        engine=EngineSize(max_num_seqs=256, max_context=8192 + 448, step_tokens=8192),
+        batches=(256, 64, 32, 8, 1),
+        contexts=(8192, 1024),
+        decode_steps=24,
+        prompts=(512, 2048, 8192),
+        prefill_repeats=5,
+        host_batch=64,
+        pair=PairSize(
+            engine=EngineSize(max_num_seqs=64, max_context=8192 + 448, step_tokens=8192, num_blocks=1024),
+            prompt=2048,
+            repeats=7,
+            streams=8,
+            stream_prompt=512,
+            stream_tokens=256,
+            busy_prompt=8192,
+        ),
+        generate=((1, 1024), (8, 1024)),
+        generate_tokens=48,
+    )
+
+
+def smoke_plan() -> Plan:
+    """Return the same with next to nothing in it, for a CPU."""
+    tiny = EngineSize(max_num_seqs=4, max_context=128, step_tokens=64, num_blocks=24, dtype="float32")
+    return Plan(
+        device="cpu",
+        dtype="float32",
+        shapes=(TINY,),
+        numerics=TINY,
+        ceilings=CeilingSize(copy_bytes=1 << 20, matmul=64, repeats=1),
+        engine=tiny,
+        batches=(40, 2, 1),
+        contexts=(64,),
+        decode_steps=2,
+        prompts=(32,),
+        prefill_repeats=1,
+        host_batch=2,
+        pair=PairSize(engine=tiny, prompt=80, repeats=1, streams=2, stream_prompt=8, stream_tokens=6, busy_prompt=64),
+        generate=((1, 16),),
+        generate_tokens=2,
+    )
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found, and what was not and why."""
+
+    deadline: float
+    wanted: frozenset[str]
+    rows: list[tuple[str, str, str, str]] = field(default_factory=list)  # what, found, of the ceiling, aim
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    num_failures: int = 0
+
+    def add(self, section: str, case: str, found: str, share: float | None = None, aim: float | None = None) -> None:
+        """Note one figure; ``share`` is that of its ceiling."""
+        aimed = "" if aim is None or share is None else f"{100 * aim:.0f} % {'reached' if share >= aim else 'MISSED'}"
+        self.rows.append((f"{section}: {case}", found, "" if share is None else f"{100 * share:.1f} %", aimed))
+
+    def keep(self, section: str, case: str, value: Any) -> None:  # noqa: ANN401
+        """Keep a measurement for the file."""
+        self.figures.setdefault(section, {})[case] = value
+
+    @contextmanager
+    def part(self, section: str, case: str = "") -> Iterator[bool]:
+        """Yield whether a part is to be measured; whatever goes wrong in it is noted, and stops no other."""
+        name = f"{section} {case}".strip()
+        if section not in self.wanted | {"engine"}:
+            yield False
+        elif time.monotonic() > self.deadline:
+            self.notes.append(f"{name}: no time was left")
+            yield False
+        else:
+            begin = time.monotonic()
+            try:
+                yield True
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                self.num_failures += 1
+                self.notes.append(f"{name}: FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            self.keep("seconds", name, time.monotonic() - begin)
+
+
+class GpuBenchmark:
+    """All sections over one plan."""
+
+    def __init__(self, plan: Plan, folder: Path, report: Report) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._report = report
+        self._ceilings: Ceilings | None = None
+
+    def run(self) -> None:
+        plan, report = self._plan, self._report
+        with report.part("numerics") as is_wanted:
+            if is_wanted:
+                self._numerics()
+        self._ceilings = measure_ceilings(plan.device, getattr(torch, plan.dtype), plan.ceilings)
+        self._show_ceilings(self._ceilings)
+        for shape in plan.shapes:
+            if not self._has_room(shape):
+                report.notes.append(f"{shape.name}: its weights do not fit twice into this device's memory; left out")
+                continue
+            model = write_model(self._folder / shape.name, shape)
+            self._engine(model, shape)
+            for transport in transports_here(plan.device):
+                with report.part("handover", f"{shape.name} {transport}") as is_wanted:
+                    if is_wanted:
+                        self._handover(model, shape, transport)
+            for batch, context in plan.generate:
+                with report.part("transformers", f"{shape.name} {batch} x {context}") as is_wanted:
+                    if is_wanted:
+                        rate = generation_rate(model, plan.device, plan.dtype, batch, context, plan.generate_tokens)
+                        report.add("transformers", f"{shape.name} {batch} x {context}", f"{rate:,.0f} tokens/s")
+                        report.keep("transformers", f"{shape.name} {batch} x {context}", rate)
+
+    def _numerics(self) -> None:
+        plan = self._plan
+        folder = write_small(self._folder / "numerics", plan.numerics)
+        found = compare_numbers(folder, plan.numerics, plan.device, plan.dtype, num_prompts=4)
+        verdict = "agrees" if found.is_good else "DISAGREES"
+        text = f"{verdict}: off by {found.ours:.2g} nats, transformers by {found.transformers:.2g}"
+        self._report.add("numerics", f"{plan.numerics.name}, {plan.dtype}", text)
+        self._report.keep("numerics", plan.dtype, asdict(found) | {"is_good": found.is_good})
+
+    def _show_ceilings(self, ceilings: Ceilings) -> None:
+        report = self._report
+        report.keep("ceilings", self._plan.device, asdict(ceilings))
+        report.add("ceilings", "device copy", f"{ceilings.copy_bytes_per_s / 1e9:,.0f} GB/s, read and written")
+        report.add("ceilings", f"{self._plan.dtype} product", f"{ceilings.matmul_flops / 1e12:,.1f} TFLOP/s")
+        to_host, to_device = ceilings.to_host_bytes_per_s / 1e9, ceilings.to_device_bytes_per_s / 1e9
+        report.add("ceilings", "to host, to device", f"{to_host:,.1f}, {to_device:,.1f} GB/s, pinned")
+
+    def _engine(self, model: Path, shape: Shape) -> None:
+        """Measure one engine in one process: decode, prefill, host."""
+        plan, report = self._plan, self._report
+        if not report.wanted & {"decode", "prefill", "host"}:
+            return
+        bench = None
+        with report.part("engine", shape.name):
+            bench = EngineBench(model, shape, plan.engine, plan.device)
+        if bench is None:
+            return
+        try:
+            for context in plan.contexts:
+                for batch in plan.batches:
+                    with report.part("decode", f"{shape.name} {batch} x {context}") as is_wanted:
+                        if is_wanted:
+                            self._decode(bench, batch, context)
+            for num_tokens in plan.prompts:
+                with report.part("prefill", f"{shape.name} {num_tokens}") as is_wanted:
+                    if is_wanted:
+                        self._prefill(bench, num_tokens)
+            with report.part("host", shape.name) as is_wanted:
+                if is_wanted:
+                    self._host(bench)
+        finally:
+            bench.close()
+
+    def _decode(self, bench: EngineBench, batch: int, context: int) -> None:
+        plan, report, ceilings = self._plan, self._report, self._known_ceilings
+        case = f"{bench.shape.name} {batch} x {context}"
+        if not bench.fits(batch, context):
+            report.add("decode", case, f"does not fit: the pool holds {bench.num_cached_tokens:,} tokens")
+            return
+        rate = bench.decode_rate(batch, context, plan.decode_steps)
+        roofline = batch * ceilings.copy_bytes_per_s / bench.shape.decode_bytes(batch, context, bench.dtype_bytes)
+        aim = AIMS["decode"] if batch <= 64 else None
+        report.add("decode", case, f"{rate:,.0f} tokens/s", rate / roofline, aim)
+        report.keep("decode", case, {"tokens_per_s": rate, "roofline_tokens_per_s": roofline})
+
+    def _prefill(self, bench: EngineBench, num_tokens: int) -> None:
+        report, ceilings = self._report, self._known_ceilings
+        seconds = bench.prefill_s(num_tokens, self._plan.prefill_repeats)
+        share = bench.shape.prefill_flops(num_tokens) / seconds / ceilings.matmul_flops
+        case = f"{bench.shape.name} {num_tokens}"
+        aim = AIMS["prefill"] if num_tokens == max(self._plan.prompts) else None
+        report.add("prefill", case, f"{num_tokens / seconds:,.0f} tokens/s", share, aim)
+        report.keep("prefill", case, {"seconds": seconds, "share": share})
+
+    def _host(self, bench: EngineBench) -> None:
+        found = bench.host_time(self._plan.host_batch, min(self._plan.contexts), self._plan.decode_steps)
+        idle = found.idle_share
+        text = f"{found.wall_ms:.2f} ms a step, scheduler {found.scheduler_ms:.2f} ms"
+        if idle is not None:
+            hidden = "hidden" if idle <= AIMS["idle"] else "NOT hidden"
+            text += f", device idle {100 * idle:.1f} %: {hidden}"
+        self._report.add("host", f"{bench.shape.name} batch {self._plan.host_batch}", text)
+        self._report.keep("host", bench.shape.name, asdict(found) | {"idle_share": idle})
+
+    def _handover(self, model: Path, shape: Shape, transport: str) -> None:
+        report = self._report
+        found = measure_pair(model, shape, self._plan.pair, self._plan.device, transport)
+        case = f"{shape.name} {transport}"
+        share = found.handover_bytes_per_s / found.device_copy_bytes_per_s
+        size = f"{found.transferred_bytes / 1e6:,.1f} MB"
+        rate = f"{found.handover_bytes_per_s / 1e9:,.1f} GB/s of {size}"
+        report.add("handover", case, rate, share, AIMS["handover"] if transport == "nixl" else None)
+        report.add("handover", f"{case}, first token", f"{found.ttft_ms:.1f} ms; alone {found.ttft_alone_ms:.1f} ms")
+        report.add("handover", f"{case}, added to the second", f"{found.added_ms:.1f} ms")
+        quiet = f"{found.itl_alone_p50_ms:.1f} / {found.itl_alone_p99_ms:.1f} ms"
+        busy = f"{found.itl_busy_p50_ms:.1f} / {found.itl_busy_p99_ms:.1f} ms while the other prefills"
+        report.add("handover", f"{case}, between tokens", f"p50 / p99 {quiet}; {busy}")
+        report.keep("handover", case, asdict(found))
+
+    def _has_room(self, shape: Shape) -> bool:
+        """Say whether two workers with this model have room."""
+        if self._plan.device == "cpu":
+            return True
+        return 2.6 * shape.num_bytes < torch.cuda.mem_get_info()[0]
+
+    @property
+    def _known_ceilings(self) -> Ceilings:
+        assert self._ceilings is not None
+        return self._ceilings
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--models", nargs="+", choices=("llama", "smollm2"), default=("llama", "smollm2"))
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--minutes", type=float, default=8.0, help="no section is begun in the last minute of these")
+    parser.add_argument("--folder", type=Path, help="where the weights are written (17 GB); default: a temporary folder")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU; the figures mean nothing")
+    return parser.parse_args(arguments)
+
+
+def describe_device(device: str) -> str:
+    if device == "cpu":
+        return "CPU"
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the file; 1 if a section has failed."""
+    options = parse(arguments)
+    if not options.smoke and not torch.cuda.is_available():
+        print("torch finds no CUDA device; --smoke runs everything with tiny shapes on the CPU", file=sys.stderr)
+        return 2
+    shapes: dict[str, Shape] = {"llama": LLAMA_8B, "smollm2": SMOLLM2}
+    plan = smoke_plan() if options.smoke else full_plan(tuple(shapes[name] for name in options.models))
+    begin, machine = time.monotonic(), Machine.now()
+    report = Report(begin + 60 * (options.minutes - 1), frozenset(options.only))
+    with tempfile.TemporaryDirectory(prefix="kvferry-gpu-", dir=options.folder) as folder:
+        GpuBenchmark(plan, Path(folder), report).run()
+    print(Table(("", "found", "of the ceiling", "aim"), report.rows).text())
+    elapsed = time.monotonic() - begin
+    for note in (*report.notes, f"{describe_device(plan.device)}; {machine}; {elapsed:.0f} s"):
+        print(f"- {note}")
+    if options.smoke:
+        print("- a smoke run: the figures mean nothing")
+    if options.json is not None:
+        content = {"device": describe_device(plan.device), "torch": torch.__version__, "seconds_in_all": elapsed}
+        content |= {"smoke": options.smoke, "aims": AIMS, "notes": report.notes, **report.figures}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if report.num_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

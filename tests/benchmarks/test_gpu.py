@@ -1,0 +1,77 @@
+"""The benchmark of a GPU: its arithmetic, and a run of every line of it on the CPU."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def load_gpu(load_benchmark):
+    """Return a module of the benchmark's, with its neighbours importable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield load_benchmark
+
+
+def test_smoke_run_measures_everything_and_fails_nowhere(run_benchmark, tmp_path):
+    path = tmp_path / "gpu.json"
+    printed = run_benchmark("gpu", "--smoke", "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert figures["notes"] == []
+    assert figures["numerics"]["float32"]["is_good"]
+    assert figures["decode"]["tiny 2 x 64"]["tokens_per_s"] > 0
+    assert figures["prefill"]["tiny 32"]["seconds"] > 0
+    assert figures["host"]["tiny"]["scheduler_ms"] > 0
+    assert figures["transformers"]["tiny 1 x 16"] > 0
+    pair = figures["handover"]["tiny shm"]
+    assert pair["transport"] == "shm"
+    assert pair["num_fallbacks"] == 0
+    assert pair["transferred_bytes"] > 0
+    assert "does not fit" in printed
+    assert "mean nothing" in printed
+
+
+def test_shape_counts_weights_and_work_of_llama_8b(load_gpu):
+    shape = load_gpu("gpu_models").LLAMA_8B
+    assert shape.num_bytes == pytest.approx(2 * 8.03e9, rel=0.001)
+    assert shape.kv_bytes_per_token(2) == 128 << 10
+    assert shape.prefill_flops(8192) == pytest.approx(2 * 6.98e9 * 8192 + 4 * 32 * 4096 * 8192**2 / 2, rel=0.01)
+    assert shape.decode_bytes(1, 0, 2) == pytest.approx(15.0e9, rel=0.01)  # all but the embedding
+
+
+def test_device_is_busy_in_the_union_of_its_events(load_gpu):
+    def event(start, end, kind=torch.autograd.DeviceType.CUDA):
+        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), device_type=kind)
+
+    events = [event(10, 20), event(0, 5), event(12, 18), event(19, 25), event(0, 100, torch.autograd.DeviceType.CPU)]
+    assert load_gpu("gpu_engine").busy_s(events) == pytest.approx(20e-6)
+    assert load_gpu("gpu_engine").busy_s([]) == 0
+
+
+def test_what_fails_is_told_and_stops_nothing(load_gpu, capsys):
+    report = load_gpu("gpu").Report(deadline=float("inf"), wanted=frozenset({"decode"}))
+    with report.part("decode", "8 x 8") as is_wanted:
+        assert is_wanted
+        raise torch.OutOfMemoryError("too much\nof it")
+    with report.part("prefill") as is_wanted:
+        assert not is_wanted
+    assert report.notes == ["decode 8 x 8: FAILED: OutOfMemoryError: too much"]
+    assert report.num_failures == 1
+    assert "OutOfMemoryError" in capsys.readouterr().err
+
+
+def test_no_part_is_begun_when_time_is_up(load_gpu):
+    report = load_gpu("gpu").Report(deadline=0.0, wanted=frozenset({"decode"}))
+    with report.part("decode", "8 x 8") as is_wanted:
+        assert not is_wanted
+    assert report.notes == ["decode 8 x 8: no time was left"]
+
+
+def test_an_aim_is_reached_or_missed(load_gpu):
+    report = load_gpu("gpu").Report(deadline=0.0, wanted=frozenset())
+    report.add("decode", "a", "1", 0.8, 0.75)
+    report.add("decode", "b", "1", 0.7, 0.75)
+    assert [row[2:] for row in report.rows] == [("80.0 %", "75 % reached"), ("70.0 %", "75 % MISSED")]
