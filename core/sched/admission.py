@@ -153,7 +153,6 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         has_scheduled_reqs=bool(state.running),
     )
     if new_blocks is None:
-        state.encoder.give_up(request)
         return _Outcome.NO_BLOCKS
     if plan is not None:
         state.encoder.allocate(request, plan, step.output)

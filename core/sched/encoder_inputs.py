@@ -103,7 +103,8 @@ class EncoderInputs:
             items        [ cached ]   [ new ]      [ no room ]
             plan               |-------------------|
 
-        References are taken to what is cached, room is made for the rest; ``allocate`` follows, or ``give_up``.
+        References are taken to what is cached, and room is made for the rest. ``allocate`` follows; if the request does not get
+        its blocks, ``release_computed`` lets go of them.
         """
         plan = EncoderPlan(num_new_tokens)
         new: set[bytes] = set()

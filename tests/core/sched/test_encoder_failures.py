@@ -131,14 +131,19 @@ def test_a_failed_load_of_the_whole_prompt_computes_it_with_its_embeddings(make_
     world.assert_clean()
 
 
-def test_a_request_that_waits_for_another_to_recompute_holds_no_embeddings(make_world, remote):
-    """Room for one image: the one who recomputes needs it while the other one waits for the outcome."""
-    world = make_world(encoder_cache_size=16, with_connector=True, max_num_batched_tokens=40)
-    world.script.remote["a"] = remote(32, is_async=False)
-    world.script.remote["a"].is_corrupt = True
-    first = world.add_with_images("a", [4, CAT, 40], text="same")
-    second = world.add_with_images("b", [4, CAT, 40], text="same")
+def test_a_request_that_waits_for_another_to_recompute_holds_no_embeddings(make_world):
+    """Room for one image: the one who recomputes needs it while the other one, in the middle of its own image, waits."""
+    world = make_world(encoder_cache_size=16, with_connector=True, max_num_batched_tokens=20)
+    first = world.add_with_images("a", [4, CAT, 40], text="same", max_tokens=30)
+    while not world.tokens:
+        world.step()
+    second = world.add_with_images("b", [4, CAT, 40, DOG, 4], text="same")
+    world.step()
+    assert world.scheduler.encoder_cache.holder_ids == ("b",)
+    world.script.report.invalid_block_ids = {world.manager.get_block_ids("a")[0][0]}
+    world.step()
+    assert (first.num_computed_tokens, world.scheduler._state.claims.holds_back("b")) == (0, True)
     world.run()
-    world.assert_right(first, 4)
+    world.assert_right(first, 30)
     world.assert_right(second, 4)
     world.assert_clean()
