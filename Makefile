@@ -57,7 +57,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[nixl,redis]'
+	$(PIP) --editable '.[nixl,redis,vision]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

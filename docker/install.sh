@@ -21,7 +21,7 @@ dependencies-cpu | dependencies-cuda)
 		import tomllib
 		project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 		extras = project["optional-dependencies"]
-		print(*project["dependencies"], *extras["nixl"], *extras["redis"], *extras["otel"], sep="\n")
+		print(*project["dependencies"], *extras["nixl"], *extras["redis"], *extras["otel"], *extras["vision"], sep="\n")
 	PYTHON
 	pip install --constraint constraints.txt --requirement "$prefix/requirements.txt"
 	;;

@@ -112,8 +112,11 @@ class EncoderRunner:
         values: list[Tensor] = []
         borders = inputs.batches[0].query_start_loc.tolist()
         for request_id, first, last in zip(inputs.request_ids, borders, borders[1:], strict=False):
+            items = self._items.get(request_id)
             start = int(inputs.positions[first])
-            for item in self._items.get(request_id, ()):
+            if items is None or start >= items[-1].feature.end:
+                continue
+            for item in items:
                 low, high = np.searchsorted(item.places, (start, start + last - first))
                 embeddings = self._embeddings_of(item) if low < high else None
                 if embeddings is not None:
