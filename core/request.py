@@ -372,6 +372,16 @@ class ModelRunnerOutput:
 # ---- scheduler → worker ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """Where the embeddings of an image lie that an encode worker was asked for. ``was_cached``: it was not computed again."""
+
+    source: ECSource
+    was_cached: bool
+    queue_s: float  # until it was its turn
+    compute_s: float  # from there until others can read it
+
+
 @dataclass(slots=True)
 class EngineCoreOutput:
     """News of one request after a step. ``finish_reason`` is set in its last one."""
@@ -386,4 +396,5 @@ class EngineCoreOutput:
     first_token_times: FirstTokenTimes | None = None  # with the first output only
     kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed to be handed over
     transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
+    encoded: EncodedImage | None = None  # with the only output of a request that was one image to embed
     error: ErrorInfo | None = None

@@ -13,8 +13,10 @@ from typing import Literal
 
 import msgspec
 
+from connectors.ec.registry import build_ec_connector
 from connectors.registry import connector_builder
 from core.config import KVFerryConfig
+from core.engine.assembly import Assembled, WorkerContext, assemble
 from core.engine.hands import (
     EngineFacts,
     HandsOutput,
@@ -193,4 +195,8 @@ def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: 
     """
     has_connector = role == "decode" or set(config.connector.names) != {"p2p"}  # alone there is nobody to hand over
     build_connector = connector_builder(config.connector.name) if has_connector else None
-    return run_worker(config, role, DecodeHands, build_connector, announce)
+
+    def put_together(context: WorkerContext) -> Assembled:
+        return assemble(context, DecodeHands, build_connector, build_ec_connector)
+
+    return run_worker(config, role, put_together, announce)

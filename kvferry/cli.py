@@ -36,6 +36,7 @@ def serve(
     generation_config: options.GenerationConfig = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    encode: Annotated[int | None, typer.Option(help="Number of encode workers, for a model that sees images.")] = None,
     aggregated: Annotated[
         bool | None, typer.Option("--aggregated", help="Workers that do both, as many as the larger of the two.")
     ] = None,
@@ -58,6 +59,7 @@ def serve(
         "model.generation_config": generation_config,
         "local.num_prefill": prefill,
         "local.num_decode": decode,
+        "local.num_encode": encode,
         "local.aggregated": aggregated,
         "router.host": host,
         "router.port": port,
@@ -97,6 +99,37 @@ def router(
         "security.insecure": insecure,
     }
     raise typer.Exit(run_role("router", options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
+def encode(
+    model: options.Model = None,
+    served_model_name: options.ServedName = None,
+    engine_id: options.EngineId = None,
+    router: options.Routers = None,
+    control_address: options.ControlAddress = None,
+    advertise_host: options.AdvertiseHost = None,
+    ops_port: options.OpsPort = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    insecure: options.Insecure = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run one encode worker: it computes embeddings of images for the workers that read prompts."""
+    from kvferry.roles import run_role
+
+    flags = {
+        **_worker_flags(model, engine_id, router, None),
+        "model.served_name": served_model_name,
+        "worker.control_address": control_address,
+        "worker.advertise_host": advertise_host,
+        "worker.ops_port": ops_port,
+        "log.level": log_level,
+        "security.insecure": insecure,
+    }
+    raise typer.Exit(run_role("encode", options.read_config(config, assignments, flags), ready_fd, parent_pid))
 
 
 @app.command()

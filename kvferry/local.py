@@ -51,6 +51,7 @@ _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
 _CHOSEN_SETTINGS = ("engine_id", "router_addresses", "control_address", "ops_port", "workers_on_host", "host_slot")
 _ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
+    "encode": ("encode",),
     "prefill": ("prefill",),
     "decode": ("decode",),
     "aggregated": ("decode", "--aggregated"),
@@ -85,7 +86,8 @@ class ProcessOptions:
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
-    With ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
+    With ``local.num_encode`` also encode workers, read by EC connector "p2p" if ``ec_connector.name`` names none. With
+    ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
     sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. ``supervise`` restarts
     processes that die, with back-off.
@@ -103,7 +105,7 @@ class LocalCluster:
         inherit_logs: bool = False,
         options: ProcessOptions | None = None,
     ) -> None:
-        self._config = config or KVFerryConfig(router=RouterSection(port=0))
+        self._config = _with_ec_connector(config or KVFerryConfig(router=RouterSection(port=0)))
         _check_worker_settings(self._config.worker)
         self._supervise = supervise
         self._log_dir = log_dir
@@ -183,7 +185,7 @@ class LocalCluster:
 
     @property
     def workers(self) -> list[LocalWorker]:
-        """The live workers that have told their address, prefill before decode."""
+        """The live workers that have told their address, in the order of their work: encode, prefill, decode."""
         found = []
         for name, role in self._roles.items():
             child = self._live(name)
@@ -368,17 +370,25 @@ def _roles(config: KVFerryConfig) -> dict[str, Role]:
         ConfigError: no worker, or prefill workers without decode workers or the other way round.
     """
     local = config.local
+    encoders: dict[str, Role] = {f"encode-{number}": "encode" for number in range(local.num_encode)}
     if local.aggregated:
         count = max(1, local.num_prefill, local.num_decode)
-        return {f"aggregated-{number}": "aggregated" for number in range(count)}
+        return encoders | {f"aggregated-{number}": "aggregated" for number in range(count)}
     if not local.num_prefill or not local.num_decode:
         raise ConfigError(
             f"local.num_prefill = {local.num_prefill} and local.num_decode = {local.num_decode}: "
             "at least one of each is needed, or local.aggregated",
             param="local.num_prefill",
         )
-    roles: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
-    return roles | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+    prefills: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
+    return encoders | prefills | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+
+
+def _with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:
+    """Return the configuration with a way for workers to read what encode workers compute, if there are any."""
+    if not config.local.num_encode or config.ec_connector.name != "none":
+        return config
+    return msgspec.structs.replace(config, ec_connector=msgspec.structs.replace(config.ec_connector, name="p2p"))
 
 
 def _free_ports(names: Sequence[str]) -> dict[str, int]:
@@ -398,7 +408,7 @@ def _check_worker_settings(worker: WorkerSection) -> None:
         if value != getattr(defaults, name):
             raise ConfigError(
                 f"worker.{name} = {value!r}: a local cluster chooses it for each of its workers; leave it out, "
-                "or start the processes one by one with kvferry router, prefill and decode",
+                "or start the processes one by one with kvferry router, prefill, decode and encode",
                 param=f"worker.{name}",
             )
 

@@ -18,7 +18,7 @@ from core.wire.curve import derive_keys
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry.child import announcer, die_with_parent
 
-ProcessRole = Literal["router", "prefill", "decode", "aggregated", "kvstore"]
+ProcessRole = Literal["router", "encode", "prefill", "decode", "aggregated", "kvstore"]
 
 
 def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, parent_pid: int | None) -> int:
@@ -43,6 +43,10 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
         return run_store(config.kvstore, announce, derive_keys(config.security.cluster_key))
     config = _named(role, config)
     configure_logging(config.log.level, config.worker.engine_id, is_json=is_json)
+    if role == "encode":
+        from encode.worker import run as run_encode
+
+        return run_encode(config, announce)
     if role == "prefill":
         from prefill.worker import run as run_prefill
 
@@ -63,12 +67,13 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
     worker = config.worker
     keyed = {
         "router": ("router.worker_address", config.router.worker_address),
+        "encode": ("worker.control_address", worker.control_address),
         "prefill": ("worker.control_address", worker.control_address),
         "kvstore": ("kvstore.bind_address", config.kvstore.bind_address),
     }
     if role in keyed and not config.security.cluster_key:
         _refuse_exposed(*keyed[role], "set a cluster key (`kvferry keygen`, $KVFERRY_CLUSTER_KEY)")
-    if role not in ("router", "kvstore") and config.cache.kv_events:
+    if role in ("prefill", "decode", "aggregated") and config.cache.kv_events:
         fix = "it has no authentication: keep it on this machine"
         _refuse_exposed("worker.kv_events_address", worker.kv_events_address, fix)
 

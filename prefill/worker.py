@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from connectors.ec.registry import build_ec_connector
 from connectors.registry import connector_builder
 from core.config import KVFerryConfig
+from core.engine.assembly import Assembled, WorkerContext, assemble
 from core.engine.hands import (
     EngineFacts,
     HandsOutput,
@@ -203,4 +205,9 @@ def run(config: KVFerryConfig, announce: Announce) -> int:
     Raises:
         KVFerryError: it cannot start.
     """
-    return run_worker(config, "prefill", PrefillHands, connector_builder(config.connector.name), announce)
+    build_connector = connector_builder(config.connector.name)
+
+    def put_together(context: WorkerContext) -> Assembled:
+        return assemble(context, PrefillHands, build_connector, build_ec_connector)
+
+    return run_worker(config, "prefill", put_together, announce)

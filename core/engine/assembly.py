@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import Clock
 from core.config import KVFerryConfig
-from core.engine.build import BuiltEngine, ConnectorSides, apply_cpu_threads, build_engine
+from core.engine.build import BuiltEngine, ConnectorSides, ECConnectorSides, apply_cpu_threads, build_engine
+from core.engine.core import Engine
 from core.engine.hands import EngineFacts, RoleHands
 from core.ids import IdSource
 from core.tracing import Tracer
@@ -63,6 +64,30 @@ class ConnectorBundle(ConnectorSides, Protocol):
         """Return how long the last of them is held, unless its reader asks for more time."""
 
 
+class ECConnectorBundle(ECConnectorSides, Protocol):
+    """What the shell uses of an EC connector (``connectors.ec.registry.ECConnector`` has it)."""
+
+    @property
+    def name(self) -> str:
+        """By which workers that understand each other know it."""
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which the transports of one host work."""
+
+    async def start(self) -> None:
+        """Bind sockets and start threads."""
+
+    async def stop(self) -> None:
+        """End threads, close sockets."""
+
+    def num_leased_chunks(self) -> int:
+        """Return how much is held for readers."""
+
+    def longest_lease_s(self) -> float:
+        """Return how long the last of it is held, unless its reader asks for more time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
     """Who a worker is and what it takes from outside: everything a connector's builder may want."""
@@ -78,23 +103,43 @@ class WorkerContext:
 
 
 ConnectorBuilder = Callable[[WorkerContext, KVLayoutInfo, bytes], ConnectorBundle]
+ECConnectorBuilder = Callable[[WorkerContext, bytes], ECConnectorBundle | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEncoder:
+    """The engine of a worker that embeds images and nothing else."""
+
+    engine: Engine
+    model_fingerprint: bytes
+    max_num_images: int  # that it holds at most, waiting ones included
+
+    @property
+    def num_blocks(self) -> int:
+        """It has no KV pool."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
     """What a worker consists of once the model is loaded."""
 
-    built: BuiltEngine
+    built: BuiltEngine | BuiltEncoder
     connector: ConnectorBundle | None
     hands: RoleHands
+    ec_connector: ECConnectorBundle | None = None
 
 
 def assemble(
-    context: WorkerContext, hands: Callable[[EngineFacts], RoleHands], build_connector: ConnectorBuilder | None
+    context: WorkerContext,
+    hands: Callable[[EngineFacts], RoleHands],
+    build_connector: ConnectorBuilder | None,
+    build_ec_connector: ECConnectorBuilder,
 ) -> Assembled:
-    """Load the model and put engine, connector and hands together, with no more threads than the worker's share."""
+    """Load the model and put engine, connectors and hands together, with no more threads than the worker's share."""
     apply_cpu_threads(context.config.worker)
     connector: ConnectorBundle | None = None
+    ec_connector: ECConnectorBundle | None = None
 
     def make_connector(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
         nonlocal connector
@@ -102,12 +147,21 @@ def assemble(
         connector = build_connector(context, layout, fingerprint)
         return connector
 
-    factory = make_connector if build_connector is not None else None
+    def make_ec_connector(fingerprint: bytes) -> ECConnectorBundle | None:
+        nonlocal ec_connector
+        ec_connector = build_ec_connector(context, fingerprint)
+        return ec_connector
+
     built = build_engine(
-        context.config, context.clock, factory, incarnation=context.incarnation, has_readers=context.role == "prefill"
+        context.config,
+        context.clock,
+        make_connector if build_connector is not None else None,
+        make_ec_connector,
+        incarnation=context.incarnation,
+        has_readers=context.role == "prefill",
     )
     facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
-    return Assembled(built, connector, hands(facts))
+    return Assembled(built, connector, hands(facts), ec_connector)
 
 
 def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:

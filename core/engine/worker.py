@@ -22,8 +22,6 @@ from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.engine.actions import (
     Action,
-    AdmissionLimits,
-    EngineLoad,
     ReleaseTransfers,
     RenewTransfers,
     Send,
@@ -31,28 +29,31 @@ from core.engine.actions import (
     SubmitAbort,
     SubmitAdd,
 )
-from core.engine.assembly import Assembled, ConnectorBuilder, ConnectorBundle, WorkerContext, assemble, load_in_thread
+from core.engine.assembly import Assembled, ConnectorBundle, ECConnectorBundle, WorkerContext, load_in_thread
 from core.engine.build import apply_cpu_threads
-from core.engine.hands import EngineFacts, RoleHands
 from core.engine.ops_http import OpsResponse, OpsServer
+from core.engine.registration import admission_limits, registration
 from core.engine.router_sockets import RouterSockets
 from core.engine.thread import EngineThread
 from core.engine.traces import WorkerTraces
+from core.engine.worker_numbers import WorkerNumbers
 from core.engine.worker_state import WorkerState
 from core.errors import EngineDead, ProtocolError
 from core.ids import RandomIds, new_incarnation
 from core.log import event
-from core.metrics import WorkerMetrics, read_labelled_counter
+from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
 from core.tracing import open_tracer
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.curve import derive_keys
-from core.wire.messages import PrefillDone, Register, RequestFailed, Role
+from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed, Role
 
 logger = logging.getLogger(__name__)
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 LINGER_S = 1.0  # for the last replies and the goodbye
+
+_REPLIES = (list, PrefillDone, RequestFailed, EncodeDone, EncodeFailed)
 
 Announce = Callable[[Mapping[str, str]], None]
 
@@ -77,7 +78,7 @@ class Worker:
         keys = derive_keys(context.config.security.cluster_key)
         self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=keys)
         self._connector: ConnectorBundle | None = None
-        self._num_blocks = 0
+        self._ec_connector: ECConnectorBundle | None = None
         self._engine: EngineThread | None = None
         self._state: WorkerState | None = None
         self._traces = WorkerTraces(context.tracer, context.engine_id)
@@ -124,45 +125,26 @@ class Worker:
             prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
             clock=self._clock,
         )
-        self._connector = assembled.connector
-        if self._connector is not None:
-            self._connector.worker.set_wakeup(self._engine.wake)
-            await self._connector.start()
-        self._state = self._make_state(assembled)
+        self._connector, self._ec_connector = assembled.connector, assembled.ec_connector
+        for connector in (self._connector, self._ec_connector):
+            if connector is not None:
+                connector.worker.set_wakeup(self._engine.wake)
+                await connector.start()
+        self._state = self._make_state(assembled, WorkerNumbers(assembled, self._engine, lambda: self._state))
         self._engine.start()
         self._sockets.start()
         return True
 
-    def _make_state(self, assembled: Assembled) -> WorkerState:
-        built, config, connector = assembled.built, self._context.config, assembled.connector
-        self._num_blocks = built.num_blocks
-        registration = Register(
-            engine_id=self._context.engine_id,
-            incarnation=self._context.incarnation,
-            role=self._context.role,
-            model=config.model.served_name or config.model.name,
-            model_fingerprint=built.model_fingerprint,
-            layout=built.layout,
-            max_model_len=built.max_model_len,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            num_blocks=built.num_blocks,
-            max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
-            connector=config.connector.name if connector is not None else "",
-            transports=connector.transports if connector is not None else (),
-            host_id=connector.host_id if connector is not None else "",
-            kv_verify=config.connector.kv_verify,
-            has_digests=connector is not None and connector.has_digests,
-            ops_address=self._ops_address,
-            pid=os.getpid(),
+    def _make_state(self, assembled: Assembled, numbers: WorkerNumbers) -> WorkerState:
+        metrics = WorkerMetrics(self._context.metrics, numbers.readings())
+        numbers.count_fallbacks(self._context.metrics)
+        return WorkerState(
+            registration(self._context, assembled, self._ops_address),
+            assembled.hands,
+            admission_limits(self._context, assembled),
+            numbers.load,
+            metrics,
         )
-        limits = AdmissionLimits(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_waiting_requests=config.worker.max_waiting_requests,
-            drain_timeout_s=config.worker.drain_timeout_s,
-        )
-        metrics = WorkerMetrics(self._context.metrics, self._readings())
-        self._count_fallbacks()
-        return WorkerState(registration, assembled.hands, limits, self._load, metrics)
 
     async def _shut_down(self) -> None:
         """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
@@ -172,8 +154,9 @@ class Worker:
             has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
             if not has_ended:
                 logger.error(event("engine_stuck", timeout_s=ENGINE_STOP_TIMEOUT_S))
-        if self._connector is not None:
-            await self._connector.stop()
+        for connector in (self._connector, self._ec_connector):
+            if connector is not None:
+                await connector.stop()
         await self._sockets.close(LINGER_S)
         await self._ops.stop()
         logger.info(event("stopped", engine_id=self._context.engine_id))
@@ -289,7 +272,9 @@ class Worker:
             ]
             self._perform(self._state.on_unsendable(action.link, ids, error))
             return
-        if not self._sockets.send(action.link, frame) and isinstance(message, list | PrefillDone | RequestFailed):
+        if not self._sockets.send(action.link, frame) and isinstance(
+            message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed
+        ):
             logger.warning(event("undeliverable", router=action.link, message=type(message).__name__))
 
     def _stop(self, exit_code: int) -> None:
@@ -366,78 +351,15 @@ class Worker:
             self._perform(self._state.start_drain(self._clock.now()))
         return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "draining", "requests": self._state.num_requests})
 
-    # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-    def _num_leased_blocks(self) -> int:
-        return self._connector.num_leased_blocks() if self._connector is not None else 0
-
-    def _load(self) -> EngineLoad:
-        assert self._engine is not None
-        gauges = self._engine.gauges()
-        return EngineLoad(
-            num_running=gauges.num_running,
-            num_waiting=gauges.num_waiting + gauges.num_loading,
-            kv_cache_usage=gauges.kv_cache_usage,
-            num_leased_blocks=self._num_leased_blocks(),
-            longest_lease_s=self._connector.longest_lease_s() if self._connector is not None else 0.0,
-        )
-
-    def _num_leaked_blocks(self) -> int:
-        """Blocks in use after everything that could use one has ended, by the reading after the engine's last step."""
-        assert self._engine is not None
-        assert self._state is not None
-        gauges = self._engine.gauges()
-        is_used = gauges.num_running + gauges.num_waiting + gauges.num_loading + gauges.num_parked_blocks
-        if is_used or self._num_leased_blocks() or self._state.num_requests:
-            return 0
-        num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
-        num_saving = self._connector.num_saving_blocks() if self._connector is not None else 0
-        return num_used - gauges.num_quarantined_blocks - num_saving
-
-    def _readings(self) -> dict[str, Callable[[], float]]:
-        engine = self._engine
-        assert engine is not None
-        return {
-            "num_requests_running": lambda: engine.gauges().num_running,
-            "num_requests_waiting": lambda: engine.gauges().num_waiting,
-            "num_requests_loading": lambda: engine.gauges().num_loading,
-            "kv_cache_usage_perc": lambda: engine.gauges().kv_cache_usage,
-            "kv_parked_blocks": lambda: engine.gauges().num_parked_blocks,
-            "kv_quarantined_blocks": lambda: engine.gauges().num_quarantined_blocks,
-            "kv_leaked_blocks": self._num_leaked_blocks,
-            "draining": lambda: self._state is not None and self._state.is_draining,
-            "registered_routers": lambda: self._state.num_registered_routers if self._state is not None else 0,
-            "engine_steps": lambda: engine.gauges().num_steps,
-            "num_preemptions": lambda: engine.gauges().num_preemptions,
-            "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
-            "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
-            "ignored_transfer_reports": lambda: engine.gauges().num_ignored_reports,
-        }
-
-    def _count_fallbacks(self) -> None:
-        engine = self._engine
-        assert engine is not None
-        read_labelled_counter(
-            self._context.metrics,
-            "kv_load_fallbacks",
-            "Requests whose KV could not be loaded, by reason and by what became of them: recompute or fail.",
-            ("reason", "policy"),
-            lambda: list(engine.gauges().num_load_fallbacks.items()),
-        )
-
     def _log_threads(self, num_threads: int) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         logger.info(event("engine_thread", torch_threads=num_threads, cores=cores))
 
 
-def run_worker(
-    config: KVFerryConfig,
-    role: Role,
-    hands: Callable[[EngineFacts], RoleHands],
-    build_connector: ConnectorBuilder | None,
-    announce: Announce,
-) -> int:
+def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerContext], Assembled], announce: Announce) -> int:
     """Run a worker process with the system's clock and randomness until it leaves; returns its exit code.
+
+    ``assemble`` loads the model and puts the parts together.
 
     Raises:
         KVFerryError: it cannot start.
@@ -456,7 +378,7 @@ def run_worker(
         tracer=tracer,
     )
     try:
-        return asyncio.run(Worker(context, lambda: assemble(context, hands, build_connector)).run(announce))
+        return asyncio.run(Worker(context, lambda: assemble(context)).run(announce))
     finally:
         if tracer is not None:
             tracer.close()

@@ -54,6 +54,7 @@ from core.wire.messages import (
     Refused,
     Register,
     Registered,
+    RegisterEncoder,
     Rejected,
     Release,
     Renew,
@@ -84,7 +85,7 @@ class WorkerState:
 
     def __init__(
         self,
-        registration: Register,
+        registration: Register | RegisterEncoder,
         hands: RoleHands,
         limits: AdmissionLimits,
         load: Callable[[], EngineLoad],

@@ -1,0 +1,1 @@
+"""The encode role: embeddings of images, computed once, for whoever computes the prompts."""

@@ -1,0 +1,229 @@
+"""The engine of an encode worker: images in, where their embeddings can be read out.
+
+Owns the queue of images and who waits for each: requests for the same image are answered together, and what was computed
+before is not computed again. There is no KV cache and no scheduler; embeddings are kept by the EC connector, which says where
+they lie. How an image becomes embeddings is ``core.model.image_encoder``. Runs on the worker's engine thread, as
+``core.engine.core`` does elsewhere.
+
+    queued ──its turn──► known to the connector ─────────────────────────► answered
+        └──────────────► computed, handed to the connector: being saved ──┘
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from core.clock import Clock
+from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.engine.core import EngineGauges
+from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
+from core.request import EncodedImage, EngineCoreOutput, NewRequest
+from core.wire.media import ECSource
+from core.wire.messages import ErrorInfo
+from encode.metrics import EncodeMetrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Encoder(Protocol):
+    """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
+
+    @property
+    def layout(self) -> EmbeddingsLayout:
+        """The form of the rows."""
+        ...
+
+    def identify(self, content: bytes) -> bytes:
+        """Return the identifier of a file's embeddings."""
+        ...
+
+    def encode(self, content: bytes) -> Tensor:
+        """Return the embeddings ``[num_embeds, hidden_size]`` of a file. Raises: InvalidRequest for a bad one."""
+        ...
+
+
+@dataclass(slots=True)
+class _Image:
+    """One image that requests wait for, by their arrival; ``started_at`` is set once it was computed."""
+
+    identifier: bytes
+    content: bytes
+    num_embeds: int
+    waiting: dict[str, float] = field(default_factory=dict)
+    started_at: float | None = None
+
+
+class EncodeEngine:
+    """One thread only, but for ``gauges``.
+
+    At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served; with
+    ``by_priority`` the smallest priority first.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        connector: ECConnectorWorker,
+        metrics: EncodeMetrics,
+        clock: Clock,
+        *,
+        max_batch_images: int,
+        by_priority: bool = False,
+    ) -> None:
+        connector.register_caches(encoder.layout)
+        self._encoder = encoder
+        self._connector = connector
+        self._metrics = metrics
+        self._clock = clock
+        self._max_batch_images = max_batch_images
+        self._by_priority = by_priority
+        self._images: dict[bytes, _Image] = {}  # queued and being saved
+        self._queue: list[tuple[int, int, bytes]] = []  # heap of (priority, arrival, identifier); entries may be outdated
+        self._requests: dict[str, bytes] = {}
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._is_woken = False
+        self._is_shut_down = False
+        self._gauges = EngineGauges()
+
+    @property
+    def gauges(self) -> EngineGauges:
+        """The reading after the last step; running are images that are being saved."""
+        return self._gauges
+
+    def add_request(self, new: NewRequest) -> None:
+        """Queue the one image of a request.
+
+        Raises:
+            EncoderInputMissing: the file did not come with it.
+            InvalidRequest: the file is not the one that is named.
+        """
+        (feature,) = new.mm_features
+        content = new.media[feature.media_index] if feature.media_index < len(new.media) else b""
+        if not content:
+            raise EncoderInputMissing("the image file did not come with the request")
+        image = self._images.get(feature.identifier)
+        if image is None:
+            if self._encoder.identify(content) != feature.identifier:  # else whoever shows that image would get this one
+                raise InvalidRequest("it is not the image that was announced")
+            image = self._images[feature.identifier] = _Image(feature.identifier, content, feature.num_embeds)
+        image.waiting[new.request_id] = self._clock.now()
+        self._requests[new.request_id] = feature.identifier
+        self._num_arrived += 1
+        if image.started_at is None:  # again, as it may be more urgent now
+            priority = new.priority if self._by_priority else 0
+            heapq.heappush(self._queue, (priority, self._num_arrived, feature.identifier))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests; an image that nobody waits for is not computed. Returns the ids of those that were alive."""
+        alive = [request_id for request_id in request_ids if request_id in self._requests]
+        for request_id in alive:
+            image = self._images[self._requests.pop(request_id)]
+            del image.waiting[request_id]
+            if not image.waiting:
+                del self._images[image.identifier]
+        return alive
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Compute a batch, and answer for what can be read by now.
+
+        Raises: whatever the connector raises once it is dead.
+        """
+        self._is_woken = False
+        outputs: list[EngineCoreOutput] = []
+        num_computed = 0
+        while num_computed < self._max_batch_images and (image := self._next_image()) is not None:
+            source = self._connector.find_source(image.identifier)
+            if source is not None:
+                outputs += self._answer(image, source, was_cached=True)
+                continue
+            num_computed += 1
+            error = self._compute(image)
+            if error is not None:
+                outputs += self._fail(image, ErrorInfo.of(error), "bad")
+        outputs += self._take_report()
+        self._num_steps += 1
+        self._gauges = EngineGauges(
+            num_running=sum(image.started_at is not None for image in self._images.values()),
+            num_waiting=sum(image.started_at is None for image in self._images.values()),
+            num_steps=self._num_steps,
+        )
+        return outputs
+
+    def wake(self) -> None:
+        """Note that the connector has something to say."""
+        self._is_woken = True
+
+    def has_work(self) -> bool:
+        """True if an image waits, or the connector has called."""
+        return self._is_woken or bool(self._queue)
+
+    def shutdown(self) -> None:
+        """Stop the connector's worker side. Idempotent."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._connector.shutdown()
+
+    # ---- one image ---------------------------------------------------------------------------------------------------
+
+    def _next_image(self) -> _Image | None:
+        """Return the next image of the queue that is still wanted and was not begun."""
+        while self._queue:
+            image = self._images.get(heapq.heappop(self._queue)[2])
+            if image is not None and image.started_at is None:
+                return image
+        return None
+
+    def _compute(self, image: _Image) -> KVFerryError | None:
+        """Embed an image and hand it to the connector; return what is wrong with it, if anything is."""
+        image.started_at = self._clock.now()
+        try:
+            embeddings = self._encoder.encode(image.content)
+            if len(embeddings) != image.num_embeds:
+                raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.num_embeds} were announced")
+        except KVFerryError as error:
+            return error
+        self._metrics.count_computed(len(embeddings), self._clock.now() - image.started_at)
+        self._connector.save_caches({image.identifier: embeddings}, image.identifier)
+        return None
+
+    def _take_report(self) -> list[EngineCoreOutput]:
+        """Answer for what has been saved since the last step, or could not be."""
+        outputs: list[EngineCoreOutput] = []
+        report = self._connector.get_finished(set())
+        for identifier, source in report.finished_saving.items():
+            image = self._images.get(identifier)
+            outputs += self._answer(image, source, was_cached=False) if image is not None else []
+        for identifier, error in report.failed_saving.items():
+            image = self._images.get(identifier)
+            outputs += self._fail(image, error, "failed") if image is not None else []
+        return outputs
+
+    def _answer(self, image: _Image, source: ECSource, *, was_cached: bool) -> list[EngineCoreOutput]:
+        """Tell everybody who waits for an image where it lies, each by a lease of its own."""
+        now, outputs = self._clock.now(), []
+        started_at = now if image.started_at is None else image.started_at
+        for number, (request_id, arrival) in enumerate(image.waiting.items()):
+            lease = source if number == 0 else self._connector.find_source(image.identifier) or source
+            is_second_hand = was_cached or number > 0
+            if is_second_hand:
+                self._metrics.count("cached")
+            encoded = EncodedImage(lease, is_second_hand, max(0.0, started_at - arrival), now - max(started_at, arrival))
+            outputs.append(EngineCoreOutput(request_id, [], finish_reason="stop", encoded=encoded))
+        self._forget(image)
+        return outputs
+
+    def _fail(self, image: _Image, error: ErrorInfo, outcome: str) -> list[EngineCoreOutput]:
+        self._metrics.count(outcome)
+        outputs = [EngineCoreOutput(request_id, [], finish_reason="error", error=error) for request_id in image.waiting]
+        self._forget(image)
+        return outputs
+
+    def _forget(self, image: _Image) -> None:
+        del self._images[image.identifier]
+        for request_id in image.waiting:
+            del self._requests[request_id]

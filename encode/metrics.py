@@ -1,0 +1,40 @@
+"""What an encode worker counts of images, beside what every worker counts.
+
+Owns names and labels. Counted by ``encode.engine`` on its thread, read when ``/metrics`` is asked.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from core.metrics import PREFIX
+
+_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class EncodeMetrics:
+    """Counters of one encode worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._images = Counter(
+            f"{PREFIX}encoder_images",
+            "Images by what was done: computed, or found in the cache; bad; or failed, as they could not be offered.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._embeds = Counter(f"{PREFIX}encoder_embeds", "Embeddings computed.", registry=registry)
+        self._seconds = Histogram(
+            f"{PREFIX}encoder_seconds", "Computation of one image.", buckets=_SECONDS_BUCKETS, registry=registry
+        )
+        for outcome in ("computed", "cached", "bad", "failed"):
+            self._images.labels(outcome)
+
+    def count(self, outcome: str) -> None:
+        """Count an image that a request was answered for, or one that was computed."""
+        self._images.labels(outcome).inc()
+
+    def count_computed(self, num_embeds: int, seconds: float) -> None:
+        """Count an image that was computed."""
+        self.count("computed")
+        self._embeds.inc(num_embeds)
+        self._seconds.observe(seconds)

@@ -1,0 +1,70 @@
+"""The encode role as a process: the image half of a model, without its decoder and without a KV pool.
+
+Owns how such a worker is put together. What it does with requests is ``encode.hands``, what it computes ``encode.engine``;
+sockets, drain and the operations port are those of every worker (``core.engine.worker``). ``run`` is the process.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from connectors.ec.registry import build_ec_connector
+from core.config import KVFerryConfig
+from core.engine.assembly import Assembled, BuiltEncoder, WorkerContext
+from core.engine.build import apply_cpu_threads, device_of, dtype_of
+from core.engine.worker import Announce, run_worker
+from core.errors import ConfigError
+from core.log import event
+from core.model.hub import resolve_model
+from core.model.image_encoder import load_image_encoder
+from encode.engine import EncodeEngine
+from encode.hands import EncodeHands
+from encode.metrics import EncodeMetrics
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: KVFerryConfig, announce: Announce) -> int:
+    """Run an encode worker process until it leaves; returns its exit code.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    return run_worker(config, "encode", put_together, announce)
+
+
+def put_together(context: WorkerContext) -> Assembled:
+    """Load the image half of the model and put engine, connector and hands together.
+
+    Raises:
+        ConfigError: the model sees no images, or ``ec_connector.name`` leaves nobody a way to read what is computed.
+    """
+    config = context.config
+    apply_cpu_threads(config.worker)
+    files = resolve_model(config.model.name, Path(config.model.cache_dir))
+    device = device_of(config.model)
+    encoder = load_image_encoder(files, dtype_of(config.model, device), device)
+    if encoder is None:
+        raise ConfigError(f"model.name = {config.model.name}: it reads text only, an encode worker has nothing to do")
+    connector = build_ec_connector(context, encoder.model_fingerprint)
+    if connector is None:
+        raise ConfigError(
+            "ec_connector.name = none: nobody could read what an encode worker computes; say p2p or shared, on all workers",
+            param="ec_connector.name",
+        )
+    engine = EncodeEngine(
+        encoder,
+        connector.worker,
+        EncodeMetrics(context.metrics),
+        context.clock,
+        max_batch_images=config.encode.max_batch_images,
+        by_priority=config.scheduler.policy == "priority",
+    )
+    built = BuiltEncoder(
+        engine=engine,
+        model_fingerprint=encoder.model_fingerprint,
+        max_num_images=config.encode.max_batch_images + config.worker.max_waiting_requests,
+    )
+    logger.info(event("encoder_built", model=files.name, dtype=encoder.layout.dtype, device=encoder.layout.device))
+    return Assembled(built, None, EncodeHands(), connector)

@@ -1,0 +1,308 @@
+"""The engine of an encode worker: each image computed once, however many ask for it and whenever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest
+from core.request import ECConnectorOutput, NewRequest
+from core.testing.clock import FakeClock
+from core.wire.media import ECSeal, ECSource, MMFeature
+from core.wire.messages import ErrorInfo
+from core.wire.sampling import SamplingParams
+from encode.engine import EncodeEngine
+from encode.metrics import EncodeMetrics
+
+CAT, DOG, FOX = b"cat", b"dog", b"fox"
+
+
+def name_of(content: bytes) -> bytes:
+    return content.ljust(16, b".")
+
+
+class FileEncoder:
+    """Embeds a file as one row per byte; a file that starts with "bad" is damaged."""
+
+    layout = EmbeddingsLayout(hidden_size=2, dtype="float32")
+
+    def __init__(self) -> None:
+        self.encoded: list[bytes] = []
+
+    def identify(self, content: bytes) -> bytes:
+        return name_of(content)
+
+    def encode(self, content: bytes) -> torch.Tensor:
+        self.encoded.append(content)
+        if content.startswith(b"bad"):
+            raise InvalidRequest("it is damaged")
+        return torch.ones(len(content), 2)
+
+
+class ShelfConnector(ECConnectorWorker):
+    """Keeps what is saved; reports it at once, or when ``is_slow``, by ``let_go``. Every source has a lease of its own."""
+
+    def __init__(self) -> None:
+        self.kept: set[bytes] = set()
+        self.is_slow = False
+        self.error: Exception | None = None
+        self.num_leases = 0
+        self.is_shut_down = 0
+        self._pending: list[bytes] = []
+        self._output = ECConnectorOutput()
+
+    def register_caches(self, layout) -> None:
+        self.layout = layout
+
+    def start_load_caches(self, encoder_cache, metadata) -> None:
+        raise AssertionError("an encode worker loads nothing")
+
+    def save_caches(self, encoder_cache, identifier) -> None:
+        assert encoder_cache[identifier].shape[1] == self.layout.hidden_size
+        self._pending.append(identifier)
+        if not self.is_slow:
+            self.let_go()
+
+    def let_go(self) -> None:
+        for identifier in self._pending:
+            self.kept.add(identifier)
+            self._output.finished_saving[identifier] = self.source(identifier)
+        self._pending = []
+
+    def refuse(self) -> None:
+        for identifier in self._pending:
+            self._output.failed_saving[identifier] = ErrorInfo.of(Full("no room"))
+        self._pending = []
+
+    def source(self, identifier: bytes) -> ECSource:
+        self.num_leases += 1
+        seal = ECSeal(identifier=identifier, num_embeds=3, hidden_size=2, dtype="float32", digest=1)
+        return ECSource(
+            seal=seal, connector="shelf", engine_id="e0", incarnation=1, lease_ms=1, payload=b"%d" % self.num_leases
+        )
+
+    def find_source(self, identifier):
+        return self.source(identifier) if identifier in self.kept else None
+
+    def get_finished(self, finished_req_ids):
+        if self.error is not None:
+            raise self.error
+        output, self._output = self._output, ECConnectorOutput()
+        return output
+
+    def shutdown(self) -> None:
+        self.is_shut_down += 1
+
+
+@pytest.fixture
+def make_engine():
+    def make(**settings) -> SimpleNamespace:
+        encoder, connector, registry, clock = FileEncoder(), ShelfConnector(), CollectorRegistry(), FakeClock()
+        options = {"max_batch_images": 2, **settings}
+        engine = EncodeEngine(encoder, connector, EncodeMetrics(registry), clock, **options)
+
+        def counted(outcome: str) -> float:
+            return registry.get_sample_value("kvferry_encoder_images_total", {"outcome": outcome})
+
+        return SimpleNamespace(engine=engine, encoder=encoder, connector=connector, clock=clock, counted=counted)
+
+    return make
+
+
+@pytest.fixture
+def bench(make_engine):
+    return make_engine()
+
+
+def request(request_id: str, content: bytes, **fields) -> NewRequest:
+    feature = MMFeature(identifier=name_of(content), offset=0, length=3, num_embeds=3, media_index=1)
+    defaults = {"mm_features": (feature,), "media": (b"", content)}
+    return NewRequest(request_id=request_id, prompt_token_ids=(), sampling=SamplingParams(), **{**defaults, **fields})
+
+
+def run(engine: EncodeEngine) -> dict[str, object]:
+    outputs = {}
+    while engine.has_work():
+        for output in engine.step():
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
+    return outputs
+
+
+def test_an_image_is_computed_and_told_where_it_lies(bench):
+    bench.engine.add_request(request("r/0", CAT))
+    (output,) = run(bench.engine).values()
+    assert output.finish_reason == "stop"
+    assert output.encoded.source.seal.identifier == name_of(CAT)
+    assert not output.encoded.was_cached
+    assert bench.engine.gauges.num_waiting == bench.engine.gauges.num_running == 0
+
+
+def test_requests_for_one_image_are_answered_together_each_by_its_own_lease(bench):
+    for number in range(3):
+        bench.engine.add_request(request(f"r{number}/0", CAT))
+    outputs = run(bench.engine)
+    assert bench.encoder.encoded == [CAT]
+    assert len({output.encoded.source.payload for output in outputs.values()}) == 3
+    assert [output.encoded.was_cached for output in outputs.values()] == [False, True, True]
+    assert (bench.counted("computed"), bench.counted("cached")) == (1, 2)
+
+
+def test_a_repeated_image_is_not_computed_again(bench):
+    for number in range(3):
+        bench.engine.add_request(request(f"r{number}/0", CAT))
+        (output,) = run(bench.engine).values()
+        assert output.encoded.was_cached is (number > 0)
+    assert bench.encoder.encoded == [CAT]
+
+
+def test_an_image_that_is_gone_is_computed_again(bench):
+    bench.engine.add_request(request("r0/0", CAT))
+    run(bench.engine)
+    bench.connector.kept.clear()
+    bench.engine.add_request(request("r1/0", CAT))
+    assert run(bench.engine)["r1/0"].encoded.was_cached is False
+    assert bench.encoder.encoded == [CAT, CAT]
+
+
+def test_who_asks_while_an_image_is_being_saved_is_answered_with_the_others(bench):
+    bench.connector.is_slow = True
+    bench.engine.add_request(request("r0/0", CAT))
+    assert bench.engine.step() == []
+    assert bench.engine.gauges.num_running == 1
+    bench.engine.add_request(request("r1/0", CAT))
+    assert bench.engine.step() == []
+    bench.connector.let_go()
+    bench.engine.wake()
+    assert set(run(bench.engine)) == {"r0/0", "r1/0"}
+    assert bench.encoder.encoded == [CAT]
+
+
+def test_nothing_is_done_while_there_is_nothing_to_do(bench):
+    bench.connector.is_slow = True
+    bench.engine.add_request(request("r0/0", CAT))
+    bench.engine.step()
+    assert not bench.engine.has_work()
+
+
+def test_a_step_computes_a_batch_and_no_more(bench):
+    for number, content in enumerate((CAT, DOG, FOX)):
+        bench.engine.add_request(request(f"r{number}/0", content))
+    assert len(bench.engine.step()) == 2
+    assert bench.engine.gauges.num_waiting == 1
+    assert len(bench.engine.step()) == 1
+
+
+def test_known_images_do_not_count_as_computed_ones(make_engine):
+    bench = make_engine(max_batch_images=1)
+    for content in (CAT, DOG):
+        bench.engine.add_request(request(content.decode(), content))
+    run(bench.engine)
+    for number, content in enumerate((CAT, DOG, FOX)):
+        bench.engine.add_request(request(f"r{number}/0", content))
+    assert len(bench.engine.step()) == 3
+
+
+@pytest.mark.parametrize(("by_priority", "order"), [(False, [DOG, CAT]), (True, [CAT, DOG])])
+def test_priorities_count_where_they_are_to(make_engine, by_priority, order):
+    bench = make_engine(by_priority=by_priority)
+    bench.engine.add_request(request("r0/0", DOG, priority=5))
+    bench.engine.add_request(request("r1/0", CAT, priority=-5))
+    run(bench.engine)
+    assert bench.encoder.encoded == order
+
+
+def test_an_image_becomes_as_urgent_as_its_most_urgent_request(make_engine):
+    bench = make_engine(by_priority=True, max_batch_images=1)
+    bench.engine.add_request(request("r0/0", DOG, priority=5))
+    bench.engine.add_request(request("r1/0", CAT, priority=4))
+    bench.engine.add_request(request("r2/0", DOG, priority=3))
+    assert {output.request_id for output in bench.engine.step()} == {"r0/0", "r2/0"}
+
+
+def test_an_aborted_image_is_not_computed(bench):
+    bench.engine.add_request(request("r0/0", CAT))
+    assert bench.engine.abort_requests(["r0/0", "unknown"]) == ["r0/0"]
+    assert run(bench.engine) == {}
+    assert bench.encoder.encoded == []
+
+
+def test_an_abort_leaves_the_image_to_others(bench):
+    bench.engine.add_request(request("r0/0", CAT))
+    bench.engine.add_request(request("r1/0", CAT))
+    bench.engine.abort_requests(["r0/0"])
+    assert set(run(bench.engine)) == {"r1/0"}
+
+
+def test_a_late_report_of_an_aborted_image_answers_nobody(bench):
+    bench.connector.is_slow = True
+    bench.engine.add_request(request("r0/0", CAT))
+    bench.engine.step()
+    bench.engine.abort_requests(["r0/0"])
+    bench.connector.let_go()
+    bench.engine.wake()
+    assert run(bench.engine) == {}
+
+
+def test_a_bad_image_fails_alone(bench):
+    bench.engine.add_request(request("r0/0", b"bad"))
+    bench.engine.add_request(request("r1/0", CAT))
+    outputs = run(bench.engine)
+    assert (outputs["r0/0"].error.code, outputs["r0/0"].finish_reason) == ("invalid_request", "error")
+    assert outputs["r1/0"].encoded is not None
+    assert bench.counted("bad") == 1
+
+
+def test_an_image_with_another_number_of_embeddings_than_was_announced_is_bad(bench):
+    bench.engine.add_request(request("r0/0", b"mouse"))
+    assert run(bench.engine)["r0/0"].error.code == "invalid_request"
+
+
+def test_an_image_under_anothers_name_is_refused(bench):
+    with pytest.raises(InvalidRequest, match="not the image"):
+        bench.engine.add_request(request("r0/0", CAT, media=(b"", DOG)))
+
+
+@pytest.mark.parametrize("media", [(), (CAT,), (CAT, b"")])
+def test_a_request_without_its_file_is_refused(bench, media):
+    with pytest.raises(EncoderInputMissing):
+        bench.engine.add_request(request("r0/0", CAT, media=media))
+
+
+def test_what_cannot_be_offered_fails(bench):
+    bench.connector.is_slow = True
+    bench.engine.add_request(request("r0/0", CAT))
+    bench.engine.step()
+    bench.connector.refuse()
+    bench.engine.wake()
+    assert run(bench.engine)["r0/0"].error.code == "store_full"
+    assert bench.counted("failed") == 1
+
+
+def test_a_dead_connector_ends_the_engine(bench):
+    bench.connector.error = EngineDead("gone")
+    bench.engine.wake()
+    with pytest.raises(EngineDead):
+        bench.engine.step()
+
+
+def test_times_are_told(bench):
+    bench.connector.is_slow = True
+    bench.engine.add_request(request("r0/0", CAT))
+    bench.clock.advance(2.0)
+    bench.engine.step()
+    bench.clock.advance(0.5)
+    bench.connector.let_go()
+    bench.engine.wake()
+    encoded = run(bench.engine)["r0/0"].encoded
+    assert (encoded.queue_s, encoded.compute_s) == (2.0, 0.5)
+
+
+def test_the_connector_is_shut_down_once(bench):
+    bench.engine.shutdown()
+    bench.engine.shutdown()
+    assert bench.connector.is_shut_down == 1
