@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from connectors.pool_access import open_pool
 from connectors.registry import Connector, ConnectorContext
-from connectors.tier.jobs import TierConnectorMetadata
+from connectors.tier.jobs import Report, TierConnectorMetadata
 from connectors.tier.metrics import publish_tier
 from connectors.tier.mover import TierMover
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
@@ -35,7 +35,7 @@ class TierConnector(Connector):
         self._settings = settings
         self._open_store = open_store
         self._store: BlockStore | None = None
-        self._thread: TierThread | None = None
+        self._thread: TierThread[TierConnectorMetadata, Report] | None = None
         self.scheduler = TierConnectorScheduler(settings, context.layout, context.clock, self._opened, self._watch)
         self.worker = TierConnectorWorker(settings.name, self._submit)
 

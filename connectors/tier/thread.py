@@ -1,7 +1,8 @@
-"""The thread of a tier connector: it runs a ``TierMover``, and sees to it that the engine learns what has become of it.
+"""The thread of a connector to a tier: it runs a mover, and sees to it that the engine learns what has become of its orders.
 
-Owns the thread and its queue. Knows nothing of blocks. The tier's tickets say by a flag that they are done, so that while one
-is open the thread looks again after a moment; without one it sleeps.
+Owns the thread and its queue. Knows nothing of blocks or embeddings: ``connectors.tier`` and ``connectors.ec`` have a mover
+each. The tier's tickets say by a flag that they are done, so that while one is open the thread looks again after a moment;
+without one it sleeps.
 """
 
 from __future__ import annotations
@@ -9,19 +10,48 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from connectors.tier.jobs import Report, TierConnectorMetadata
-from connectors.tier.mover import TierMover
 from core.log import event
 from kvstore.base import LookupTicket
+
+OrderT = TypeVar("OrderT")
+ReportT = TypeVar("ReportT")
+OrderT_contra = TypeVar("OrderT_contra", contravariant=True)
+ReportT_co = TypeVar("ReportT_co", covariant=True)
 
 POLL_S = 0.0005  # while a ticket is open
 
 _log = logging.getLogger(__name__)
 
 
-class TierThread:
+class Mover(Protocol[OrderT_contra, ReportT_co]):
+    """What moves something to a tier and back, without a thread of its own. It never waits."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a ticket is open."""
+        ...
+
+    def submit(self, order: OrderT_contra, /) -> None:
+        """Take an order."""
+        ...
+
+    def step(self) -> bool:
+        """Do what can be done now; False if there is nothing, or everything waits for the tier."""
+        ...
+
+    def take_reports(self) -> Sequence[ReportT_co]:
+        """Return what has ended since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held; nothing is reported any more."""
+        ...
+
+
+class TierThread(Generic[OrderT, ReportT]):
     """Runs a mover. ``report`` gets what has ended, ``wakeup`` is called when a watched ticket is done, both in the thread.
 
     ``on_death`` is called from the thread if it ends by a bug of ours.
@@ -29,8 +59,8 @@ class TierThread:
 
     def __init__(
         self,
-        mover: TierMover,
-        report: Callable[[Report], None],
+        mover: Mover[OrderT, ReportT],
+        report: Callable[[ReportT], None],
         wakeup: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
@@ -38,7 +68,7 @@ class TierThread:
         self._report = report
         self._wakeup = wakeup
         self._on_death = on_death
-        self._submitted: deque[TierConnectorMetadata] = deque()
+        self._submitted: deque[OrderT] = deque()
         self._watched: deque[LookupTicket] = deque()
         self._has_news = threading.Event()
         self._is_stopping = False
@@ -48,9 +78,9 @@ class TierThread:
         """Start the thread. The mover belongs to it from now on."""
         self._thread.start()
 
-    def submit(self, metadata: TierConnectorMetadata) -> None:
-        """Queue one step's news. The blocks of the pool bound the queue. Any thread."""
-        self._submitted.append(metadata)
+    def submit(self, order: OrderT) -> None:
+        """Queue an order. What there is to move bounds the queue. Any thread."""
+        self._submitted.append(order)
         self._has_news.set()
 
     def watch(self, ticket: LookupTicket) -> None:
