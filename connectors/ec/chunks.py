@@ -1,0 +1,143 @@
+"""How embeddings are cut for memory, stores and transports: chunks of a fixed number of rows, each with a seal of its own.
+
+Owns the size of a chunk, the hash that names one, and the digest of whole embeddings. Embeddings are of any number of rows;
+pools, stores and transports move blocks of one size. The last chunk of an item is filled up with zeros.
+
+    item   | row 0 ... row 63 | row 64 ... row 127 | row 128 .. zeros |     [num_embeds, hidden_size]
+             chunk 0            chunk 1              chunk 2                CHUNK_EMBEDS rows each
+
+The hash of a chunk says whose it is: identifier, number of rows of the item, and its place among them, keyed by the model. With
+the layout, which stands in every seal as well, a chunk of another item, shape, dtype or model is refused like a KV block of
+another prompt. Pure; called by everything in this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.digest import WORD_BYTES, BlockDigester
+from core.encoder import EmbeddingsLayout
+from core.errors import CorruptBlock, LayoutMismatch
+from core.kv.hashing import BLOCK_HASH_BYTES
+from core.wire.kv import KVLayoutInfo
+from core.wire.media import ECSeal, MMFeature
+
+CHUNK_EMBEDS = 64  # what an image, or a tile of one, has with common models; the same in the whole cluster
+
+_ORDER = "EMBED"  # the layout of no KV cache
+_DOMAIN = b"kvferry embed v1"
+_PLACE = struct.Struct("<16sII")
+_MAX_DIGESTERS = 8  # each holds about a MiB of scratch memory
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """The chunks of one model's embeddings. ``model_fingerprint`` has 1 to 64 bytes."""
+
+    embeddings: EmbeddingsLayout
+    model_fingerprint: bytes
+
+    @property
+    def embed_bytes(self) -> int:
+        """Size of one row."""
+        return self.embeddings.hidden_size * self.embeddings.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk: whole words, as there are 64 rows in it."""
+        return CHUNK_EMBEDS * self.embed_bytes
+
+    @property
+    def as_blocks(self) -> KVLayoutInfo:
+        """What a chunk looks like to transports and stores, for which it is a block with a row for each token."""
+        return KVLayoutInfo(
+            dtype=self.embeddings.dtype,
+            order=_ORDER,
+            block_size=CHUNK_EMBEDS,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=self.embeddings.hidden_size,
+            block_bytes=self.chunk_bytes,
+        )
+
+    def num_bytes(self, num_embeds: int) -> int:
+        """Return the size of an item's rows."""
+        return num_embeds * self.embed_bytes
+
+    def chunk_hashes(self, identifier: bytes, num_embeds: int) -> list[bytes]:
+        """Return what the seals of an item's chunks must name, 16 bytes each, in order."""
+        return [self._chunk_hash(identifier, num_embeds, index) for index in range(num_chunks(num_embeds))]
+
+    def seal(self, identifier: bytes, num_embeds: int, digest: int) -> ECSeal:
+        """Return what is told of whole embeddings."""
+        layout = self.embeddings
+        return ECSeal(
+            identifier=identifier, num_embeds=num_embeds, hidden_size=layout.hidden_size, dtype=layout.dtype, digest=digest
+        )
+
+    def check_seal(self, seal: ECSeal, feature: MMFeature) -> None:
+        """Check that announced embeddings are those of a feature, in the form that is needed here.
+
+        Raises:
+            LayoutMismatch: they are not; the message holds both values.
+        """
+        wanted = self.seal(feature.identifier, feature.num_embeds, seal.digest)
+        for name in ("identifier", "num_embeds", "hidden_size", "dtype"):
+            found, needed = getattr(seal, name), getattr(wanted, name)
+            if found != needed:
+                raise LayoutMismatch(f"embeddings are announced with {name} {_shown(found)} instead of {_shown(needed)}")
+
+    def _chunk_hash(self, identifier: bytes, num_embeds: int, index: int) -> bytes:
+        place = _PLACE.pack(identifier, num_embeds, index)
+        return hashlib.blake2b(place, digest_size=BLOCK_HASH_BYTES, key=self.model_fingerprint, person=_DOMAIN).digest()
+
+
+def num_chunks(num_embeds: int) -> int:
+    """Return how many chunks an item of so many rows takes."""
+    return -(-num_embeds // CHUNK_EMBEDS)
+
+
+def rows_in_chunk(num_embeds: int, index: int) -> int:
+    """Return how many rows of an item are in a chunk of it; the rest of the chunk is zero."""
+    return min(CHUNK_EMBEDS, num_embeds - index * CHUNK_EMBEDS)
+
+
+class RowsDigester:
+    """Digests of whole embeddings in host memory. Holds scratch memory, so each thread needs one of its own."""
+
+    def __init__(self) -> None:
+        self._digesters: dict[int, BlockDigester] = {}
+
+    def digest(self, content: memoryview) -> int:
+        """Return the digest of rows as they lie in memory, as if zeros filled them up to whole words."""
+        num_bytes = content.nbytes
+        if num_bytes % WORD_BYTES:
+            padded = np.zeros(-(-num_bytes // WORD_BYTES) * WORD_BYTES, dtype=np.uint8)
+            padded[:num_bytes] = np.frombuffer(content, dtype=np.uint8)
+            content = padded.data
+        return self._digester(content.nbytes).digest(content)
+
+    def check(self, content: memoryview, seal: ECSeal) -> None:
+        """Check rows against their seal.
+
+        Raises:
+            CorruptBlock: they are not those that were sealed.
+        """
+        found = self.digest(content)
+        if found != seal.digest:
+            raise CorruptBlock(f"digest {found:016x} of the embeddings instead of {seal.digest:016x} in their seal")
+
+    def _digester(self, num_bytes: int) -> BlockDigester:
+        digester = self._digesters.pop(num_bytes, None) or BlockDigester(num_bytes)
+        if len(self._digesters) >= _MAX_DIGESTERS:
+            del self._digesters[next(iter(self._digesters))]
+        self._digesters[num_bytes] = digester
+        return digester
+
+
+def _shown(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

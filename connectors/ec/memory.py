@@ -1,0 +1,111 @@
+"""The host memory of an EC connector: chunks of embeddings, and a seal for each, in memory files that peers can map.
+
+Owns the memory. Does not know which chunk holds what (``shelf``). Chunks are what transports call blocks: ``region`` is the
+pool that they register. Pages come with their first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+from connectors.ec.chunks import ChunkLayout, RowsDigester, rows_in_chunk
+from connectors.ec.shelf import ShelfItem
+from core.connector import KVPoolRegion
+from core.digest import BlockDigester
+from core.errors import ConfigError
+from core.kv.seals import (
+    DigestBlocks,
+    ExpectedSeal,
+    SealTable,
+    each_by_itself,
+    layout_fingerprint,
+    map_seal_memory,
+    seal_memory_bytes,
+)
+from core.wire.media import ECSeal
+
+_CHUNKS_FILE = "kvferry-embeddings"
+_SEALS_FILE = "kvferry-embedding-seals"
+
+
+class ChunkMemory:
+    """``memory_bytes`` of host memory in chunks. Seals are made with digests.
+
+    Raises: ConfigError if it does not hold one chunk.
+    """
+
+    def __init__(self, layout: ChunkLayout, memory_bytes: int, incarnation: int) -> None:
+        self.layout = layout
+        self.num_chunks = memory_bytes // layout.chunk_bytes
+        if not self.num_chunks:
+            raise ConfigError(
+                f"ec_connector.memory_bytes = {memory_bytes} does not hold one chunk of {layout.chunk_bytes} bytes",
+                param="ec_connector.memory_bytes",
+            )
+        self._fds = [
+            _memory_file(_CHUNKS_FILE, self.num_chunks * layout.chunk_bytes),
+            _memory_file(_SEALS_FILE, seal_memory_bytes(self.num_chunks)),
+        ]
+        chunks = mmap.mmap(self._fds[0], self.num_chunks * layout.chunk_bytes)
+        self._bytes = memoryview(chunks)
+        self._last_generation = 0
+        blocks = layout.as_blocks
+        seal_memory = map_seal_memory(self.num_chunks, self._fds[1])
+        self._seals = SealTable(seal_memory, incarnation, layout_fingerprint(blocks), self._new_digester())
+        self.region = KVPoolRegion(
+            base_address=ctypes.addressof(ctypes.c_char.from_buffer(chunks)),
+            num_blocks=self.num_chunks,
+            block_bytes=layout.chunk_bytes,
+            layout=blocks,
+            buffer=self._bytes,
+            memory_fd=self._fds[0],
+            seals=self._seals,
+            new_digester=self._new_digester,
+        )
+
+    def chunk(self, index: int) -> memoryview:
+        """Return the writable bytes of a chunk."""
+        size = self.layout.chunk_bytes
+        return self._bytes[index * size : (index + 1) * size]
+
+    def rows(self, first_chunk: int, num_embeds: int) -> memoryview:
+        """Return the writable bytes of an item's rows: [num_embeds, hidden_size], without what fills up its last chunk."""
+        start = first_chunk * self.layout.chunk_bytes
+        return self._bytes[start : start + self.layout.num_bytes(num_embeds)]
+
+    def write(self, item: ShelfItem, rows: memoryview, digester: RowsDigester) -> tuple[ECSeal, int]:
+        """Fill the chunks of an item and seal them for readers; return the seal of the whole, and the generation of the chunks.
+
+        Each writing has a generation of its own, so that a reader who was told of another one is refused.
+        """
+        self._seals.break_seals(item.chunks)
+        self._last_generation += 1
+        target = np.frombuffer(self._bytes, dtype=np.uint8)[item.first_chunk * self.layout.chunk_bytes :]
+        num_bytes, end = rows.nbytes, item.num_chunks * self.layout.chunk_bytes
+        target[:num_bytes] = np.frombuffer(rows, dtype=np.uint8)
+        target[num_bytes:end] = 0
+        for index, block_hash in enumerate(self.layout.chunk_hashes(item.identifier, item.num_embeds)):
+            num_rows = rows_in_chunk(item.num_embeds, index)
+            self._seals.seal(item.first_chunk + index, ExpectedSeal(self._last_generation, 0, block_hash, num_rows))
+        digest = digester.digest(self.rows(item.first_chunk, item.num_embeds))
+        return self.layout.seal(item.identifier, item.num_embeds, digest), self._last_generation
+
+    def close(self) -> None:
+        """Close the files; the memory goes with the last view of it."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def _new_digester(self) -> DigestBlocks:
+        digester = BlockDigester(self.layout.chunk_bytes)
+        return each_by_itself(lambda chunk: digester.digest(self.chunk(chunk)))
+
+
+def _memory_file(name: str, num_bytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return fd

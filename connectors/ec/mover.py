@@ -1,0 +1,265 @@
+"""What moves embeddings between a worker and the store of its host: fetches, and what was computed here.
+
+Owns the fetches and saves under way, and the keys under which the store knows chunks. Waits for nothing and has no thread:
+``step`` does what can be done now, and says whether that was anything. Everything ends, whatever becomes of the store, since
+every ticket does, and a fetch by its deadline.
+
+    fetch   got ──ticket──▶ copied out and checked, chunk by chunk ──▶ FetchEnded
+              ◀── withheld by the store: asked again after a moment
+    save    sealed, put ──ticket──▶ OfferEnded
+    check   looked up ──ticket──▶ Forgotten, if the store has it no more
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from connectors.ec.chunks import ChunkLayout, RowsDigester, num_chunks, rows_in_chunk
+from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata
+from connectors.ec.memory import ChunkMemory
+from connectors.ec.worker import OfferEnded
+from core.clock import Clock
+from core.digest import BlockDigester
+from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout, Unavailable
+from core.kv.seals import Seal, encode_seal, layout_fingerprint
+from core.wire.media import ECSeal, ECSource
+from core.wire.messages import ErrorInfo
+from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket
+from kvstore.key import StoreKey, layout_key
+
+NAME = "shared"
+RETRY_S = 0.005  # before chunks that the store has, and could not pin, are asked for again
+CHUNKS_PER_GET = 64  # a store pins only so much for one client
+CHUNKS_PER_TURN = 8  # of one fetch, before the others and new orders get their turn
+_ANY_GENERATION = 1  # of a chunk in a store: it is never rewritten there
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEmbeddings:
+    """Store these rows, ``content`` being whole chunks of which the last is filled up with zeros."""
+
+    identifier: bytes
+    num_embeds: int
+    content: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStored:
+    """Look whether the store still has these embeddings."""
+
+    seal: ECSeal
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The store has these embeddings no more."""
+
+    identifier: bytes
+
+
+Order = FetchingMetadata | SaveEmbeddings | CheckStored
+StoreReport = FetchEnded | OfferEnded | Forgotten
+
+
+@dataclass(slots=True)
+class _Fetching:
+    fetch: Fetch
+    keys: list[StoreKey]
+    num_done: int = 0
+    ticket: GetTicket | None = None
+    first_got: int = 0  # of the ticket
+    retry_at: float = 0.0
+    is_aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Saving:
+    save: SaveEmbeddings
+    seal: ECSeal
+    put: PutTicket
+
+
+@dataclass(slots=True)
+class _Checking:
+    seal: ECSeal
+    lookup: LookupTicket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The worker that stores: who it is goes along with what it tells others."""
+
+    engine_id: str
+    incarnation: int
+
+
+class EmbeddingMover:
+    """Moves embeddings of one model. All calls come from one thread. ``memory`` is where fetches go."""
+
+    def __init__(self, store: BlockStore, layout: ChunkLayout, memory: ChunkMemory, holder: Holder, clock: Clock) -> None:
+        self._store = store
+        self._layout = layout
+        self._memory = memory
+        self._holder = holder
+        self._clock = clock
+        self._layout_key = layout_key(layout.as_blocks)
+        self._layout_version = layout_fingerprint(layout.as_blocks)
+        self._chunk_digester = BlockDigester(layout.chunk_bytes)
+        self._digester = RowsDigester()
+        self._fetches: dict[bytes, _Fetching] = {}
+        self._saves: deque[_Saving] = deque()
+        self._checks: deque[_Checking] = deque()
+        self._reports: list[StoreReport] = []
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a ticket is open."""
+        return bool(self._fetches or self._saves or self._checks)
+
+    def submit(self, order: Order) -> None:
+        """Take an order."""
+        match order:
+            case FetchingMetadata():
+                for fetch in order.fetches:
+                    self._fetches[fetch.identifier] = _Fetching(fetch, self._keys(fetch.identifier, fetch.num_embeds))
+                for identifier in order.aborts:
+                    if identifier in self._fetches:
+                        self._fetches[identifier].is_aborted = True
+            case SaveEmbeddings():
+                self._begin_save(order)
+            case CheckStored():
+                lookup = self._store.lookup(self._keys(order.seal.identifier, order.seal.num_embeds))
+                self._checks.append(_Checking(order.seal, lookup))
+
+    def take_reports(self) -> list[StoreReport]:
+        """Return what has ended since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def step(self) -> bool:
+        """Do what can be done now; False if everything waits for the store."""
+        has_fetched = [self._advance_fetch(fetching) for fetching in list(self._fetches.values())]
+        return any([*has_fetched, self._advance_save(), self._advance_check()])
+
+    def close(self) -> None:
+        """Give back what is pinned in the store; nothing is reported any more."""
+        for fetching in self._fetches.values():
+            self._release(fetching)
+
+    # ---- fetches -----------------------------------------------------------------------------------------------------
+
+    def _advance_fetch(self, fetching: _Fetching) -> bool:
+        if fetching.is_aborted or fetching.num_done == len(fetching.keys):
+            self._end_fetch(fetching, None)
+            return True
+        now = self._clock.now()
+        if now >= fetching.fetch.deadline:
+            missing = len(fetching.keys) - fetching.num_done
+            self._end_fetch(fetching, TransferTimeout(f"{missing} chunks of embeddings are not here at the deadline"))
+            return True
+        if fetching.ticket is None:
+            if now < fetching.retry_at:
+                return False
+            fetching.first_got = fetching.num_done
+            fetching.ticket = self._store.get(fetching.keys[fetching.num_done : fetching.num_done + CHUNKS_PER_GET])
+        if not fetching.ticket.is_done:
+            return False
+        try:
+            self._copy_some(fetching, fetching.ticket)
+        except (NotFound, CorruptBlock, StaleBlock) as error:
+            self._end_fetch(fetching, error)
+        return True
+
+    def _copy_some(self, fetching: _Fetching, ticket: GetTicket) -> None:
+        """Copy the next chunks of a get that is answered.
+
+        Raises:
+            NotFound, CorruptBlock, StaleBlock: one of them is not there, or not what was stored.
+        """
+        for _ in range(CHUNKS_PER_TURN):
+            position = fetching.num_done - fetching.first_got
+            if position == len(ticket.keys):
+                self._release(fetching)
+                return
+            if position in ticket.withheld:
+                self._release(fetching)
+                fetching.retry_at = self._clock.now() + RETRY_S
+                return
+            block = ticket.blocks[position] if position < len(ticket.blocks) else None
+            if block is None:
+                raise NotFound(f"the store does not have the embeddings{ticket.failure and ': '}{ticket.failure}")
+            self._store.copy_out(block, self._memory.chunk(fetching.fetch.chunks[fetching.num_done]))
+            fetching.num_done += 1
+            if fetching.num_done == len(fetching.keys):
+                return
+
+    def _end_fetch(self, fetching: _Fetching, error: KVFerryError | None) -> None:
+        self._release(fetching)
+        identifier = fetching.fetch.identifier
+        del self._fetches[identifier]
+        info = None if error is None else ErrorInfo.of(error)
+        self._reports.append(FetchEnded(identifier, info, was_aborted=fetching.is_aborted))
+
+    def _release(self, fetching: _Fetching) -> None:
+        if fetching.ticket is not None:
+            self._store.release(fetching.ticket)
+            fetching.ticket = None
+
+    # ---- saves and checks --------------------------------------------------------------------------------------------
+
+    def _begin_save(self, save: SaveEmbeddings) -> None:
+        """Seal the chunks and put them."""
+        size = self._layout.chunk_bytes
+        keys = self._keys(save.identifier, save.num_embeds)
+        chunks = [save.content[index * size : (index + 1) * size] for index in range(len(keys))]
+        seals = [self._seal(key, rows_in_chunk(save.num_embeds, i), chunks[i]) for i, key in enumerate(keys)]
+        digest = self._digester.digest(save.content[: self._layout.num_bytes(save.num_embeds)])
+        seal = self._layout.seal(save.identifier, save.num_embeds, digest)
+        self._saves.append(_Saving(save, seal, self._store.put(keys, chunks, seals)))
+
+    def _advance_save(self) -> bool:
+        if not self._saves or not self._saves[0].put.is_done:
+            return False
+        saving = self._saves.popleft()
+        identifier = saving.save.identifier
+        is_stored = len(saving.put.stored) == len(saving.put.keys) and all(saving.put.stored)
+        self.counts["stored" if is_stored else "refused"] += 1
+        if is_stored:
+            self._reports.append(OfferEnded(identifier, self._source(saving.seal)))
+        else:
+            error = Unavailable(f"the store has not taken the embeddings{saving.put.failure and ': '}{saving.put.failure}")
+            self._reports.append(OfferEnded(identifier, error=ErrorInfo.of(error)))
+        return True
+
+    def _advance_check(self) -> bool:
+        if not self._checks or not self._checks[0].lookup.is_done:
+            return False
+        checking = self._checks.popleft()
+        hits = checking.lookup.hits
+        if len(hits) < len(checking.lookup.keys) or not all(hits):
+            self._reports.append(Forgotten(checking.seal.identifier))
+        return True
+
+    def _source(self, seal: ECSeal) -> ECSource:
+        holder = self._holder
+        return ECSource(seal=seal, connector=NAME, engine_id=holder.engine_id, incarnation=holder.incarnation, lease_ms=0)
+
+    def _seal(self, key: StoreKey, num_rows: int, chunk: memoryview) -> bytes:
+        return encode_seal(
+            Seal(
+                incarnation=self._holder.incarnation,
+                generation=_ANY_GENERATION,
+                group_id=key.group_id,
+                block_hash=key.block_hash,
+                num_tokens=num_rows,
+                layout_version=self._layout_version,
+                digest=self._chunk_digester.digest(chunk),
+            )
+        )
+
+    def _keys(self, identifier: bytes, num_embeds: int) -> list[StoreKey]:
+        hashes = self._layout.chunk_hashes(identifier, num_embeds)
+        assert len(hashes) == num_chunks(num_embeds)
+        return [StoreKey(block_hash, self._layout_key, 0) for block_hash in hashes]

@@ -1,0 +1,207 @@
+"""EC connector "p2p": a reader takes embeddings out of the memory of the encode worker that has computed them.
+
+Encode workers are producers, all others consumers. The hand-over is that of KV blocks, by the same parts: control sockets,
+handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, carried by ``NodeCarrier`` for a
+pool of chunks. Owns that pool and the life of the parts. Seals carry digests, and readers verify them over every transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from connectors.ec import handover
+from connectors.ec.alarm import Alarm
+from connectors.ec.chunks import ChunkLayout
+from connectors.ec.jobs import FetchingMetadata, Source
+from connectors.ec.memory import ChunkMemory
+from connectors.ec.metrics import publish_fetches
+from connectors.ec.offers import HeldOffers, OfferTerms
+from connectors.ec.registry import ECConnector, ECContext
+from connectors.ec.scheduler import FetchingScheduler
+from connectors.ec.tensors import to_bytes, to_tensor
+from connectors.ec.worker import FetchingWorker
+from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
+from connectors.p2p.carrier import CarrierOwner, NodeCarrier
+from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.host import host_id
+from connectors.p2p.metrics import P2PMetrics
+from connectors.p2p.transports import TransportFactory, create_transport
+from connectors.registry import ConnectorContext
+from core.config import ConnectorSection
+from core.encoder import ECRole, EmbeddingsLayout
+from core.wire.media import ECSource, MMFeature
+
+_RENEWALS_PER_LEASE = 6
+_METRICS_KIND = "ec"
+
+
+class P2PECConnector(ECConnector):
+    """``create`` makes the transports."""
+
+    name = handover.NAME
+    scheduler: FetchingScheduler
+    worker: FetchingWorker
+
+    def __init__(self, context: ECContext, create: TransportFactory = create_transport) -> None:
+        self._context = context
+        self._create = create
+        self._layout: ChunkLayout | None = None
+        self._memory: ChunkMemory | None = None
+        self._offers: HeldOffers | None = None
+        self._carrier: NodeCarrier | None = None
+        self._host_id = host_id()
+        self.scheduler = FetchingScheduler(
+            self.name,
+            context.clock,
+            context.config.transfer_deadline_s,
+            self._locate,
+            is_consumer=not context.is_encoder,
+        )
+        self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
+        self._alarm = Alarm(context.clock, self.worker.wake)
+
+    @property
+    def role(self) -> ECRole:
+        """What it does here."""
+        return "producer" if self._context.is_encoder else "consumer"
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which shared memory works."""
+        return self._host_id
+
+    @property
+    def carrier(self) -> NodeCarrier:
+        """What carries the node, once the form of the embeddings is known."""
+        assert self._carrier is not None, "register_caches comes before start"
+        return self._carrier
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the transports, bind or prepare the control sockets.
+
+        Raises:
+            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConnectorUnavailable: no transport works here.
+        """
+        assert self._memory is not None, "register_caches comes before start"
+        await self.carrier.start(self._memory.region)
+        self._alarm.start()
+        if self._offers is not None:
+            self._offers.control_address = self.carrier.control_address
+        else:
+            publish_fetches(self._context.metrics, self.scheduler)
+
+    async def stop(self) -> None:
+        """End threads, close sockets and memory files. Reads in progress end with the transports. Idempotent."""
+        self._alarm.stop()
+        if self._carrier is not None:
+            await self._carrier.stop()
+        if self._memory is not None:
+            self._memory.close()
+
+    # ---- leases, as an encode worker sees them -------------------------------------------------------------------------
+
+    def release(self, sources: Iterable[ECSource]) -> None:
+        """End the leases of these sources, because nobody will read them. Idempotent."""
+        own = [
+            source for source in sources if source.incarnation == self._context.incarnation and source.connector == self.name
+        ]
+        transfer_ids = [handover.decode_held(source.payload).transfer_id for source in own]
+        self.carrier.tell(lambda node: node.release(transfer_ids))
+
+    def num_leased_chunks(self) -> int:
+        """Return how many chunks are held for readers."""
+        node = self.carrier.node
+        return 0 if node is None else node.num_leased_blocks
+
+    def longest_lease_s(self) -> float:
+        """Return how long the last of them is held, unless its reader asks for more time."""
+        node = self.carrier.node
+        return 0.0 if node is None else node.longest_lease_s()
+
+    # ---- the parts, once the form of the embeddings is known -------------------------------------------------------------
+
+    def _on_layout(self, embeddings: EmbeddingsLayout) -> None:
+        context = self._context
+        layout = self._layout = ChunkLayout(embeddings, context.model_fingerprint)
+        memory = self._memory = ChunkMemory(layout, context.config.memory_bytes, context.incarnation)
+        self.scheduler.bind(layout, memory.num_chunks)
+        identity = WorkerIdentity(
+            engine_id=context.engine_id,
+            incarnation=context.incarnation,
+            model_fingerprint=context.model_fingerprint,
+            layout=layout.as_blocks,
+            host_id=self._host_id,
+        )
+        owner = CarrierOwner(
+            identity=identity,
+            is_producer=context.is_encoder,
+            report=self._on_report,
+            fail=self.worker.fail,
+            metrics=P2PMetrics(context.metrics, _METRICS_KIND),
+        )
+        self._carrier = NodeCarrier(_carrier_context(context, layout), owner, self._create)
+        if context.is_encoder:
+            terms = OfferTerms(
+                engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * context.config.lease_s)
+            )
+            self._offers = HeldOffers(memory, terms, context.ids, self._grant)
+        self.worker.bind(memory.rows, self._submit, self._offers)
+
+    def _locate(self, feature: MMFeature, announced: ECSource | None) -> Source | None:
+        assert self._layout is not None, "register_caches comes before the first request"
+        return handover.locate(self._layout, feature, announced)
+
+    # ---- from the engine thread, and back ----------------------------------------------------------------------------------
+
+    def _grant(self, grant: LeaseGrant) -> None:
+        self.carrier.call_soon(self._on_grant, grant)
+
+    def _on_grant(self, grant: LeaseGrant) -> None:
+        self.carrier.tell(lambda node: node.on_grant(grant))
+
+    def _submit(self, metadata: FetchingMetadata) -> None:
+        if metadata.has_orders:
+            self.carrier.call_soon(self._on_orders, metadata)
+        if metadata.wake_at is not None:
+            self._alarm.set_soon(metadata.wake_at)
+
+    def _on_orders(self, metadata: FetchingMetadata) -> None:
+        self.carrier.tell(lambda node: node.on_metadata(handover.as_p2p(metadata)))
+
+    def _on_report(self, report: Report) -> None:
+        if not isinstance(report, SendingEnded):
+            self.worker.report(handover.as_report(report))
+        elif self._offers is not None:
+            self._offers.lease_ended(report.request_id)
+            self.worker.wake()
+
+
+def _carrier_context(context: ECContext, layout: ChunkLayout) -> ConnectorContext:
+    """Return the settings of embeddings as those of KV blocks, which a carrier takes."""
+    config = context.config
+    return ConnectorContext(
+        role="prefill" if context.is_encoder else "decode",
+        engine_id=context.engine_id,
+        incarnation=context.incarnation,
+        model_fingerprint=context.model_fingerprint,
+        layout=layout.as_blocks,
+        config=ConnectorSection(
+            transports=config.transports,
+            kv_verify="digest",
+            transfer_deadline_s=config.transfer_deadline_s,
+            handshake_timeout_s=config.handshake_timeout_s,
+            lease_s=config.lease_s,
+            lease_renew_interval_s=config.lease_s / _RENEWALS_PER_LEASE,
+            lease_max_s=max(config.lease_s, ConnectorSection().lease_max_s),
+        ),
+        control_address=context.control_address,
+        data_port=context.data_port if context.is_encoder else 0,
+        keys=context.keys,
+        advertise_host=context.advertise_host,
+        clock=context.clock,
+        ids=context.ids,
+        metrics=context.metrics,
+    )

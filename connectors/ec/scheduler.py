@@ -1,0 +1,330 @@
+"""The scheduler side of EC connectors that fetch embeddings: what is fetched, who waits for it, and when to give up.
+
+Owns the shelf: which chunks of the worker's host memory hold which item. An item is fetched when a request first asks for it,
+in one fetch for all requests that want it, and stays until their last one has got beyond it. Knows no transports, stores or
+memory: ``locate`` says where an item may be, the worker side moves it. Does no I/O and never waits.
+
+    asked ──▶ no source ────────────────────────────────┐
+      │                                                 ▼
+      └─▶ fetched ──▶ here ──▶ loaded      given up ──▶ the image is at hand: computed here
+             └──▶ failed, or its time is over ──▲  └──▶ it is not: the request alone ends with an error
+
+Each request has one budget of time for all its embeddings, counted from its first question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from connectors.ec.chunks import ChunkLayout, num_chunks
+from connectors.ec.jobs import (
+    CacheLoad,
+    ChunksFreed,
+    Fetch,
+    FetchEnded,
+    FetchingMetadata,
+    FetchingReports,
+    PeerSource,
+    Source,
+)
+from connectors.ec.shelf import Shelf, ShelfItem
+from core.clock import Clock
+from core.encoder import ECConnectorScheduler
+from core.errors import (
+    EncoderInputMissing,
+    Full,
+    KVFerryError,
+    LayoutMismatch,
+    PeerUnreachable,
+    TransferTimeout,
+    fallback_reason,
+)
+from core.request import ECConnectorOutput, Request, SchedulerOutput
+from core.wire.media import ECSource, MMFeature
+from core.wire.messages import ErrorInfo
+
+_OWNER_IS_GONE = frozenset({PeerUnreachable.code, TransferTimeout.code})
+
+Locate = Callable[[MMFeature, ECSource | None], Source | None]  # may raise KVFerryError: what was announced is unusable
+
+
+@dataclass(slots=True)
+class _Wishes:
+    """What a request wants, by identifier. ``sources`` are those that it may still try, and whose leases are kept for it.
+
+    ``failures`` says why a fetch did not bring an item, ``given_up`` are those that it does without.
+    """
+
+    deadline: float
+    wanted: set[bytes] = field(default_factory=set)
+    sources: dict[bytes, Source] = field(default_factory=dict)
+    failures: dict[bytes, ErrorInfo] = field(default_factory=dict)
+    given_up: set[bytes] = field(default_factory=set)
+    is_waiting: bool = False
+
+
+class FetchingScheduler(ECConnectorScheduler):
+    """Decides for a worker that reads; ``connector`` is the name by which sources are meant for it.
+
+    ``is_consumer`` False: nothing is ever fetched. The layout comes with ``bind``, before the first request.
+    """
+
+    def __init__(self, connector: str, clock: Clock, deadline_s: float, locate: Locate, *, is_consumer: bool = True) -> None:
+        self._connector = connector
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._locate = locate
+        self._is_consumer = is_consumer
+        self._layout: ChunkLayout | None = None
+        self._shelf = Shelf(0)
+        self._wishes: dict[str, _Wishes] = {}
+        self._fetches: dict[bytes, Source] = {}  # of items that are being filled
+        self._ending: set[bytes] = set()  # of those, the ones whose fetch was aborted
+        self._unavailable: dict[str, ErrorInfo] = {}
+        self._metadata = FetchingMetadata()
+        self.counts: Counter[str] = Counter()  # what has become of fetches: "ok", "aborted", or why not
+
+    def bind(self, layout: ChunkLayout, num_chunks: int) -> None:
+        """Learn what chunks there are."""
+        self._layout = layout
+        self._shelf = Shelf(num_chunks)
+
+    # ---- gauges ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_fetching_items(self) -> int:
+        """Items on their way."""
+        return len(self._fetches)
+
+    @property
+    def num_wanted_chunks(self) -> int:
+        """Chunks that are being filled or kept for requests."""
+        return self._shelf.num_wanted_chunks
+
+    @property
+    def num_quarantined_chunks(self) -> int:
+        """Chunks that a transfer may still write although it was given up."""
+        return self._shelf.num_quarantined_chunks
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests that were told to wait when they last asked."""
+        return sum(wishes.is_waiting for wishes in self._wishes.values())
+
+    # ---- what the scheduler asks -------------------------------------------------------------------------------------
+
+    def has_cache_item(self, identifier: bytes) -> bool:
+        """True if the item is on the shelf and some request keeps it there."""
+        item = self._shelf.get(identifier)
+        return item is not None and item.is_here and bool(item.wanted_by)
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """See to all features that end behind ``num_computed_tokens``; False while one of them is on its way."""
+        if not self._is_consumer or not request.mm_features:
+            return True
+        if request.request_id in self._unavailable:
+            return False
+        wishes = self._wishes.get(request.request_id)
+        if wishes is None:
+            wishes = self._wishes[request.request_id] = self._begin(request)
+        needed = {feature.identifier: feature for feature in request.mm_features if feature.end > num_computed_tokens}
+        self._let_go(request, wishes, wishes.wanted - needed.keys())
+        is_there = [self._admit(request, wishes, feature) for feature in needed.values()]
+        wishes.is_waiting = not all(is_there)
+        if wishes.is_waiting:
+            self._metadata.wake_at = min(self._metadata.wake_at or math.inf, wishes.deadline)
+        return not wishes.is_waiting
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """Load an item that is here; one that is not is computed."""
+        feature = request.mm_features[index]
+        item = self._shelf.get(feature.identifier)
+        if item is not None and self.has_cache_item(feature.identifier):
+            self._metadata.loads.append(CacheLoad(item.identifier, item.num_embeds, item.chunks))
+        elif request.request_id in self._wishes:
+            self._give_up(request, self._wishes[request.request_id], feature.identifier)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FetchingMetadata:
+        """Hand over the step's orders."""
+        metadata, self._metadata = self._metadata, FetchingMetadata()
+        return metadata
+
+    def update_connector_output(self, output: ECConnectorOutput) -> None:
+        """Take what has become of fetches."""
+        if not isinstance(output.worker_meta, FetchingReports):
+            return
+        for report in output.worker_meta.reports:
+            if isinstance(report, ChunksFreed):
+                self._shelf.unquarantine(report.chunks)
+            else:
+                self._on_fetch_ended(report)
+
+    def request_finished(self, request: Request) -> None:
+        """Let go of everything that was kept for the request, also of what it was told of and never asked for."""
+        wishes = self._wishes.pop(request.request_id, None)
+        if wishes is None and self._is_consumer and request.ec_sources:
+            wishes = _Wishes(deadline=0.0)
+            self._find_sources(request, wishes)
+        if wishes is not None:
+            self._let_go(request, wishes, set(wishes.wanted))
+            self._release(wishes.sources.values())
+        self._unavailable.pop(request.request_id, None)
+
+    def take_unavailable_requests(self) -> Mapping[str, ErrorInfo]:
+        """Return the requests that lack an item whose image is not at hand."""
+        unavailable, self._unavailable = self._unavailable, {}
+        return unavailable
+
+    # ---- one item ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> _Wishes:
+        """Take a request in: from now on its leases are kept alive and its time runs."""
+        deadline = self._clock.now() + self._deadline_s
+        wishes = _Wishes(deadline if request.deadline is None else min(deadline, request.deadline))
+        self._find_sources(request, wishes)
+        self._metadata.holds += [source for source in wishes.sources.values() if isinstance(source, PeerSource)]
+        for failure in wishes.failures.values():
+            self.counts[fallback_reason(failure.code)] += 1
+        return wishes
+
+    def _find_sources(self, request: Request, wishes: _Wishes) -> None:
+        """Find out where the request's items may be. What was announced and is unusable has failed already."""
+        for feature in {feature.identifier: feature for feature in request.mm_features}.values():
+            try:
+                source = self._source_of(request, feature)
+            except KVFerryError as error:
+                wishes.failures[feature.identifier] = ErrorInfo.of(error)
+                continue
+            if source is not None:
+                wishes.sources[feature.identifier] = source
+
+    def _source_of(self, request: Request, feature: MMFeature) -> Source | None:
+        assert self._layout is not None, "register_caches comes before the first request"
+        announced = self._announced(request, feature.identifier)
+        if announced is not None:
+            self._layout.check_seal(announced.seal, feature)
+        return self._locate(feature, announced)
+
+    def _announced(self, request: Request, identifier: bytes) -> ECSource | None:
+        announced = request.ec_sources.get(identifier)
+        return announced if announced is not None and announced.connector == self._connector else None
+
+    def _admit(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
+        """Say whether a feature stands in nobody's way: it is here, or it is given up and computed."""
+        identifier = feature.identifier
+        if identifier in wishes.given_up:
+            return request.request_id not in self._unavailable
+        item = self._shelf.get(identifier)
+        if item is not None and item.num_embeds != feature.num_embeds:
+            mismatch = LayoutMismatch(f"embeddings of {item.num_embeds} rows are here, of {feature.num_embeds} are needed")
+            return self._give_up(request, wishes, identifier, mismatch)
+        if item is not None and item.is_here:
+            self._want(request, wishes, item)
+            self._release_of(wishes, identifier)
+            return True
+        if self._clock.now() >= wishes.deadline:
+            return self._give_up(request, wishes, identifier, TransferTimeout("they are not here at the deadline"))
+        if item is None:
+            return self._begin_fetch(request, wishes, feature)
+        if identifier not in self._ending:
+            self._want(request, wishes, item)
+        return False
+
+    def _begin_fetch(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
+        """Start a fetch if there is a source and room; True if there is nothing to wait for."""
+        identifier, wanted_chunks = feature.identifier, num_chunks(feature.num_embeds)
+        source = wishes.sources.get(identifier)
+        if source is None:
+            return self._give_up(request, wishes, identifier)
+        if wanted_chunks > self._shelf.num_chunks:
+            error = Full(f"{feature.num_embeds} rows do not fit ec_connector.memory_bytes")
+            self.counts[fallback_reason(error.code)] += 1
+            return self._give_up(request, wishes, identifier, error)
+        item = self._shelf.reserve(identifier, feature.num_embeds, wanted_chunks)
+        if item is None:
+            return False
+        announced = self._announced(request, identifier)
+        seal = None if announced is None else announced.seal
+        self._metadata.fetches.append(Fetch(identifier, feature.num_embeds, item.chunks, source, wishes.deadline, seal))
+        self._fetches[identifier] = wishes.sources.pop(identifier)  # the fetch keeps its lease from now on
+        self._want(request, wishes, item)
+        return False
+
+    def _on_fetch_ended(self, ended: FetchEnded) -> None:
+        source = self._fetches.pop(ended.identifier)
+        self._ending.discard(ended.identifier)
+        self._release([source])
+        item = self._shelf.get(ended.identifier)
+        assert item is not None, "a fetch has its place on the shelf until it is over"
+        self.counts["aborted" if ended.was_aborted else fallback_reason(ended.error.code) if ended.error else "ok"] += 1
+        if ended.error is None and not ended.was_aborted:
+            self._shelf.settle(item)
+            return
+        for request_id in item.wanted_by:
+            self._note_failure(self._wishes[request_id], ended, source)
+        self._shelf.drop(item, ended.quarantined)
+
+    def _note_failure(self, wishes: _Wishes, ended: FetchEnded, failed: Source) -> None:
+        """Let a request try its own source next, unless that is as bad."""
+        identifier = ended.identifier
+        wishes.wanted.discard(identifier)
+        if ended.error is None:
+            return
+        wishes.failures[identifier] = ended.error
+        own = wishes.sources.get(identifier)
+        if own is not None and _is_as_bad(own, failed, ended.error):
+            self._release_of(wishes, identifier)
+
+    # ---- wants and leases --------------------------------------------------------------------------------------------
+
+    def _want(self, request: Request, wishes: _Wishes, item: ShelfItem) -> None:
+        wishes.wanted.add(item.identifier)
+        self._shelf.want(item, request.request_id)
+
+    def _let_go(self, request: Request, wishes: _Wishes, identifiers: Iterable[bytes]) -> None:
+        """Want these items no more; a fetch that nobody waits for is aborted."""
+        for identifier in list(identifiers):
+            wishes.wanted.discard(identifier)
+            item = self._shelf.get(identifier)
+            if item is None:
+                continue
+            self._shelf.unwant(item, request.request_id)
+            if not (item.is_here or item.wanted_by or identifier in self._ending):
+                self._ending.add(identifier)
+                self._metadata.aborts.append(identifier)
+
+    def _give_up(self, request: Request, wishes: _Wishes, identifier: bytes, error: KVFerryError | None = None) -> bool:
+        """Expect an item no more; True if the request can go on without, as the image is at hand."""
+        wishes.given_up.add(identifier)
+        self._let_go(request, wishes, wishes.wanted & {identifier})
+        self._release_of(wishes, identifier)
+        if any(has_image for feature, has_image in _images(request) if feature.identifier == identifier):
+            return True
+        failure = wishes.failures.get(identifier)
+        reason = error.message if error is not None else failure.message if failure is not None else "nobody has them"
+        missing = EncoderInputMissing(f"the embeddings of an image cannot be had, and the image is not here: {reason}")
+        self._unavailable[request.request_id] = ErrorInfo.of(missing)
+        return False
+
+    def _release_of(self, wishes: _Wishes, identifier: bytes) -> None:
+        """Give up the lease that is kept for a request."""
+        source = wishes.sources.pop(identifier, None)
+        if source is not None:
+            self._release([source])
+
+    def _release(self, sources: Iterable[Source]) -> None:
+        self._metadata.releases += [source for source in sources if isinstance(source, PeerSource)]
+
+
+def _images(request: Request) -> Iterable[tuple[MMFeature, bool]]:
+    return ((feature, request.has_media(index)) for index, feature in enumerate(request.mm_features))
+
+
+def _is_as_bad(source: Source, failed: Source, error: ErrorInfo) -> bool:
+    """Say whether it is no use to try a source, as another one has failed so."""
+    if isinstance(source, PeerSource) and isinstance(failed, PeerSource) and error.code in _OWNER_IS_GONE:
+        return source.owner == failed.owner
+    return source == failed

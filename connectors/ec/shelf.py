@@ -1,0 +1,126 @@
+"""Which chunks of a worker's host memory hold which embeddings, and which make room for others.
+
+Owns the places and nothing of their content: no memory, seals or threads. An item takes chunks that lie side by side. It
+stays while somebody wants it (a request that waits for it or uses it, a lease of a reader), and afterwards until others need
+the room, the one that was used longest ago first. Chunks that a transfer may still write although it was given up are in
+quarantine.
+
+    reserve ──▶ being filled ──settle──▶ here ──evicted by reserve──▶ free
+                     └──────────drop─────────┘      drop(quarantined) ──unquarantine──▶ free
+
+Used by the scheduler side of readers and by ``offers`` on encode workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_FREE, _TAKEN = 0, 1
+
+
+@dataclass(slots=True, eq=False)
+class ShelfItem:
+    """Chunks ``first_chunk`` to ``first_chunk + num_chunks - 1`` hold, or are going to hold, an item of ``num_embeds`` rows."""
+
+    identifier: bytes
+    num_embeds: int
+    first_chunk: int
+    num_chunks: int
+    is_here: bool = False
+    wanted_by: set[str] = field(default_factory=set)
+
+    @property
+    def chunks(self) -> range:
+        """The chunks, in the order of the rows."""
+        return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+class Shelf:
+    """Items by identifier on ``num_chunks`` chunks."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+        self.num_evicted = 0
+        self._taken = bytearray(num_chunks)
+        self._items: dict[bytes, ShelfItem] = {}  # unwanted ones in the order of their last use
+        self._quarantined: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def num_wanted_chunks(self) -> int:
+        """Chunks of items that somebody wants, or that are being filled."""
+        return sum(item.num_chunks for item in self._items.values() if not _can_go(item))
+
+    @property
+    def num_quarantined_chunks(self) -> int:
+        """Chunks that nobody may use for now."""
+        return len(self._quarantined)
+
+    @property
+    def num_free_chunks(self) -> int:
+        """Chunks that hold nothing."""
+        return self._taken.count(_FREE)
+
+    def get(self, identifier: bytes) -> ShelfItem | None:
+        """Return an item, here or being filled."""
+        return self._items.get(identifier)
+
+    def reserve(self, identifier: bytes, num_embeds: int, num_chunks: int) -> ShelfItem | None:
+        """Take chunks for an item that is not on the shelf; items that nobody wants make room. None = there is none now."""
+        assert identifier not in self._items, f"{identifier.hex()} is on the shelf already"
+        leaving = [item for item in self._items.values() if _can_go(item)]
+        if num_chunks > self.num_free_chunks + sum(item.num_chunks for item in leaving):
+            return None
+        first = self._find_room(num_chunks)
+        for item in leaving:
+            if first >= 0:
+                break
+            self.num_evicted += 1
+            self.drop(item)
+            first = self._find_room(num_chunks)
+        if first < 0:
+            return None
+        item = self._items[identifier] = ShelfItem(identifier, num_embeds, first, num_chunks)
+        self._mark(item.chunks, _TAKEN)
+        return item
+
+    def settle(self, item: ShelfItem) -> None:
+        """Note that an item is here: all its rows are in place and checked."""
+        item.is_here = True
+
+    def drop(self, item: ShelfItem, quarantined: Iterable[int] = ()) -> None:
+        """Forget an item. Its chunks are free, those in quarantine later."""
+        del self._items[item.identifier]
+        kept = set(quarantined)
+        self._quarantined |= kept
+        self._mark((chunk for chunk in item.chunks if chunk not in kept), _FREE)
+
+    def unquarantine(self, chunks: Iterable[int]) -> None:
+        """Free chunks that nothing writes any more."""
+        freed = self._quarantined.intersection(chunks)
+        self._quarantined -= freed
+        self._mark(freed, _FREE)
+
+    def want(self, item: ShelfItem, owner: str) -> None:
+        """Keep an item for an owner. Idempotent."""
+        item.wanted_by.add(owner)
+
+    def unwant(self, item: ShelfItem, owner: str) -> None:
+        """Keep an item for an owner no more. Idempotent."""
+        if owner in item.wanted_by:
+            item.wanted_by.discard(owner)
+            self._items[item.identifier] = self._items.pop(item.identifier)  # used last
+
+    def _find_room(self, num_chunks: int) -> int:
+        return self._taken.find(bytes(num_chunks))
+
+    def _mark(self, chunks: Iterable[int], state: int) -> None:
+        for chunk in chunks:
+            self._taken[chunk] = state
+
+
+def _can_go(item: ShelfItem) -> bool:
+    return item.is_here and not item.wanted_by

@@ -1,0 +1,187 @@
+"""The worker side of EC connectors: from host memory into the encoder cache, and from the encoder cache to whoever offers it.
+
+Owns the queue in which other threads report, and the last check before an item counts as here: its bytes against the seal that
+was announced of it. Never blocks and decides nothing. ``submit`` gets the orders of each step, ``offer`` what was computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from connectors.ec.chunks import RowsDigester
+from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, FetchingReports, Report
+from core.encoder import ECConnectorMetadata, ECConnectorWorker, EmbeddingsLayout
+from core.errors import CorruptBlock, EngineDead
+from core.request import ECConnectorOutput
+from core.wire.media import ECSource
+from core.wire.messages import ErrorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ToBytes = Callable[["Tensor"], memoryview]
+ToTensor = Callable[[memoryview, EmbeddingsLayout], "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEnded:
+    """Embeddings that were to be offered can be read by others now, or cannot."""
+
+    identifier: bytes
+    source: ECSource | None = None
+    error: ErrorInfo | None = None
+
+
+class Offers(Protocol):
+    """What holds embeddings that were computed here for others. Called on the engine thread."""
+
+    def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
+        """Take the rows, which are the caller's again when this returns; None = the end is reported later."""
+        ...
+
+    def find(self, identifier: bytes) -> ECSource | None:
+        """Return where they can be read, with a new lease; None if they are gone."""
+        ...
+
+    def on_step(self) -> None:
+        """Take in what other threads have to say. Called often."""
+        ...
+
+
+class FetchingWorker(ECConnectorWorker):
+    """Both ways. ``bind`` says, once the form of the embeddings is known, where they lie; ``offers`` None: no producer."""
+
+    def __init__(self, to_bytes: ToBytes, to_tensor: ToTensor, on_layout: Callable[[EmbeddingsLayout], None]) -> None:
+        self._to_bytes = to_bytes
+        self._to_tensor = to_tensor
+        self._on_layout = on_layout
+        self._layout: EmbeddingsLayout | None = None
+        self._rows: Callable[[int, int], memoryview] = _no_rows
+        self._submit: Callable[[FetchingMetadata], None] = _no_submit
+        self._offers: Offers | None = None
+        self._wakeup: Callable[[], None] = _no_wakeup
+        self._digester = RowsDigester()
+        self._reports: deque[Report | OfferEnded] = deque()
+        self._fetches: dict[bytes, Fetch] = {}
+        self._output = ECConnectorOutput()
+        self._death: BaseException | None = None
+
+    def bind(
+        self,
+        rows: Callable[[int, int], memoryview],
+        submit: Callable[[FetchingMetadata], None],
+        offers: Offers | None = None,
+    ) -> None:
+        """Learn where things are. ``rows(first_chunk, num_embeds)`` are bytes in the host memory."""
+        self._rows, self._submit, self._offers = rows, submit, offers
+
+    # ---- the engine's calls ------------------------------------------------------------------------------------------
+
+    def register_caches(self, layout: EmbeddingsLayout) -> None:
+        """Learn the form of the embeddings."""
+        self._layout = layout
+        self._on_layout(layout)
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Receive what wakes an idle engine."""
+        self._wakeup = wakeup
+
+    def start_load_caches(self, encoder_cache: MutableMapping[bytes, Tensor], metadata: ECConnectorMetadata) -> None:
+        """Copy what is here, then pass the step's orders on."""
+        assert isinstance(metadata, FetchingMetadata)
+        assert self._layout is not None, "register_caches comes before any step"
+        for load in metadata.loads:
+            content = self._rows(load.chunks.start, load.num_embeds)
+            encoder_cache[load.identifier] = self._to_tensor(content, self._layout)
+            self._output.finished_loading.add(load.identifier)
+        self._fetches.update((fetch.identifier, fetch) for fetch in metadata.fetches)
+        if metadata.has_orders or metadata.wake_at is not None:
+            self._submit(metadata)
+
+    def save_caches(self, encoder_cache: Mapping[bytes, Tensor], identifier: bytes) -> None:
+        """Offer embeddings that were computed just now."""
+        if self._offers is None:
+            return
+        rows = encoder_cache[identifier]
+        self._offers.on_step()
+        ended = self._offers.offer(identifier, rows.shape[0], self._to_bytes(rows))
+        if ended is not None:
+            self._reports.append(ended)
+
+    def find_source(self, identifier: bytes) -> ECSource | None:
+        """Return where embeddings that were offered earlier can be read, with a new lease; None if they are gone."""
+        if self._offers is None:
+            return None
+        self._offers.on_step()
+        return self._offers.find(identifier)
+
+    def get_finished(self, finished_req_ids: set[str]) -> ECConnectorOutput:
+        """Drain the reports.
+
+        Raises:
+            EngineDead: a part of the connector outside the engine thread has ended; nobody knows what still waits for it.
+        """
+        if self._death is not None:
+            raise EngineDead(f"the EC connector has died: {self._death!r}")
+        if self._offers is not None:
+            self._offers.on_step()
+        output, self._output = self._output, ECConnectorOutput()
+        fetched = FetchingReports()
+        while self._reports:
+            report = self._reports.popleft()
+            if isinstance(report, OfferEnded):
+                _add_offer(output, report)
+            else:
+                fetched.reports.append(self._checked(report) if isinstance(report, FetchEnded) else report)
+        if fetched.reports:
+            output.worker_meta = fetched
+        return output
+
+    # ---- what others say, from any thread ----------------------------------------------------------------------------
+
+    def report(self, report: Report | OfferEnded) -> None:
+        """Queue news and wake the engine."""
+        self._reports.append(report)
+        self._wakeup()
+
+    def wake(self) -> None:
+        """Wake the engine: a request's time is over."""
+        self._wakeup()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the next step raise."""
+        self._death = error
+        self._wakeup()
+
+    def _checked(self, ended: FetchEnded) -> FetchEnded:
+        """Hold what has come against the seal that was announced, if one was."""
+        fetch = self._fetches.pop(ended.identifier)
+        if ended.error is not None or ended.was_aborted or fetch.seal is None:
+            return ended
+        try:
+            self._digester.check(self._rows(fetch.chunks.start, fetch.num_embeds), fetch.seal)
+        except CorruptBlock as error:
+            return FetchEnded(ended.identifier, ErrorInfo.of(error))
+        return ended
+
+
+def _add_offer(output: ECConnectorOutput, ended: OfferEnded) -> None:
+    if ended.source is not None:
+        output.finished_saving[ended.identifier] = ended.source
+    elif ended.error is not None:
+        output.failed_saving[ended.identifier] = ended.error
+
+
+def _no_rows(first_chunk: int, num_embeds: int) -> memoryview:
+    raise AssertionError("the connector has not started")
+
+
+def _no_submit(metadata: FetchingMetadata) -> None:
+    """Before the start and after the stop nobody moves anything; deadlines end the waits."""
+
+
+def _no_wakeup() -> None:
+    """Stand in until the engine has given its own."""

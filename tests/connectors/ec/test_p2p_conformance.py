@@ -1,0 +1,70 @@
+"""The suite of EC connectors, for "p2p" over every transport."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.ec.p2p import P2PECConnector
+from connectors.ec.registry import ECContext
+from connectors.p2p.transports import create_transport
+from core.clock import SystemClock
+from core.ids import RandomIds
+from core.testing.ec_suite import ECConformance
+from core.testing.inproc_transport import InprocFabric, InprocTransport
+
+INCARNATIONS = {"encoder": 7, "reader": 8}
+
+
+class P2PConformance(ECConformance):
+    transport: ClassVar[str]
+
+    def make_connector(self, name, is_encoder, settings):
+        settings = msgspec.structs.replace(settings, name="p2p", transports=(self.transport,), handshake_timeout_s=2.0)
+        context = ECContext(
+            is_encoder=is_encoder,
+            engine_id=name,
+            incarnation=INCARNATIONS.get(name, 9),
+            model_fingerprint=b"model",
+            config=settings,
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+        )
+        return P2PECConnector(context, self.create)
+
+    def create(self, name, settings):
+        return create_transport(name, settings)
+
+    def damage(self, encoder, image):
+        item = encoder.connector._offers._shelf.get(image.identifier)
+        encoder.connector._memory.rows(item.first_chunk, item.num_embeds)[1000] ^= 1
+
+    async def lose(self, encoder):
+        await encoder.connector.stop()
+
+    def num_held(self, side):
+        scheduler = side.connector.scheduler
+        return scheduler.num_wanted_chunks + scheduler.num_quarantined_chunks + scheduler.num_fetching_items
+
+
+class TestInproc(P2PConformance):
+    transport = "inproc"
+
+    @pytest.fixture(autouse=True)
+    def _fabric(self):
+        self.fabric = InprocFabric()
+
+    def create(self, name, settings):
+        return InprocTransport(self.fabric)
+
+
+class TestShm(P2PConformance):
+    transport = "shm"
+
+
+class TestTcp(P2PConformance):
+    transport = "tcp"
