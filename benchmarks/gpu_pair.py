@@ -7,7 +7,6 @@ This process is the decode worker, and tells the other by a pipe what to compute
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import multiprocessing
 import statistics
 import threading
@@ -24,6 +23,7 @@ from gpu_engine import EngineSize, Prompts, Tokens, release_memory, settings
 from gpu_models import Shape
 from prometheus_client import CollectorRegistry
 
+from connectors.p2p.transport.nixl import installed_module
 from connectors.registry import connector_builder
 from core.clock import SystemClock
 from core.config import load_config
@@ -166,8 +166,7 @@ def transports_here(device: str) -> tuple[str, ...]:
     """Return the transports that a pair on one host would use, the best first."""
     if device == "cpu":
         return ("shm",)
-    has_nixl = any(importlib.util.find_spec(name) is not None for name in ("nixl_cu13", "nixl_cu12"))
-    return ("nixl", "tcp") if has_nixl else ("tcp",)
+    return ("nixl", "tcp") if installed_module() else ("tcp",)
 
 
 def measure_pair(model: Path, shape: Shape, size: PairSize, device: str, transport: str) -> PairResult:

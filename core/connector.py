@@ -69,7 +69,8 @@ class KVPoolRegion:
     ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
     computes the digests of blocks (``core.digest``) by their ids, for one thread: each takes its own. ``new_copier`` returns
     what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
-    host memory into it, by any thread; both are None for a pool in host memory.
+    host memory into it, by any thread. ``bind_thread`` lets the calling thread touch the device by other libraries' means (a
+    CUDA context is a thread's own). All three are None for a pool in host memory.
     """
 
     base_address: int
@@ -83,6 +84,7 @@ class KVPoolRegion:
     new_digester: Callable[[], DigestBlocks] | None = None
     new_copier: Callable[[], BlockCopier] | None = None
     write_block: Callable[[int, memoryview], None] | None = None
+    bind_thread: Callable[[], None] | None = None
 
 
 class KVConnectorScheduler(ABC):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib.util
 import os
 import platform
 import resource
@@ -26,6 +25,7 @@ import httpx
 import zmq
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from connectors.p2p.transport.nixl import installed_module
 from core.config import KVFerryConfig
 from core.errors import KVFerryError
 from core.ids import RandomIds
@@ -55,7 +55,7 @@ class Finding:
 def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
     """Look at the interpreter and the libraries that matter."""
     found = []
-    for name in ("kvferry", "torch", "pyzmq", "msgspec", "nixl-cu12"):
+    for name in ("kvferry", "torch", "pyzmq", "msgspec", (installed_module() or "nixl_cu12").replace("_", "-")):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -140,7 +140,7 @@ def _check_shm() -> Iterator[Finding]:
 
 
 def _check_nixl() -> Iterator[Finding]:
-    if importlib.util.find_spec("nixl_cu12") is None:
+    if installed_module() is None:
         yield Finding("transport nixl", "failure", "the library is not installed", "pip install 'kvferry[nixl]'")
         return
     yield Finding("transport nixl", "ok", "the library is installed")

@@ -114,16 +114,14 @@ class NodeCarrier:
             raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
         self._loop = asyncio.get_running_loop()
         staging = None if is_producer else map_staging_area(pool)
-        # Loading a transport's library can take seconds.
-        self._transport_set = await asyncio.to_thread(
-            open_transports,
-            names,
-            regions_of(pool),
-            self._transport_settings(),
-            is_producer,
-            self._create,
-            staging.region if staging is not None else None,
-        )
+        landing = staging.region if staging is not None else None
+
+        def open_all() -> TransportSet:
+            if pool.bind_thread is not None:
+                pool.bind_thread()
+            return open_transports(names, regions_of(pool), self._transport_settings(), is_producer, self._create, landing)
+
+        self._transport_set = await asyncio.to_thread(open_all)  # loading a transport's library can take seconds
         self._transport_set.skipped |= unverifiable
         offers = self._transport_set.offers
         responder = HandshakeResponder(self._owner.identity, pool.num_blocks, offers, pool.seals.has_digests)
@@ -141,7 +139,7 @@ class NodeCarrier:
             lambda happened: self.call_soon(self._on_transfer, happened),
             staging,
         )
-        self._transfers = TransferThread(executor, self._owner.fail)
+        self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
         self._transfers.start()
         self._zmq = AsyncContext()
         self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self._owner.fail, self._context.keys)

@@ -229,10 +229,19 @@ def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:
 
 
 class TransferThread:
-    """Owns an executor and runs it in a thread. ``on_death`` is called from the thread if it ends by a bug of ours."""
+    """Owns an executor and runs it in a thread. ``on_death`` is called from the thread if it ends by a bug of ours.
 
-    def __init__(self, executor: TransferExecutor, on_death: Callable[[BaseException], None]) -> None:
+    ``prepare`` runs first on the thread, for what is a thread's own.
+    """
+
+    def __init__(
+        self,
+        executor: TransferExecutor,
+        on_death: Callable[[BaseException], None],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self._executor = executor
+        self._prepare = prepare
         self._on_death = on_death
         self._commands: deque[TransferCommand] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -260,6 +269,8 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
+            if self._prepare is not None:
+                self._prepare()
             while not self._is_stopping:
                 self._turn()
         except Exception as error:

@@ -16,7 +16,10 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
 - The library's Python logger writes INFO lines to stdout unless ``NIXL_LOG_LEVEL`` says otherwise.
 - The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
 
-Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1.
+- A pool on a GPU is registered as VRAM: UCX goes by CUDA IPC on one host and by RDMA between hosts. Seals are in host memory
+  everywhere, so their read is a transfer between hosts' memories, posted once the blocks' bytes are there.
+
+Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1; the packages for CUDA 12 and 13 differ in what they link against.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ from core.ids import IdSource, new_hex_id
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
 BACKEND = "UCX"
-MODULE = "nixl_cu12"
-INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1)"
+MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
+INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1; beside a torch for CUDA 13, nixl-cu13==1.5.1)"
 FIRST_BACKOFF_S = 0.0002
 LAST_BACKOFF_S = 0.001
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
@@ -116,9 +119,7 @@ class NixlTransport(Transport):
 
     def unavailable_reason(self) -> str | None:
         """Look for the library without loading it."""
-        if importlib.util.find_spec(MODULE) is None:
-            return f"NIXL is not installed: {INSTALL_HINT}"
-        return None
+        return None if installed_module() else f"NIXL is not installed: {INSTALL_HINT}"
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Load the library and check that it takes the regions' memory, on an agent that the owner or the first peer gets."""
@@ -207,8 +208,9 @@ class NixlTransport(Transport):
     def _load_library(self) -> None:
         set_default_environment("NIXL_LOG_LEVEL", "WARN")
         try:
-            self._api = importlib.import_module(f"{MODULE}._api")
-            bindings = importlib.import_module(f"{MODULE}._bindings")
+            module = installed_module() or MODULES[-1]
+            self._api = importlib.import_module(f"{module}._api")
+            bindings = importlib.import_module(f"{module}._bindings")
         except ImportError as error:
             raise ConnectorUnavailable(f"NIXL cannot be loaded ({error}): {INSTALL_HINT}") from None
         names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
@@ -294,6 +296,11 @@ class NixlTransport(Transport):
         owner.agent = None
         gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
         self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
+
+
+def installed_module() -> str | None:
+    """Return the name of the library's module, None if it is not installed. Loads nothing."""
+    return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
 
 
 @contextlib.contextmanager

@@ -2,17 +2,19 @@ import os
 import subprocess
 import sys
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from connectors.p2p.transport.nixl import NixlTransport
+from connectors.p2p.transport.nixl import NixlTransport, installed_module
 from core.errors import PeerUnreachable
 from core.ids import RandomIds
+from core.kv.seals import SEAL_BYTES
 from core.testing.transport_owner import HostRows
 from core.testing.transport_suite import TransportSuite
-from core.transport import PeerId
+from core.transport import PeerId, RowRegion
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 OVER_TCP = Path(__file__).with_name("nixl_over_tcp.py")
@@ -115,6 +117,7 @@ class FakeAgent:
     def __init__(self, plan):
         self.plan = plan
         self.itself = self  # a cycle: only the collector frees it
+        self.registered, self.lists = [], []
 
     def get_agent_metadata(self):
         return b"agent"
@@ -123,6 +126,7 @@ class FakeAgent:
         return b"owner"
 
     def prep_xfer_dlist(self, name, rows, mem_type):
+        self.lists.append((name, mem_type, [tuple(map(int, row)) for row in rows]))
         return (self, name)
 
     def make_prepped_xfer(self, *descriptors):
@@ -138,8 +142,8 @@ class FakeAgent:
     def create_backend(self, *anything):
         pass
 
-    def register_memory(self, *anything, **named):
-        pass
+    def register_memory(self, entries, mem_type, backends):
+        self.registered.append((mem_type, *entries))
 
 
 class FakeLibrary:
@@ -164,6 +168,7 @@ class FakeLibrary:
 @pytest.fixture
 def library(monkeypatch):
     library, package = FakeLibrary(), ModuleType("nixl_cu12")
+    package.__spec__ = ModuleSpec("nixl_cu12", None)
     api, bindings = ModuleType("nixl_cu12._api"), ModuleType("nixl_cu12._bindings")
     api.nixl_agent, api.nixl_agent_config = library.make_agent, SimpleNamespace
     api.nixlBind = SimpleNamespace(nixlAgent=None)
@@ -172,6 +177,35 @@ def library(monkeypatch):
     for module in (package, api, bindings):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return library
+
+
+def on_device(device, base_address, num_rows=4):
+    """Return the regions of a worker whose pool is on a device."""
+    seals = RowRegion(0x1000, 2 * num_rows, SEAL_BYTES, memoryview(bytearray(2 * num_rows * SEAL_BYTES)))
+    return [RowRegion(base_address, num_rows, 256, device=device), seals]
+
+
+def test_a_pool_on_a_gpu_is_video_memory_on_both_sides_and_seals_are_not(library):
+    owner, reader = NixlTransport(RandomIds(), "owner"), NixlTransport(RandomIds(), "reader")
+    owner.register(on_device("cuda:1", 0x7000))
+    reader.register(on_device("cuda:0", 0x9000))
+    owning, reading = (agent() for agent in library.agents)
+    assert owning.registered == [("VRAM", (0x7000, 1024, 1, "")), ("DRAM", (0x1000, 8 * SEAL_BYTES, 0, ""))]
+    reader.add_peer(PeerId("owner", 1), owner.describe())
+    ours, theirs, our_seals, their_seals = reading.lists
+    assert ours == ("", "VRAM", [(0x9000 + 256 * row, 256, 0) for row in range(4)])
+    assert theirs == ("owner", "VRAM", [(0x7000 + 256 * row, 256, 1) for row in range(4)])
+    assert (our_seals[1], their_seals[1]) == ("DRAM", "DRAM")
+    owner.close()
+    reader.close()
+
+
+def test_library_for_the_newer_cuda_is_taken_where_both_are_installed(monkeypatch):
+    for name in ("nixl_cu12", "nixl_cu13"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert installed_module() == "nixl_cu13"
 
 
 FIRST, SECOND = PeerId("first", 1), PeerId("second", 1)
