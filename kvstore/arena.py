@@ -28,8 +28,10 @@ import os
 import struct
 from enum import IntEnum
 
+from core.config import HugePages
 from core.errors import Full, PeerUnreachable, ProtocolError
 from core.kv.seals import SEAL_BYTES
+from core.memory_file import create_memory_file
 from kvstore.messages import ArenaFile
 
 NONCE_BYTES = 32
@@ -80,7 +82,7 @@ class ArenaView:
         magic, version, incarnation, slot_bytes, num_slots, nonce = _HEADER.unpack_from(memory)
         if (magic, version) != (_MAGIC, _VERSION):
             raise ProtocolError(f"the memory is no arena of version {_VERSION}")
-        if memory.nbytes != arena_bytes(num_slots, slot_bytes):
+        if memory.nbytes < arena_bytes(num_slots, slot_bytes):
             raise ProtocolError(f"an arena of {num_slots} slots of {slot_bytes} bytes does not have {memory.nbytes} bytes")
         self.incarnation: int = incarnation
         self.slot_bytes: int = slot_bytes
@@ -149,8 +151,8 @@ class Arena(ArenaView):
         """Return where other processes find the memory; None if it is this process's own."""
         if self._memory_fd is None:
             return None
-        inode = os.fstat(self._memory_fd).st_ino
-        return ArenaFile(pid=os.getpid(), fd=self._memory_fd, inode=inode, num_bytes=self._memory.nbytes)
+        status = os.fstat(self._memory_fd)
+        return ArenaFile(pid=os.getpid(), fd=self._memory_fd, inode=status.st_ino, num_bytes=status.st_size)
 
     def reserve(self, num_bytes: int) -> int:
         """Return a slot to write: nobody reads it until ``commit``.
@@ -220,22 +222,25 @@ class Arena(ArenaView):
         self._words[slot * _WORDS_PER_RECORD + index] = value
 
 
-def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes) -> Arena:
+def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes, huge_pages: HugePages = "off") -> Arena:
     """Make an arena in a new anonymous memory file; all its pages are there when this returns.
 
     Raises:
         Full: the host does not have the memory.
+        ConfigError: ``huge_pages`` are demanded and not there.
     """
     num_bytes = arena_bytes(num_slots, slot_bytes)
-    fd = os.memfd_create("kvferry-arena", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
-        memory = memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        file = create_memory_file("kvferry-arena", num_bytes, huge_pages, "kvstore.huge_pages")
+    except OSError as error:
+        raise Full(f"no memory for an arena of {num_bytes} bytes: {error}") from None
+    try:
+        memory = file.map()
     except (OSError, ValueError) as error:
-        os.close(fd)
+        os.close(file.fd)
         raise Full(f"no memory for an arena of {num_bytes} bytes: {error}") from None
     write_header(memory, num_slots, slot_bytes, incarnation, nonce)
-    return Arena(memory, fd)
+    return Arena(memory, file.fd)
 
 
 def write_header(memory: memoryview, num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes) -> None:

@@ -36,7 +36,8 @@ def machine_options(config: KVStoreSection, ids: IdSource) -> MachineOptions:
                 param="kvstore.memory_bytes",
             )
         nonce = ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
-        return MemoryTier(create_arena(num_slots, slot_bytes, incarnation, nonce), make_policy(config.eviction, num_slots))
+        arena = create_arena(num_slots, slot_bytes, incarnation, nonce, config.huge_pages)
+        return MemoryTier(arena, make_policy(config.eviction, num_slots))
 
     return MachineOptions(
         incarnation,

@@ -31,7 +31,9 @@ def open_arena(context: ConnectorContext) -> BlockStore:
         ConfigError: it does not hold one block, or the host does not have the memory.
     """
     section = context.config.offload
-    arena = KVStoreSection(memory_bytes=section.memory_bytes, eviction=section.eviction, max_pinned_share=1.0)
+    arena = KVStoreSection(
+        memory_bytes=section.memory_bytes, huge_pages=section.huge_pages, eviction=section.eviction, max_pinned_share=1.0
+    )
     try:
         return make_embedded_store(arena, context.layout.block_bytes, context.clock, context.ids)
     except (ConfigError, Full) as error:

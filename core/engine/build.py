@@ -36,7 +36,7 @@ from core.engine.device_memory import measure, pool_bytes, run_largest_step
 from core.engine.encoder_runner import EncoderRunner
 from core.engine.graphs import CudaRecorder, batch_sizes
 from core.engine.inputs import InputBatch
-from core.engine.kv_cache import KVPool, allocate_kv_pool
+from core.engine.kv_cache import KVPool, PoolOptions, allocate_kv_pool
 from core.engine.kv_events import KVEventPublisher
 from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
 from core.engine.runner import ModelRunner
@@ -124,7 +124,11 @@ def build_engine(
     fingerprint = model_fingerprint(arch, files.weights_id)
     makes_digests = has_readers and _readers_demand_digests(config.connector)
     pool = allocate_kv_pool(
-        cache_config, model.dtype, model.backend.preferred_layout, device, incarnation=incarnation, makes_digests=makes_digests
+        cache_config,
+        model.dtype,
+        model.backend.preferred_layout,
+        device,
+        PoolOptions(incarnation=incarnation, makes_digests=makes_digests, huge_pages=config.cache.huge_pages),
     )
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
@@ -188,10 +192,17 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     layers = KVCacheConfig(2, group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize)))
     decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups)
     image_encoder = load_image_encoder(files, dtype, device)
+
+    def run_largest() -> None:
+        run_largest_step(decoder, backend, layers, config.scheduler, dtype)
+        if image_encoder is not None:
+            image_encoder.warm_up()
+
     if sizing is None:
-        memory = measure(device, lambda: run_largest_step(decoder, backend, layers, config.scheduler, dtype))
-        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization)
-        sizing = size_kv_cache(_with_cache(config, memory_bytes=num_bytes), arch, dtype.itemsize)
+        num_bytes = pool_bytes(measure(device, run_largest), config.cache.gpu_memory_utilization)
+        if image_encoder is not None:
+            num_bytes -= image_encoder.layout.num_bytes(config.scheduler.encoder_cache_embeds)
+        sizing = size_kv_cache(_with_cache(config, memory_bytes=max(1, num_bytes)), arch, dtype.itemsize)
     return _LoadedModel(
         files=files,
         arch=arch,

@@ -15,8 +15,8 @@ failed transfer has left in a freed block is gone before it can be read.
 
 from __future__ import annotations
 
+import logging
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from core.attention.base import KVLayout, PagedKVCache
+from core.config import HugePages
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester, TensorDigester
 from core.engine.block_copier import cuda_block_copier, on_side_stream
@@ -40,7 +41,11 @@ from core.kv.seals import (
     seal_memory_bytes,
 )
 from core.kv.spec import KVCacheConfig
+from core.log import event
+from core.memory_file import MemoryFile, create_memory_file, huge_page_stock
 from core.wire.kv import KVLayoutInfo
+
+logger = logging.getLogger(__name__)
 
 _POOL_FILE_NAME = "kvferry-kv"
 _SEALS_FILE_NAME = "kvferry-seals"
@@ -104,25 +109,34 @@ class KVPool:
                 os.close(memory_fd)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What a pool's seals state, besides what is in the block, and which pages it has in host memory."""
+
+    incarnation: int = 0
+    makes_digests: bool = False  # of each block
+    huge_pages: HugePages = "off"
+
+
 def allocate_kv_pool(
     config: KVCacheConfig,
     dtype: torch.dtype,
     layout: KVLayout,
     device: torch.device,
-    *,
-    incarnation: int = 0,
-    makes_digests: bool = False,
+    options: PoolOptions | None = None,
 ) -> KVPool:
     """Allocate the pool, zeroed, with every page present, and the table of its seals.
-
-    Seals state ``incarnation`` and, if it ``makes_digests``, the digest of each block.
 
     Raises:
         ConfigError: the memory is not there.
     """
+    options = options or PoolOptions()
     info = layout_info(config, dtype, layout)
     shape = pool_shape(config, layout)
-    pool, buffer, memory_fd = _pool_in_host_memory(shape, dtype) if device.type == "cpu" else _pool_on(device, shape, dtype)
+    is_on_host = device.type == "cpu"
+    pool, buffer, memory_fd = (
+        _pool_in_host_memory(shape, dtype, options.huge_pages) if is_on_host else _pool_on(device, shape, dtype)
+    )
     region = KVPoolRegion(
         base_address=pool.data_ptr(),
         num_blocks=config.num_blocks,
@@ -131,7 +145,7 @@ def allocate_kv_pool(
         device=str(pool.device),
         buffer=buffer,
         memory_fd=memory_fd,
-        seals=_allocate_seals(info, config.num_blocks, incarnation, _digester(pool) if makes_digests else None),
+        seals=_allocate_seals(info, config.num_blocks, options.incarnation, _digester(pool) if options.makes_digests else None),
         new_digester=partial(_digester, pool),
         new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
         write_block=None if buffer is not None else _block_writer(pool),
@@ -140,20 +154,25 @@ def allocate_kv_pool(
     return KVPool(config, PagedKVCache(pool, layout), region)
 
 
-def _pool_in_host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, memoryview, int]:
+def _pool_in_host_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, huge_pages: HugePages
+) -> tuple[torch.Tensor, memoryview, int]:
     """Return the pool, the view and the descriptor of its memory file; all pages are allocated, zero and mapped."""
     num_bytes = math.prod(shape) * dtype.itemsize
     # The kernel would rather kill a process than refuse a page, so a pool that cannot fit is refused before the first one.
+    # Huge pages are set aside already, and not among what is available.
     available = _available_bytes()
-    if num_bytes > available:
+    if num_bytes > available and (huge_pages == "off" or huge_page_stock().lacks(num_bytes)):
         raise _no_memory(num_bytes, f"{available} bytes of memory are available")
-    memory_fd = _memory_file(_POOL_FILE_NAME, num_bytes)
+    file = _memory_file(_POOL_FILE_NAME, num_bytes, huge_pages)
     try:
-        memory = mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = file.map()[:num_bytes]
     except OSError as error:
-        os.close(memory_fd)
+        os.close(file.fd)
         raise _no_memory(num_bytes, error) from None
-    return torch.frombuffer(memory, dtype=dtype).view(shape), memoryview(memory), memory_fd
+    if huge_pages != "off":
+        logger.info(event("kv_pool_pages", page_bytes=file.page_bytes, num_pages=file.num_bytes // file.page_bytes))
+    return torch.frombuffer(memory, dtype=dtype).view(shape), memory, file.fd
 
 
 def _pool_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, None, None]:
@@ -189,20 +208,16 @@ def _block_writer(pool: torch.Tensor) -> Callable[[int, memoryview], None]:
 
 def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_blocks: DigestBlocks | None) -> SealTable:
     num_landing = num_landing_rows(layout.block_size)
-    memory_fd = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks, num_landing))
-    memory = map_seal_memory(num_blocks, memory_fd, num_landing)
+    file = _memory_file(_SEALS_FILE_NAME, seal_memory_bytes(num_blocks, num_landing))
+    memory = map_seal_memory(num_blocks, file.fd, num_landing)
     return SealTable(memory, incarnation, layout_fingerprint(layout), digest_blocks)
 
 
-def _memory_file(name: str, num_bytes: int) -> int:
-    """Return the descriptor of a new anonymous memory file, all pages allocated and zero."""
-    memory_fd = os.memfd_create(name, os.MFD_CLOEXEC)
+def _memory_file(name: str, num_bytes: int, huge_pages: HugePages = "off") -> MemoryFile:
     try:
-        os.posix_fallocate(memory_fd, 0, num_bytes)
+        return create_memory_file(name, num_bytes, huge_pages, "cache.huge_pages")
     except OSError as error:
-        os.close(memory_fd)
         raise _no_memory(num_bytes, error) from None
-    return memory_fd
 
 
 def _available_bytes() -> int:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import Full, PeerUnreachable, ProtocolError
+from core.errors import ConfigError, Full, PeerUnreachable, ProtocolError
+from core.memory_file import huge_page_stock
 from kvstore.arena import (
     NONCE_BYTES,
     Arena,
@@ -237,3 +238,21 @@ def test_a_closed_arena_leaves_no_descriptor():
     assert arena.describe() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+@pytest.mark.skipif(huge_page_stock().num_free < 2, reason="no huge pages are reserved here: sysctl vm.nr_hugepages=8")
+def test_an_arena_in_huge_pages_is_mapped_whole_by_its_client():
+    arena = create_arena(4, SLOT_BYTES, INCARNATION, NONCE, "on")
+    file = arena.describe()
+    assert file.num_bytes == huge_page_stock().page_bytes > arena_bytes(4, SLOT_BYTES)
+    view = map_arena(file, INCARNATION)
+    assert (view.num_slots, view.nonce) == (4, NONCE)
+    slot = arena.reserve(8)
+    view.content(slot, 8)[:] = b"by hand!"
+    assert bytes(arena.content(slot, 8)) == b"by hand!"
+    arena.close()
+
+
+def test_an_arena_for_which_huge_pages_are_demanded_in_vain_is_refused():
+    with pytest.raises(ConfigError, match=r"kvstore\.huge_pages = on"):
+        create_arena(1 << 40, SLOT_BYTES, INCARNATION, NONCE, "on")

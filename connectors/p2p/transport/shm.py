@@ -298,7 +298,9 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
             raise PeerUnreachable(f"descriptor {file.fd} of process {pid} is another file than described")
         if num_bytes <= 0 or status.st_size < num_bytes:
             raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
-        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        page_bytes = status.st_blksize  # of huge pages, too: a mapping of a part of one could not be taken away again
+        size = min(status.st_size, -(-num_bytes // page_bytes) * page_bytes)
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
 

@@ -1,17 +1,22 @@
+import gc
 import mmap
 import os
 
 import pytest
 import torch
 
+from connectors.p2p.transport.shm import ShmTransport
 from core.attention.base import KVLayout
 from core.config import CacheSection
 from core.digest import BlockDigester
-from core.engine.kv_cache import allocate_kv_pool
+from core.engine.kv_cache import PoolOptions, allocate_kv_pool
 from core.engine.kv_sizing import kv_cache_config
 from core.errors import ConfigError
+from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal, layout_fingerprint
+from core.memory_file import huge_page_stock
 from core.model.arch import parse_arch
+from core.transport import POOL_REGION, PeerId, regions_of
 
 CONFIG = {
     "model_type": "qwen2",
@@ -115,7 +120,7 @@ def test_closing_keeps_the_memory_of_living_tensors():
 
 def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout():
     config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32.itemsize)
-    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), incarnation=77)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(incarnation=77))
     seals = pool.region.seals
     seals.seal(3, ExpectedSeal(generation=9, group_id=0, block_hash=bytes(16), num_tokens=16))
     written = decode_seal(os.pread(seals.memory.memory_fd, SEAL_BYTES, 3 * SEAL_BYTES))
@@ -127,7 +132,7 @@ def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout()
 
 def test_digests_are_those_of_the_blocks_bytes_and_enter_the_seals_if_asked_for():
     config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.bfloat16.itemsize)
-    pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.HND, torch.device("cpu"), makes_digests=True)
+    pool = allocate_kv_pool(config, torch.bfloat16, KVLayout.HND, torch.device("cpu"), PoolOptions(makes_digests=True))
     pool.cache.pool[3] = 1.5
     size = pool.region.block_bytes
     expected = BlockDigester(size).digest(pool.region.buffer[3 * size : 4 * size])
@@ -152,3 +157,41 @@ def test_closing_gives_both_memory_files_back():
     for memory_fd in memory_fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(memory_fd)
+
+
+def test_huge_pages_that_are_demanded_and_not_there_are_a_configuration_error():
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=1 << 42), torch.float32.itemsize)
+    with pytest.raises(ConfigError, match=r"bytes of memory are available"):
+        allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+    little = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32.itemsize)
+    if huge_page_stock().num_free == 0:
+        with pytest.raises(ConfigError, match=r"cache\.huge_pages = on: .*0 of \d+ are free") as refused:
+            allocate_kv_pool(little, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+        assert refused.value.param == "cache.huge_pages"
+
+
+@pytest.mark.skipif(huge_page_stock().num_free < 4, reason="no huge pages are reserved here: sysctl vm.nr_hugepages=8")
+def test_a_pool_in_huge_pages_is_read_by_another_worker_and_given_back(caplog):
+    caplog.set_level("INFO")
+    free = huge_page_stock().num_free
+    config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32.itemsize)
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+    assert "event=kv_pool_pages page_bytes=2097152" in caplog.text
+    pool.cache.pool[3] = 7.0
+    owner, reader, peer = ShmTransport(RandomIds()), ShmTransport(RandomIds()), PeerId("tcp://p:1", 1)
+    owner.register(regions_of(pool.region))
+    into = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"))
+    reader.register(regions_of(into.region))
+    reader.add_peer(peer, owner.describe())
+    reader.post_read(peer, POOL_REGION, [3], [1])
+    (result,) = reader.poll()
+    assert result.error is None
+    assert float(into.cache.pool[1].min()) == 7.0
+    reader.remove_peer(peer)
+    owner.close()
+    pool.close()
+    assert huge_page_stock().num_free == free - 1  # it is mapped
+    del pool
+    gc.collect()
+    assert huge_page_stock().num_free == free
+    into.close()
