@@ -64,6 +64,10 @@ class EmbeddingsLayout:
     device: str = "cpu"
     itemsize: int = 4
 
+    def num_bytes(self, num_embeds: int) -> int:
+        """Return the size of so many rows."""
+        return num_embeds * self.hidden_size * self.itemsize
+
 
 class ECConnectorScheduler(ABC):
     """The side inside the scheduler."""

@@ -64,6 +64,12 @@ class ImageEncoder:
         """
         return self._tower.embed(torch.from_numpy(self._processor.tiles(decode_image(content))))
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Embed as many tiles as one pass takes: the memory that it takes is that of any image."""
+        side = self._processor.tile_size
+        self._tower.embed(torch.zeros(self._tower.tiles_per_pass, self.arch.num_channels, side, side))
+
 
 def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder | None:
     """Load the image half of a checkpoint, None for a model that reads text only.

@@ -81,6 +81,11 @@ class VisionTower:
         """Of weights and embeddings."""
         return self._weights.positions.dtype
 
+    @property
+    def tiles_per_pass(self) -> int:
+        """Tiles that are embedded together; of an image with more, one part after another."""
+        return _TILES_PER_PASS[self.device.type]
+
     def embed(self, tiles: Tensor) -> Tensor:
         """Return the embeddings ``[num_tiles * rows * columns, output_size]`` of the tiles of one image, tile by tile.
 
@@ -91,7 +96,7 @@ class VisionTower:
         weights = self._weights
         patches_per_side = tiles.shape[-1] // self.arch.patch_size
         positions = weights.positions[position_ids(patches_per_side, self.arch.num_positions_per_side).to(self.device)]
-        parts = torch.split(tiles, _TILES_PER_PASS[self.device.type])
+        parts = torch.split(tiles, self.tiles_per_pass)
         return torch.cat([self._embed_part(part.to(positions), positions) for part in parts])
 
     def _embed_part(self, tiles: Tensor, positions: Tensor) -> Tensor:

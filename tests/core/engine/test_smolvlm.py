@@ -109,6 +109,15 @@ def test_more_chunk_sizes_and_both_names_of_the_architecture(tmp_path, build_tin
     run_all(run_engine, router, built, CONVERSATIONS)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_answers_on_cuda_are_those_of_transformers(build, router, run_engine, graphs):
+    settings = {"model__device": "cuda", "model__dtype": "float32", "model__cuda_graphs": graphs}
+    built = build(scheduler__max_num_batched_tokens=24, **settings)
+    run_all(run_engine, router, built, CONVERSATIONS)
+
+
 def test_a_prompt_with_the_same_image_is_a_hit_and_computes_no_embedding_again(build, router, run_engine):
     built = build()
     parts = CONVERSATIONS["several"]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
+from core.encoder import EmbeddingsLayout
 from core.errors import ConfigError, InvalidRequest
 from core.model.arch import parse_arch
 from core.model.hub import read_model_folder
@@ -76,6 +77,15 @@ def test_half_precision_stays_near(tiny_smolvlm):
     exact, rounded = (load_image_encoder(files, dtype).encode(image) for dtype in (torch.float32, torch.bfloat16))
     assert rounded.dtype == torch.bfloat16
     assert float((rounded.float() - exact).norm() / exact.norm()) < 0.05
+
+
+def test_the_form_of_the_embeddings_is_told_before_there_are_any(tiny_smolvlm):
+    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
+    encoder = load_image_encoder(files, torch.bfloat16)
+    encoder.warm_up()
+    embeddings = encoder.encode(encode_test_image(0))
+    assert encoder.layout == EmbeddingsLayout(hidden_size=48, dtype="bfloat16", device="cpu", itemsize=2)
+    assert encoder.layout.num_bytes(len(embeddings)) == embeddings.nbytes
 
 
 def test_a_file_that_is_no_image_is_the_clients_fault(tiny_smolvlm):
