@@ -24,7 +24,7 @@ from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.seals import BROKEN, decode_seal
-from core.request import RequestStatus, SchedulerOutput
+from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
 from kvferry.sim.plan import RequestPlan
@@ -213,7 +213,7 @@ class WorkerChecks:
         if self._tier is not None and (self._tier.is_lazy or self._tier.has_news_for_engine):
             return  # a lazy tier saves with the next step whatever the last one has computed; an answer wakes the engine
         output = self._scheduler.schedule()
-        if _achieves_something(output):
+        if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
             self._complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
