@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -70,6 +71,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the durations that tests of faults have noted in their reports."""
+    reports = itertools.chain.from_iterable(terminalreporter.stats.values())
+    properties = itertools.chain.from_iterable(getattr(report, "user_properties", ()) for report in reports)
+    rows = {tuple(value) for key, value in properties if key == "measured"}
+    if rows:
+        terminalreporter.section("faults as measured")
+    for name, cell, what, seconds in sorted(rows):
+        terminalreporter.write_line(f"{name:60} {cell:9} {what:40} {seconds:7.2f} s")
 
 
 @pytest.fixture(scope="session")

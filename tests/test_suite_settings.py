@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from core.testing.side_by_side import ALONE as ALONE_UNIT
+from core.testing.side_by_side import scope_of
+
 SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
 IN_PYTHON = """
 import time
@@ -72,6 +75,44 @@ def test_leaves_a_thread():
     threading.Thread(target=time.sleep, args=(1000,)).start()
 """
 
+SIDE_BY_SIDE = """
+import os
+from pathlib import Path
+
+import pytest
+
+STATE = Path({folder!r})
+
+
+@pytest.fixture(scope="session")
+def shared():
+    mark = STATE / f"busy-{{os.getpid()}}"
+    mark.touch()
+    yield
+    mark.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_side_by_side(shared, number):
+    (STATE / f"ran-{{os.getpid()}}").touch()
+    assert not list(STATE.glob("alone-*"))
+"""
+ALONE = """
+import os
+from pathlib import Path
+
+import pytest
+
+STATE = Path({folder!r})
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_alone(number):
+    (STATE / f"alone-{{os.getpid()}}").touch()
+    assert len(list(STATE.glob("alone-*"))) == 1
+    assert {{path.name for path in STATE.glob("busy-*")}} <= {{f"busy-{{os.getpid()}}"}}
+"""
+
 
 def test_every_test_has_a_time_limit(pytestconfig):
     assert float(pytestconfig.getini("timeout")) > 0
@@ -99,6 +140,29 @@ def test_what_hangs_ends_the_run_shows_where_and_leaves_no_child(tmp_path, run_s
     assert "most recent call first" in printed
     assert f"in {function}\n" in printed
     assert [path for path in tmp_path.glob("pid") if psutil.pid_exists(int(path.read_text()))] == []
+
+
+@pytest.mark.slow
+def test_tests_that_run_alone_run_behind_all_others_and_are_counted_with_them(tmp_path):
+    state, root = tmp_path / "state", tmp_path / "root"
+    for folder in (state, root / "a_alone"):
+        folder.mkdir(parents=True)
+    (root / "a_alone" / "test_alone.py").write_text(ALONE.format(folder=str(state)))
+    for name in "bcde":
+        (root / f"test_{name}.py").write_text(SIDE_BY_SIDE.format(folder=str(state)))
+    command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(root), "-p", "no:cacheprovider", "-n", "2"]
+    result = subprocess.run(
+        [*command, "-o", "alone=a_alone", str(root)], capture_output=True, text=True, timeout=120, check=False, cwd=root
+    )
+    assert result.returncode == 0, result.stdout
+    assert "83 passed" in result.stdout.splitlines()[-1]
+    assert len(list(state.glob("ran-*"))) == 2
+
+
+def test_whatever_starts_processes_runs_alone(request):
+    alone = [item for item in request.session.items if item.get_closest_marker("e2e")]
+    paths = request.config.getini("alone")
+    assert [item.nodeid for item in alone if scope_of(item.nodeid, paths) != ALONE_UNIT] == []
 
 
 @pytest.fixture

@@ -129,6 +129,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         watchdog.watch("the end of the run", _limit_s(session.config))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let a worker of pytest-xdist, whose run has ended, wait for the end of the others."""
+    watchdog = config.stash.get(_WATCHDOG, None)
+    if watchdog is not None and hasattr(config, "workerinput"):
+        watchdog.rest()
+
+
 def _limit_s(config: pytest.Config, timeout_s: float | None = None) -> float:
     timeouts = (timeout_s, config.getoption("timeout", None), config.getini("timeout"))
     return float(next(timeout for timeout in timeouts if timeout is not None)) + float(config.getini("watchdog_grace"))

@@ -180,10 +180,10 @@ class FaultCluster:
     corpus: Sequence[int]
     check_tokens: Callable[[Sequence[int], Sequence[int]], None]
     eventually: Callable[..., None]
-    measured: list[tuple[str, str, str, float]]
     lease_s: float
     deadline_s: float
     name: str = ""  # of the test
+    measured: list[tuple[str, object]] = field(default_factory=list)  # what its report says beside its result
     _epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _plan: dict[str, Any] = field(default_factory=dict)
@@ -334,7 +334,7 @@ class FaultCluster:
 
     def measure(self, what: str, seconds: float) -> None:
         """Note a duration for the table that the run prints at its end."""
-        self.measured.append((self.name, self.cell, what, seconds))
+        self.measured.append(("measured", (self.name, self.cell, what, seconds)))
 
     def assert_released(self, since: float | None = None, what: str = "fault to nothing held") -> None:
         """Wait until nobody holds anything any more, within lease and deadline of a fault, else of now.
@@ -394,24 +394,6 @@ def _left_behind() -> tuple[set[int], set[str], set[int]]:
 
 
 @pytest.fixture(scope="session")
-def measured(request: pytest.FixtureRequest) -> list[tuple[str, str, str, float]]:
-    """Durations that tests note; printed at the end of the run."""
-    return request.config.stash.setdefault(MEASURED, [])
-
-
-MEASURED = pytest.StashKey[list[tuple[str, str, str, float]]]()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(MEASURED, [])
-    if not rows:
-        return
-    terminalreporter.section("faults as measured")
-    for name, cell, what, seconds in sorted(rows):
-        terminalreporter.write_line(f"{name:60} {cell:9} {what:40} {seconds:7.2f} s")
-
-
-@pytest.fixture(scope="session")
 def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_token_identical) -> Iterator[FaultCluster]:
     """A supervised cluster on one transport, shared by all faults that need one like it."""
     cell, profile = request.param
@@ -431,7 +413,6 @@ def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_toke
             corpus=corpus,
             check_tokens=assert_token_identical,
             eventually=request.getfixturevalue("eventually"),
-            measured=request.getfixturevalue("measured"),
             lease_s=config.connector.lease_s,
             deadline_s=config.connector.transfer_deadline_s,
         )
@@ -443,7 +424,7 @@ def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_toke
 @pytest.fixture
 def faulty(request, fault_cluster: FaultCluster) -> Iterator[FaultCluster]:
     """The cluster for one fault; after the test it must be as if nothing had been."""
-    fault_cluster.name = request.node.originalname
+    fault_cluster.name, fault_cluster.measured = request.node.originalname, request.node.user_properties
     fault_cluster.plan()
     yield fault_cluster
     for name in fault_cluster.cluster.pids:
