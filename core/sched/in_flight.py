@@ -21,11 +21,12 @@ from core.sched.state import SchedulerState, Step
 def void_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = True) -> None:
     """Let what the steps in flight compute for a request count for nothing, and its counters be what they were before these.
 
-    ``pins_blocks``: blocks that they may still write are not given to anybody before they are processed.
+    Blocks that they would have filled lose the hashes they got in advance: nobody may hit what nobody vouches for, or seals.
+    ``pins_blocks``: those that they may still write are not given to anybody before they are processed.
     """
     request_id = request.request_id
     request.num_output_placeholders = 0
-    num_computed = request.num_computed_tokens
+    num_computed = num_optimistic = request.num_computed_tokens
     for step in reversed(state.in_flight):
         num_tokens = step.output.num_scheduled_tokens.get(request_id, 0)
         if not num_tokens or request_id in step.void:
@@ -38,6 +39,8 @@ def void_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = T
             state.kv_cache_manager.block_pool.touch(blocks)
             step.pinned += blocks
         num_computed = request.num_computed_tokens
+    if num_computed < num_optimistic:
+        state.kv_cache_manager.truncate(request, num_computed)
 
 
 def end_step(state: SchedulerState, step: Step) -> None:

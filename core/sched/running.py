@@ -165,15 +165,13 @@ def _choose_victim(state: SchedulerState) -> Request:
 def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     """Take a running request's blocks and put it in front of the waiting ones, to be computed again from the start.
 
-    If it was scheduled in this very step it is taken out again, and the blocks that this step and those in flight would have
-    filled lose the hashes they got in advance: nobody may hit what nobody computes, or seals. Its embeddings are
-    computed all the same, and let go of after it.
+    If it was scheduled in this very step it is taken out again, and the blocks that the step would have filled lose the hashes
+    they got in advance: nobody may hit what nobody computes. Its embeddings are computed all the same, and let go of after it.
     """
     assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
     manager = state.kv_cache_manager
-    is_in_flight = request.num_in_flight_tokens > 0
     void_steps(state, request, pins_blocks=False)
-    if step.refund(request) or is_in_flight:
+    if step.refund(request):
         manager.truncate(request, request.num_computed_tokens)
     manager.free(request)
     state.running.remove(request)

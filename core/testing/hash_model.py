@@ -292,12 +292,18 @@ class HashModel:
         self._update_batch(scheduler_output)
         output = ModelRunnerOutput()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            token_id = self._compute(request_id, num_tokens)
+            row = self._batch[request_id]
+            token_id = self._compute(request_id, row, row.num_computed_tokens, num_tokens)
             if token_id is not None:
                 output.sampled_token_ids[request_id] = [token_id]
         output.kv_connector_output = self._finish_connector_step(scheduler_output)
         output.ec_connector_output, output.failed_embeddings = self.encoder.finish_step(scheduler_output)
         return output
+
+    def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Run a step; return what gives its result, to be called before the step after the next is launched."""
+        output = self.execute_model(scheduler_output)
+        return lambda: output
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
@@ -318,10 +324,9 @@ class HashModel:
         assert len(new.block_ids) == len(self.attentions), "a table for each group"
         return _Row(new.token_ids[:], tuple(map(list, new.block_ids)), new.num_computed_tokens)
 
-    def _compute(self, request_id: str, num_tokens: int) -> int | None:
+    def _compute(self, request_id: str, row: _Row, start: int, num_tokens: int) -> int | None:
         """Fill the slots of the next tokens; return the token that follows if the last one known was among them."""
-        row = self._batch[request_id]
-        start, end = row.num_computed_tokens, row.num_computed_tokens + num_tokens
+        end = start + num_tokens
         inputs = self.encoder.merge(request_id, row.token_ids, start, end)
         tables = list(zip(self.attentions, row.block_ids, strict=True))
         prefix = _Prefix([self._read_seen(attention, table, start) for attention, table in tables], start)

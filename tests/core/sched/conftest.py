@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import FULL, HashAttention, HashModel, expected_kv, expected_tokens, hash_model_kv_config
+from core.testing.late_hash_model import LateHashModel
 from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -218,6 +219,7 @@ class WorldConfig:
     encoder_cache_size: int = 0  # embeddings; 0 = a model without images
     max_embeds_per_step: int = 64
     with_ec_connector: bool = False
+    looks_ahead: bool = False  # the model computes as late as it may
 
 
 class World:
@@ -232,7 +234,7 @@ class World:
         self.ec = EmbeddingScript()
         ec_worker = ScriptedECWorker(self.ec) if config.with_ec_connector else None
         self.encoder = HashEncoder(ec_worker)
-        self.model = HashModel(
+        self.model = (LateHashModel if config.looks_ahead else HashModel)(
             config.num_blocks,
             config.block_size,
             self.worker,
@@ -256,12 +258,14 @@ class World:
             max_num_seqs=config.max_num_seqs,
             policy=config.policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            async_scheduling="on" if config.looks_ahead else "off",
         )
         policy = config.kv_load_failure_policy
         ec_connector = ScriptedECScheduler(self.ec) if config.with_ec_connector else None
         encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector)
         self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy, encoder=encoder)
         self.last = SchedulerOutput()
+        self.in_flight: deque[tuple[SchedulerOutput, Callable, KVConnectorOutput]] = deque()
         self.outputs: list[EngineCoreOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
@@ -295,15 +299,34 @@ class World:
         return self.last
 
     def finish_step(self) -> list[EngineCoreOutput]:
-        """Run what was scheduled and apply it."""
-        outputs = self.scheduler.update_from_output(self.last, self.model.execute_model(self.last))
+        """Run what was scheduled and apply it; with look-ahead, apply the step before, and all if nothing was scheduled."""
+        report = self.script.report
+        self.in_flight.append((self.last, self.model.launch_model(self.last), report))
+        num_kept = 1 if self.scheduler.can_look_ahead() and self.last.total_num_scheduled_tokens else 0
+        self.outputs = []
+        while len(self.in_flight) > num_kept:
+            self.outputs += self.finish_oldest()
+        return self.outputs
+
+    @property
+    def unapplied_reports(self) -> list[KVConnectorOutput]:
+        """The connector's reports that the scheduler has not seen."""
+        return [self.script.report, *(report for _, _, report in self.in_flight)]
+
+    def drain(self) -> list[EngineCoreOutput]:
+        """Apply all that is in flight."""
+        return [output for _ in range(len(self.in_flight)) for output in self.finish_oldest()]
+
+    def finish_oldest(self) -> list[EngineCoreOutput]:
+        """Apply the oldest step in flight."""
+        step, result, _ = self.in_flight.popleft()
+        outputs = self.scheduler.update_from_output(step, result())
         for output in outputs:
             assert output.request_id not in self.ends, f"{output.request_id} speaks after its end"
             self.check_told(output)
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output.finish_reason
-        self.outputs = outputs
         return outputs
 
     def check_told(self, output: EngineCoreOutput) -> None:
@@ -422,8 +445,13 @@ class World:
         assert self.tokens[request.request_id] == self.expected(prompt, num_tokens)
 
     def assert_sound(self) -> None:
-        """The KV cache is consistent, quarantined blocks included."""
-        assert find_violations(self.manager, Counter(self.scheduler._state.quarantined)) == []
+        """The KV cache is consistent, quarantined and pinned blocks included."""
+        assert find_violations(self.manager, self.held_blocks()) == []
+
+    def held_blocks(self) -> Counter[int]:
+        """Count the references that no block table accounts for."""
+        state = self.scheduler._state
+        return Counter(state.quarantined) + Counter(block.block_id for step in state.in_flight for block in step.pinned)
 
     def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:
         return expected_tokens(token_ids, num_tokens, self.config.vocab_size, self.config.attentions)

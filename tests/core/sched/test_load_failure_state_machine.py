@@ -5,14 +5,12 @@ happens, every token is the oracle's, every request ends as its policy says, and
 """
 
 import os
-from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from core.kv.integrity import find_violations
 from core.request import RequestStatus
 
 NUM_EXAMPLES = int(os.environ.get("KVFERRY_TEST_EXAMPLES", "60"))
@@ -28,6 +26,7 @@ class FailureMachine(RuleBasedStateMachine):
     make_world: staticmethod
     make_remote: staticmethod
     load_error: object
+    looks_ahead = False
 
     @initialize(
         num_blocks=st.integers(10, 24),
@@ -38,7 +37,8 @@ class FailureMachine(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=4),
     )
     def build(self, kinds, **config):
-        self.world = self.make_world(block_size=BLOCK_SIZE, max_model_len=40, with_connector=True, hash_block_size=4, **config)
+        config |= {"with_connector": True, "hash_block_size": 4, "looks_ahead": self.looks_ahead}
+        self.world = self.make_world(block_size=BLOCK_SIZE, max_model_len=40, **config)
         self.text = self.world.prompt(30)
         self.requests = {}
         self.aborted = set()
@@ -104,6 +104,7 @@ class FailureMachine(RuleBasedStateMachine):
     @rule(which=choices, only_shared=st.booleans())
     def block_goes_bad(self, which, only_shared):
         """In the step that reports it: what it computes from there counts for nothing."""
+        self.world.drain()
         self.world.schedule()
         blocks = self.world.manager.block_pool.blocks
         found = [block.block_id for block in blocks if block.ref_cnt > (1 if only_shared else 0)]
@@ -129,9 +130,8 @@ class FailureMachine(RuleBasedStateMachine):
 
     def end_quarantine(self, block_ids):
         """Only of blocks that the engine knows to be in quarantine."""
-        report = self.world.script.report
-        ended = block_ids - report.quarantined_block_ids
-        report.unquarantined_block_ids |= ended
+        ended = block_ids.difference(*(report.quarantined_block_ids for report in self.world.unapplied_reports))
+        self.world.script.report.unquarantined_block_ids |= ended
         self.late -= ended
 
     @precondition(lambda self: self.alive)
@@ -163,14 +163,16 @@ class FailureMachine(RuleBasedStateMachine):
 
     @invariant()
     def cache_is_consistent(self):
-        assert find_violations(self.world.manager, Counter(self.quarantined)) == []
+        self.world.assert_sound()
 
     @invariant()
     def nobody_writes_into_a_quarantined_block(self):
         for request in self.world.scheduler.running:
             assert not self.quarantined & set(self.world.manager.get_block_ids(request.request_id)[0]), request
-        report = self.world.script.report
-        assert self.quarantined == self.late - report.quarantined_block_ids | report.unquarantined_block_ids
+        reports = self.world.unapplied_reports
+        begun = set().union(*(report.quarantined_block_ids for report in reports))
+        ended = set().union(*(report.unquarantined_block_ids for report in reports))
+        assert self.quarantined == self.late - begun | ended
         assert self.world.scheduler.make_stats().num_quarantined_blocks == len(self.quarantined)
 
     @invariant()
@@ -178,7 +180,7 @@ class FailureMachine(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         for request in (*scheduler.running, *scheduler.kv_holding_waiting):
             assert self.world.num_blocks_of(request.request_id) >= -(-request.num_computed_tokens // BLOCK_SIZE), request
-            assert request.num_in_flight_tokens == 0
+            assert request.num_in_flight_tokens == 0 or self.world.in_flight
         for request in scheduler.waiting:
             assert self.world.num_blocks_of(request.request_id) == 0
 
@@ -221,7 +223,8 @@ def run_machine(make_world, remote, load_error):
 
     Machine.make_world, Machine.make_remote, Machine.load_error = staticmethod(make_world), staticmethod(remote), load_error
 
-    def run(num_examples: int) -> None:
+    def run(num_examples: int, looks_ahead: bool = False) -> None:
+        Machine.looks_ahead = looks_ahead
         run_state_machine_as_test(
             Machine,
             settings=settings(
@@ -239,6 +242,11 @@ def test_random_failures_change_no_token_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
+def test_random_failures_with_a_step_of_look_ahead(run_machine):
+    run_machine(NUM_EXAMPLES // 2, looks_ahead=True)
+
+
 @pytest.mark.slow
-def test_many_random_failures(run_machine):
-    run_machine(4 * settings.default.max_examples)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_many_random_failures(run_machine, looks_ahead):
+    run_machine(4 * settings.default.max_examples, looks_ahead)

@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     make_remote: staticmethod
     kv_of: staticmethod
     load_error: ErrorInfo
+    looks_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv_load_failure_policy=st.sampled_from(["recompute", "recompute", "fail"]),
     )
     def build(self, **config):
-        self.world = self.make_world(block_size=4, max_model_len=40, with_connector=True, **config)
+        self.world = self.make_world(
+            block_size=4, max_model_len=40, with_connector=True, looks_ahead=self.looks_ahead, **config
+        )
         self.kv_by_hash = {}
         for family, num_given in product((0, 1), (1, 2, 3)):  # shorter prompts than the family's start go on differently
             start = self.world.prompt(num_given, seed=family)
@@ -74,8 +77,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         remote_tokens=st.integers(1, 24),
         is_kept=st.booleans(),
         own_policy=st.sampled_from([None, None, "recompute", "fail"]),
+        stop_at=st.integers(1, 30),
     )
-    def add(self, *, length, family, max_tokens, priority, continued, remote, remote_tokens, is_kept, own_policy):
+    def add(self, *, length, family, max_tokens, priority, continued, remote, remote_tokens, is_kept, own_policy, stop_at):
         world = self.world
         request_id = f"r{len(self.prompts)}"
         prompt = self.family_prompt(family, length)
@@ -92,6 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.may_fail.add(request_id)
         self.prompts[request_id] = [*prompt, *output]
         self.max_tokens[request_id] = max_tokens - len(output)
+        stop = set()
+        if stop_at < self.max_tokens[request_id]:
+            self.max_tokens[request_id] = stop_at
+            stop = set(world.expected([*prompt, *output], stop_at)[-1:])
         world.add(
             request_id,
             prompt,
@@ -100,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             output_token_ids=output,
             arrival_time=float(len(self.prompts)),
             kv_load_failure_policy=own_policy,
+            stop_token_ids=frozenset(stop),
         )
 
     def family_prompt(self, family: int, length: int) -> list[int]:
@@ -192,6 +201,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), min_references=st.integers(0, 2))
     def a_block_goes_bad_within_a_step(self, data, min_references):
         """Whatever it held, whoever has it, loaded or not: the step that reads it is the one that reports it."""
+        self.world.drain()
+        self.note_ends()
         self.world.schedule()
         blocks = self.world.manager.block_pool.blocks[1:]
         found = [block.block_id for block in blocks if block.ref_cnt >= min_references]
@@ -278,8 +289,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_hold_what_their_seals_say(self):
         pool, model = self.world.manager.block_pool, self.world.model
+        known_to_be_bad = set().union(*(report.invalid_block_ids for report in self.world.unapplied_reports))
         for block in pool.blocks:
-            if pool.seals.sealed_generation(block.block_id) == BROKEN:
+            if pool.seals.sealed_generation(block.block_id) == BROKEN or block.block_id in known_to_be_bad:
                 continue
             seal = decode_seal(pool.seals.row(block.block_id))
             kv = self.kv_by_hash[seal.block_hash]
@@ -291,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Unless its request left while the step that fills it was under way, or is going to compute its last token again."""
         pool = self.world.manager.block_pool
         for block in pool.blocks:
-            if block.block_hash is not None and not self.was_aborted_in_a_step:
+            if block.block_hash is not None and not self.was_aborted_in_a_step and not self.world.in_flight:
                 assert pool.seals.sealed_generation(block.block_id) == block.generation, block
 
     @invariant()
@@ -300,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def held_blocks(self) -> Counter[int]:
         """Count the references that no block table accounts for."""
-        return Counter(self.quarantined)
+        return self.world.held_blocks()
 
     @property
     def quarantined(self) -> set[int]:
@@ -339,6 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(output.scheduled_cached_reqs.req_ids) + len(output.scheduled_new_reqs) == len(output.num_scheduled_tokens)
         reports = world.script.report
         did_something = bool(output.num_scheduled_tokens or output.preempted_req_ids or not reports.is_empty())
+        did_something |= bool(world.in_flight)
         world.finish_step()
         self.note_ends()
         if not did_something and set(world.script.loading) == parked_before:
@@ -369,6 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_now(self, request_id: str) -> None:
         assert self.world.abort(request_id) == [request_id]
         self.aborted.add(request_id)
+        self.was_aborted_in_a_step |= self.looks_ahead
 
     def note_ends(self) -> None:
         state = self.world.scheduler._state
@@ -414,7 +428,12 @@ def run_machine(make_world, remote, kv_of, load_error):
 
     Machine.make_world, Machine.make_remote = staticmethod(make_world), staticmethod(remote)
     Machine.kv_of, Machine.load_error = staticmethod(kv_of), load_error
-    return lambda num_examples: _run(Machine, num_examples)
+
+    def run(num_examples: int, looks_ahead: bool = False) -> None:
+        Machine.looks_ahead = looks_ahead
+        _run(Machine, num_examples)
+
+    return run
 
 
 def _run(machine: type[SchedulerMachine], num_examples: int) -> None:
@@ -433,6 +452,11 @@ def test_random_histories_give_the_oracles_tokens_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
+def test_random_histories_with_a_step_of_look_ahead(run_machine):
+    run_machine(NUM_EXAMPLES // 2, looks_ahead=True)
+
+
 @pytest.mark.slow
-def test_many_random_histories(run_machine):
-    run_machine(4 * settings.default.max_examples)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_many_random_histories(run_machine, looks_ahead):
+    run_machine(4 * settings.default.max_examples, looks_ahead)

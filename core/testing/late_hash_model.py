@@ -1,0 +1,37 @@
+"""A ``HashModel`` that computes as late as a device may: when its result is asked for, behind the launch of the next step.
+
+What may go wrong with a step that runs while the next one is scheduled goes wrong here every time: loads of the next step write
+first, freed blocks have new owners. Used by the tests of ``scheduler.async_scheduling``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.request import ModelRunnerOutput, SchedulerOutput
+from core.testing.hash_model import HashModel
+
+
+class LateHashModel(HashModel):
+    """Takes connectors through a step at its launch, and computes it when the result is asked for, in order of launch."""
+
+    def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See ``HashModel.launch_model``."""
+        self._start_connector_step(scheduler_output)
+        self.encoder.start_step(scheduler_output)
+        self._update_batch(scheduler_output)
+        work = [
+            (request_id, self._batch[request_id], self._batch[request_id].num_computed_tokens, num_tokens)
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+        ]
+        output = ModelRunnerOutput(kv_connector_output=self._finish_connector_step(scheduler_output))
+
+        def compute() -> ModelRunnerOutput:
+            for request_id, row, start, num_tokens in work:
+                token_id = self._compute(request_id, row, start, num_tokens)
+                if token_id is not None:
+                    output.sampled_token_ids[request_id] = [token_id]
+            output.ec_connector_output, output.failed_embeddings = self.encoder.finish_step(scheduler_output)
+            return output
+
+        return compute
