@@ -22,38 +22,11 @@ from functools import partial
 from core.errors import KVFerryError, ProtocolError, Unavailable
 from core.ids import IdSource
 from core.kv.seals import SEAL_BYTES
+from kvstore import messages
 from kvstore.arena import ArenaView
 from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock, StoreStatistics, Ticket
 from kvstore.key import StoreKey, pack_keys
-from kvstore.messages import (
-    MAX_BLOCKS_BYTES,
-    MAX_KEYS,
-    Alive,
-    ArenaFile,
-    Attach,
-    Attached,
-    Commit,
-    Corrupt,
-    Get,
-    GetReply,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Lookup,
-    LookupReply,
-    Parcel,
-    Put,
-    PutReply,
-    Refused,
-    Release,
-    Reserve,
-    Reserved,
-    ToClient,
-    ToStore,
-    UnknownClient,
-    Welcome,
-    split_seals,
-)
+from kvstore.messages import MAX_BLOCKS_BYTES, MAX_KEYS, Parcel, ToClient, ToStore, split_seals
 
 SLOW_BYTES_PER_S = 100e6  # of a tier or a network that is still worth waiting for: a plain disk, 1 Gbit/s
 
@@ -92,7 +65,7 @@ class SendToStore:
 class MapArena:
     """Map this file, then call ``on_mapped`` with the view or None."""
 
-    file: ArenaFile
+    file: messages.ArenaFile
     incarnation: int
 
 
@@ -170,7 +143,7 @@ class ClientMachine:
         self.counts["lookups"] += 1
         self.counts["lookup_keys"] += len(keys)
         if self._open(ticket, now):
-            self._send(Lookup(number=ticket.number, keys=pack_keys(keys)))
+            self._send(messages.Lookup(number=ticket.number, keys=pack_keys(keys)))
         return ticket
 
     def get(self, keys: Sequence[StoreKey], now: float) -> GetTicket:
@@ -180,7 +153,7 @@ class ClientMachine:
             call = self._calls[ticket.number]
             call.blocks = [None] * len(keys)
             call.deadline += len(keys) * self._options.block_bytes / SLOW_BYTES_PER_S
-            self._send(Get(number=ticket.number, keys=pack_keys(keys)))
+            self._send(messages.Get(number=ticket.number, keys=pack_keys(keys)))
         return ticket
 
     def put(self, keys: Sequence[StoreKey], blocks: Sequence[memoryview], seals: Sequence[bytes], now: float) -> PutTicket:
@@ -193,7 +166,7 @@ class ClientMachine:
         if self._open(ticket, now):
             if self._arena is not None:
                 sizes = tuple(block.nbytes for block in ticket.blocks)
-                self._send(Reserve(number=ticket.number, keys=pack_keys(keys), sizes=sizes))
+                self._send(messages.Reserve(number=ticket.number, keys=pack_keys(keys), sizes=sizes))
             else:
                 self._put_next_part(self._calls[ticket.number], ticket)
         return ticket
@@ -204,39 +177,39 @@ class ClientMachine:
             self._close(self._calls[ticket.number], "released", tell=True)
         elif ticket.number in self._pinned:
             del self._pinned[ticket.number]
-            self._send(Release(numbers=(ticket.number,)))
+            self._send(messages.Release(numbers=(ticket.number,)))
 
     def reject(self, block: StoredBlock, code: str) -> None:
         """Tell the store that a block did not pass; it is not given to anybody again."""
         self.rejected[code] += 1
         if self.state is LinkState.UP:
-            self._send(Corrupt(keys=block.key.pack(), code=code))
+            self._send(messages.Corrupt(keys=block.key.pack(), code=code))
 
     def say_goodbye(self) -> None:
         """End the session; all open calls are misses. No copy may be under way."""
         if self.state is LinkState.UP:
-            self._send(Goodbye())
+            self._send(messages.Goodbye())
         self._lose("closed")
 
     def on_parcel(self, message: ToClient, blocks: Sequence[memoryview | bytes], now: float) -> None:
         """Follow one message of the store. Whatever does not fit is ignored: its call has ended."""
         self._last_heard = now
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self._on_welcome(message)
-            case Attached():
+            case messages.Attached():
                 if self.state is LinkState.ATTACHING:
                     self._arena = self._mapped
                     self.state = LinkState.UP
-            case UnknownClient():
+            case messages.UnknownClient():
                 if self.state is not LinkState.GREETING:
                     self._lose("restarted")
                     self._greet(now)
-            case Refused():
+            case messages.Refused():
                 self._on_refused(message, now)
-            case LookupReply() | GetReply() | Reserved() | PutReply():
+            case messages.LookupReply() | messages.GetReply() | messages.Reserved() | messages.PutReply():
                 self._on_reply(message, blocks, now)
-            case Alive():
+            case messages.Alive():
                 pass
 
     def on_mapped(self, arena: ArenaView | None) -> None:
@@ -249,14 +222,14 @@ class ClientMachine:
         self._mapped = arena
         self.state = LinkState.ATTACHING
         pid, start_ticks = self._options.process
-        self._send(Attach(nonce=arena.nonce, pid=pid, start_ticks=start_ticks))
+        self._send(messages.Attach(nonce=arena.nonce, pid=pid, start_ticks=start_ticks))
 
     def on_copied(self, number: int, now: float) -> None:
         """Blocks have been copied to their slots: say so."""
         call = self._calls.get(number)
         if call is not None and isinstance(call.ticket, PutTicket):
             call.deadline = now + self._options.request_timeout_s
-            self._send(Commit(number=number, seals=b"".join(call.ticket.seals)))
+            self._send(messages.Commit(number=number, seals=b"".join(call.ticket.seals)))
 
     @property
     def waits_for_link(self) -> bool:
@@ -288,7 +261,7 @@ class ClientMachine:
         if self.state is LinkState.UP:
             held = (*self._calls, *self._pinned)
             if len(held) <= MAX_KEYS:
-                self._send(Heartbeat(last=self._last_number, held=held))
+                self._send(messages.Heartbeat(last=self._last_number, held=held))
         elif self.state is LinkState.DOWN:
             self._greet(now)
 
@@ -306,10 +279,10 @@ class ClientMachine:
         self._is_unreachable = False
         self._last_heard = now
         self._next_beat = now + self._options.heartbeat_interval_s
-        hello = Hello(client_id=self._options.client_id, session=self._session, block_bytes=self._options.block_bytes)
+        hello = messages.Hello(client_id=self._options.client_id, session=self._session, block_bytes=self._options.block_bytes)
         self._send(hello)
 
-    def _on_welcome(self, message: Welcome) -> None:
+    def _on_welcome(self, message: messages.Welcome) -> None:
         if self.state is not LinkState.GREETING or message.session != self._session:
             return
         if self._incarnation not in (0, message.incarnation):
@@ -321,7 +294,7 @@ class ClientMachine:
         self.state = LinkState.MAPPING
         self._actions.append(MapArena(message.arena, message.incarnation))
 
-    def _on_refused(self, message: Refused, now: float) -> None:
+    def _on_refused(self, message: messages.Refused, now: float) -> None:
         call = self._calls.get(message.number)
         if call is not None:
             self._close(call, message.code)
@@ -332,7 +305,10 @@ class ClientMachine:
             self.state = LinkState.UP
 
     def _on_reply(
-        self, message: LookupReply | GetReply | Reserved | PutReply, blocks: Sequence[memoryview | bytes], now: float
+        self,
+        message: messages.LookupReply | messages.GetReply | messages.Reserved | messages.PutReply,
+        blocks: Sequence[memoryview | bytes],
+        now: float,
     ) -> None:
         call = self._calls.get(message.number)
         if call is None:
@@ -340,25 +316,27 @@ class ClientMachine:
         call.deadline = now + self._options.request_timeout_s
         try:
             match message, call.ticket:
-                case LookupReply(), LookupTicket():
+                case messages.LookupReply(), LookupTicket():
                     self._on_hits(call, call.ticket, message)
-                case GetReply(), GetTicket():
+                case messages.GetReply(), GetTicket():
                     self._on_blocks(call, call.ticket, message, blocks)
-                case Reserved(), PutTicket():
+                case messages.Reserved(), PutTicket():
                     self._on_reserved(call, call.ticket, message)
-                case PutReply(), PutTicket():
+                case messages.PutReply(), PutTicket():
                     self._on_stored(call, call.ticket, message)
         except KVFerryError as error:
             self._close(call, error.code, tell=True)
 
-    def _on_hits(self, call: _Call, ticket: LookupTicket, message: LookupReply) -> None:
+    def _on_hits(self, call: _Call, ticket: LookupTicket, message: messages.LookupReply) -> None:
         if len(message.hits) != len(ticket.keys):
             raise ProtocolError(f"{len(message.hits)} answers to {len(ticket.keys)} keys")
         ticket.hits = [flag == 1 for flag in message.hits]
         self.counts["lookup_hits"] += sum(ticket.hits)
         self._close(call)
 
-    def _on_blocks(self, call: _Call, ticket: GetTicket, message: GetReply, blocks: Sequence[memoryview | bytes]) -> None:
+    def _on_blocks(
+        self, call: _Call, ticket: GetTicket, message: messages.GetReply, blocks: Sequence[memoryview | bytes]
+    ) -> None:
         indices = [message.first + offset for offset, flag in enumerate(message.present) if flag]
         seals = split_seals(message.seals)
         found = self._views_of(message, blocks)
@@ -375,7 +353,7 @@ class ClientMachine:
                 self._pinned[ticket.number] = None
             self._close(call)
 
-    def _views_of(self, message: GetReply, blocks: Sequence[memoryview | bytes]) -> list[tuple[memoryview, IsCurrent]]:
+    def _views_of(self, message: messages.GetReply, blocks: Sequence[memoryview | bytes]) -> list[tuple[memoryview, IsCurrent]]:
         """Return the blocks of a reply, as views of the arena or of what was received, and whether they are still so."""
         arena = self._arena
         if not message.slots or arena is None:
@@ -385,7 +363,7 @@ class ClientMachine:
             for slot, generation, num_bytes in message.slots
         ]
 
-    def _on_reserved(self, call: _Call, ticket: PutTicket, message: Reserved) -> None:
+    def _on_reserved(self, call: _Call, ticket: PutTicket, message: messages.Reserved) -> None:
         if self._arena is None or not len(message.slots) == len(message.stored) == len(ticket.keys):
             raise ProtocolError("a reservation does not fit its question")
         call.stored = [flag == 1 for flag in message.stored]
@@ -399,7 +377,7 @@ class ClientMachine:
         else:
             self._finish_put(call, ticket, call.stored, tell=True)
 
-    def _on_stored(self, call: _Call, ticket: PutTicket, message: PutReply) -> None:
+    def _on_stored(self, call: _Call, ticket: PutTicket, message: messages.PutReply) -> None:
         stored = [flag == 1 for flag in message.stored]
         if self._arena is None:
             if len(stored) != len(call.part):
@@ -430,7 +408,9 @@ class ClientMachine:
                 break
             end += 1
         call.part = range(first, end)
-        message = Put(number=ticket.number, keys=pack_keys(ticket.keys[first:end]), seals=b"".join(ticket.seals[first:end]))
+        message = messages.Put(
+            number=ticket.number, keys=pack_keys(ticket.keys[first:end]), seals=b"".join(ticket.seals[first:end])
+        )
         self._send(message, ticket.blocks[first:end])
 
     def _open(self, ticket: Ticket, now: float) -> bool:
@@ -449,7 +429,7 @@ class ClientMachine:
         ticket = call.ticket
         self._calls.pop(ticket.number, None)
         if tell and self.state is LinkState.UP:
-            self._send(Release(numbers=(ticket.number,)))
+            self._send(messages.Release(numbers=(ticket.number,)))
         if failure:
             nothing = [False] * len(ticket.keys)
             match ticket:

@@ -16,37 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import Full, KVFerryError, LayoutMismatch, ProtocolError
+from kvstore import messages
 from kvstore.key import StoreKey, split_keys
 from kvstore.memory import MemoryTier, Resident
-from kvstore.messages import (
-    MAX_BLOCKS_BYTES,
-    NO_SLOT,
-    Alive,
-    ArenaFile,
-    Attach,
-    Attached,
-    Commit,
-    Corrupt,
-    Get,
-    GetReply,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Lookup,
-    LookupReply,
-    Parcel,
-    Put,
-    PutReply,
-    Refused,
-    Release,
-    Reserve,
-    Reserved,
-    ToClient,
-    ToStore,
-    UnknownClient,
-    Welcome,
-    split_seals,
-)
+from kvstore.messages import MAX_BLOCKS_BYTES, NO_SLOT, Parcel, ToClient, ToStore, split_seals
 from kvstore.seal_check import check_seal
 from kvstore.tiering import Query, Tiering
 from kvstore.tiers.base import Tier, TierJob
@@ -165,16 +138,16 @@ class StoreMachine:
         if session is not None:
             session.last_heard = now
         try:
-            if isinstance(message, Hello):
+            if isinstance(message, messages.Hello):
                 self._on_hello(client, message, now)
             elif session is None:
-                self._send(client, UnknownClient(incarnation=self.incarnation))
+                self._send(client, messages.UnknownClient(incarnation=self.incarnation))
             else:
                 self._follow(session, message, blocks)
         except KVFerryError as error:
             self.counts["refused_messages"] += 1
             number = getattr(message, "number", 0)
-            self._send(client, Refused(code=error.code, message=error.message[:1000], number=number))
+            self._send(client, messages.Refused(code=error.code, message=error.message[:1000], number=number))
         return self._take_actions()
 
     def on_job_done(self, job: TierJob) -> list[Action]:
@@ -207,32 +180,32 @@ class StoreMachine:
 
     def _follow(self, session: _Session, message: ToStore, blocks: Sequence[memoryview | bytes]) -> None:
         match message:
-            case Attach():
+            case messages.Attach():
                 self._on_attach(session, message)
-            case Lookup():
+            case messages.Lookup():
                 self._ask(session, message.number, message.keys, is_get=False)
-            case Get():
+            case messages.Get():
                 self._ask(session, message.number, message.keys, is_get=True)
-            case Release():
+            case messages.Release():
                 for number in message.numbers:
                     self._release(session, number)
-            case Reserve():
+            case messages.Reserve():
                 self._on_reserve(session, message)
-            case Commit():
+            case messages.Commit():
                 self._on_commit(session, message)
-            case Put():
+            case messages.Put():
                 self._on_put(session, message, blocks)
-            case Corrupt():
+            case messages.Corrupt():
                 self._on_corrupt(message)
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._on_heartbeat(session, message)
-                self._send(session.client, Alive(incarnation=self.incarnation))
-            case Goodbye():
+                self._send(session.client, messages.Alive(incarnation=self.incarnation))
+            case messages.Goodbye():
                 self._end(session, may_still_write=False)
-            case Hello():  # a session begins before it is looked up
+            case messages.Hello():  # a session begins before it is looked up
                 pass
 
-    def _on_hello(self, client: bytes, message: Hello, now: float) -> None:
+    def _on_hello(self, client: bytes, message: messages.Hello, now: float) -> None:
         """Begin a session. Whatever this process had open before, it has given up, and it writes nothing now."""
         for session in list(self._sessions.values()):
             if client == session.client or session.client_id == message.client_id:
@@ -240,18 +213,20 @@ class StoreMachine:
         self._reclaim(message.client_id)
         memory = self.prepare(message.block_bytes)
         self._sessions[client] = _Session(client, message.client_id, now)
-        arena: ArenaFile | None = memory.arena.describe()
+        arena: messages.ArenaFile | None = memory.arena.describe()
         self._send(
             client,
-            Welcome(session=message.session, incarnation=self.incarnation, slot_bytes=memory.arena.slot_bytes, arena=arena),
+            messages.Welcome(
+                session=message.session, incarnation=self.incarnation, slot_bytes=memory.arena.slot_bytes, arena=arena
+            ),
         )
 
-    def _on_attach(self, session: _Session, message: Attach) -> None:
+    def _on_attach(self, session: _Session, message: messages.Attach) -> None:
         if self._open_memory().arena.nonce != message.nonce:
             raise ProtocolError("the nonce is not that of the arena: no shared memory")
         session.is_local = True
         self._actions.append(WatchProcess(session.client_id, message.pid, message.start_ticks))
-        self._send(session.client, Attached())
+        self._send(session.client, messages.Attached())
 
     def _ask(self, session: _Session, number: int, packed: bytes, *, is_get: bool) -> None:
         keys = split_keys(packed)
@@ -271,7 +246,7 @@ class StoreMachine:
         assert isinstance(session, _Session)
         if not query.is_get:
             self.counts["lookup_hits"] += sum(query.hits)
-            self._send(session.client, LookupReply(number=query.number, hits=bytes(query.hits)))
+            self._send(session.client, messages.LookupReply(number=query.number, hits=bytes(query.hits)))
             return
         found = [resident.key for resident in query.residents if resident is not None]
         self.counts["get_hits"] += len(found)
@@ -284,7 +259,7 @@ class StoreMachine:
             self._send(session.client, reply, [memory.content(resident).toreadonly() for resident in residents])
         self._release(session, query.number)  # the frames are the client's own
 
-    def _on_reserve(self, session: _Session, message: Reserve) -> None:
+    def _on_reserve(self, session: _Session, message: messages.Reserve) -> None:
         keys = split_keys(message.keys)
         if not session.is_local or len(keys) != len(message.sizes) or message.number in session.reservations:
             raise ProtocolError("a reservation needs the arena, a size for each key, and a number of its own")
@@ -293,7 +268,7 @@ class StoreMachine:
         session.reservations[message.number] = residents
         session.stored[message.number] = stored
         slots = tuple(NO_SLOT if resident is None else (resident.slot, resident.generation, 1) for resident in residents)
-        self._send(session.client, Reserved(number=message.number, slots=slots, stored=bytes(stored)))
+        self._send(session.client, messages.Reserved(number=message.number, slots=slots, stored=bytes(stored)))
 
     def _reserve(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[Resident | None]:
         """Return a slot for each block; None if it is there, on its way, or there is no room. All or, on nonsense, none."""
@@ -313,7 +288,7 @@ class StoreMachine:
             self.counts["refused_blocks"] += 1
             return None
 
-    def _on_commit(self, session: _Session, message: Commit) -> None:
+    def _on_commit(self, session: _Session, message: messages.Commit) -> None:
         residents = session.reservations.pop(message.number, None)
         if residents is None:
             raise ProtocolError(f"nothing is reserved by number {message.number}")
@@ -326,7 +301,7 @@ class StoreMachine:
             resident = residents[index]
             if resident is not None:
                 stored[index] = self._commit(resident, seals[index])
-        self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))
+        self._send(session.client, messages.PutReply(number=message.number, stored=bytes(stored)))
 
     def _commit(self, resident: Resident, seal: bytes) -> bool:
         memory, tiering = self._open_memory(), self._open_tiering()
@@ -341,7 +316,7 @@ class StoreMachine:
         tiering.on_new(resident)
         return True
 
-    def _on_put(self, session: _Session, message: Put, blocks: Sequence[memoryview | bytes]) -> None:
+    def _on_put(self, session: _Session, message: messages.Put, blocks: Sequence[memoryview | bytes]) -> None:
         keys, seals = split_keys(message.keys), split_seals(message.seals)
         if not len(keys) == len(seals) == len(blocks):
             raise ProtocolError(f"{len(keys)} keys, {len(seals)} seals and {len(blocks)} blocks")
@@ -353,16 +328,16 @@ class StoreMachine:
             if resident is not None:
                 memory.content(resident)[:] = blocks[index]
                 stored[index] = self._commit(resident, seals[index])
-        self._send(session.client, PutReply(number=message.number, stored=bytes(stored)))
+        self._send(session.client, messages.PutReply(number=message.number, stored=bytes(stored)))
 
-    def _on_heartbeat(self, session: _Session, message: Heartbeat) -> None:
+    def _on_heartbeat(self, session: _Session, message: messages.Heartbeat) -> None:
         held = set(message.held)
         for number in [*session.gets, *session.reservations]:
             if number <= message.last and number not in held:
                 self.counts["forgotten_calls"] += 1
                 self._release(session, number)
 
-    def _on_corrupt(self, message: Corrupt) -> None:
+    def _on_corrupt(self, message: messages.Corrupt) -> None:
         for key in split_keys(message.keys):
             self.rejected[message.code if message.code in ("stale", "digest") else "other"] += 1
             self.counts["dropped_blocks"] += self._open_memory().drop(key)
@@ -417,10 +392,10 @@ class StoreMachine:
         return actions
 
 
-def _slots_of(query: Query) -> GetReply:
+def _slots_of(query: Query) -> messages.GetReply:
     """Return the answer to a client that has the arena."""
     found = [resident for resident in query.residents if resident is not None]
-    return GetReply(
+    return messages.GetReply(
         number=query.number,
         present=bytes(resident is not None for resident in query.residents),
         seals=b"".join(resident.seal for resident in found),
@@ -435,14 +410,14 @@ def _withheld_of(query: Query, first: int, end: int) -> bytes:
     return flags if any(flags) else b""
 
 
-def _parts_of(query: Query) -> list[tuple[GetReply, list[Resident]]]:
+def _parts_of(query: Query) -> list[tuple[messages.GetReply, list[Resident]]]:
     """Return the answer to a client elsewhere, in messages of bounded size."""
-    parts: list[tuple[GetReply, list[Resident]]] = []
+    parts: list[tuple[messages.GetReply, list[Resident]]] = []
     first = 0
     while first < len(query.residents) or not parts:
         end = _end_of_part(query.residents, first)
         found = [resident for resident in query.residents[first:end] if resident is not None]
-        reply = GetReply(
+        reply = messages.GetReply(
             number=query.number,
             present=bytes(resident is not None for resident in query.residents[first:end]),
             seals=b"".join(resident.seal for resident in found),
