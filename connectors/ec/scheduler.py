@@ -42,7 +42,7 @@ from core.errors import (
     TransferTimeout,
     fallback_reason,
 )
-from core.request import ECConnectorOutput, Request, SchedulerOutput
+from core.request import ECConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 
@@ -55,7 +55,8 @@ Locate = Callable[[MMFeature, ECSource | None], Source | None]  # may raise KVFe
 class _Wishes:
     """What a request wants, by identifier. ``sources`` are those that it may still try, and whose leases are kept for it.
 
-    ``failures`` says why a fetch did not bring an item, ``given_up`` are those that it does without.
+    ``failures`` says why a fetch did not bring an item. ``given_up`` are those that it computes, or without which it is lost.
+    ``loaded`` are in the encoder cache for it, as long as it runs.
     """
 
     deadline: float
@@ -63,7 +64,9 @@ class _Wishes:
     sources: dict[bytes, Source] = field(default_factory=dict)
     failures: dict[bytes, ErrorInfo] = field(default_factory=dict)
     given_up: set[bytes] = field(default_factory=set)
+    loaded: set[bytes] = field(default_factory=set)
     is_waiting: bool = False
+    is_lost: bool = False
 
 
 class FetchingScheduler(ECConnectorScheduler):
@@ -125,27 +128,38 @@ class FetchingScheduler(ECConnectorScheduler):
         """See to all features that end behind ``num_computed_tokens``; False while one of them is on its way."""
         if not self._is_consumer or not request.mm_features:
             return True
-        if request.request_id in self._unavailable:
-            return False
         wishes = self._wishes.get(request.request_id)
         if wishes is None:
             wishes = self._wishes[request.request_id] = self._begin(request)
-        needed = {feature.identifier: feature for feature in request.mm_features if feature.end > num_computed_tokens}
-        self._let_go(request, wishes, wishes.wanted - needed.keys())
-        is_there = [self._admit(request, wishes, feature) for feature in needed.values()]
+        if request.status is not RequestStatus.RUNNING:
+            wishes.loaded.clear()
+        ahead = {feature.identifier: feature for feature in request.mm_features if feature.end > num_computed_tokens}
+        self._let_go(request, wishes, wishes.wanted - ahead.keys())
+        lacking = [feature for identifier, feature in ahead.items() if identifier not in wishes.loaded]
+        is_there = [self._admit(request, wishes, feature) for feature in lacking]
         wishes.is_waiting = not all(is_there)
         if wishes.is_waiting:
             self._metadata.wake_at = min(self._metadata.wake_at or math.inf, wishes.deadline)
         return not wishes.is_waiting
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """Load an item that is here; one that is not is computed."""
-        feature = request.mm_features[index]
-        item = self._shelf.get(feature.identifier)
-        if item is not None and self.has_cache_item(feature.identifier):
-            self._metadata.loads.append(CacheLoad(item.identifier, item.num_embeds, item.chunks))
-        elif request.request_id in self._wishes:
-            self._give_up(request, self._wishes[request.request_id], feature.identifier)
+        """Load an item that is here; one that is not is computed.
+
+        What is loaded may make room from then on, as loads come before fetches in the worker side, unless nobody could compute
+        it if it were needed again.
+        """
+        identifier = request.mm_features[index].identifier
+        wishes = self._wishes.get(request.request_id)
+        item = self._shelf.get(identifier)
+        if item is None or not self.has_cache_item(identifier):
+            if wishes is not None:
+                self._give_up(request, wishes, identifier)
+            return
+        self._metadata.loads.append(CacheLoad(identifier, item.num_embeds, item.chunks))
+        if wishes is not None:
+            wishes.loaded.add(identifier)
+            if request.has_media(index):
+                self._let_go(request, wishes, [identifier])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FetchingMetadata:
         """Hand over the step's orders."""
@@ -215,15 +229,16 @@ class FetchingScheduler(ECConnectorScheduler):
     def _admit(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
         """Say whether a feature stands in nobody's way: it is here, or it is given up and computed."""
         identifier = feature.identifier
-        if identifier in wishes.given_up:
-            return request.request_id not in self._unavailable
+        if wishes.is_lost or identifier in wishes.given_up:
+            return not wishes.is_lost
         item = self._shelf.get(identifier)
         if item is not None and item.num_embeds != feature.num_embeds:
             mismatch = LayoutMismatch(f"embeddings of {item.num_embeds} rows are here, of {feature.num_embeds} are needed")
             return self._give_up(request, wishes, identifier, mismatch)
         if item is not None and item.is_here:
             self._want(request, wishes, item)
-            self._release_of(wishes, identifier)
+            if isinstance(wishes.sources.get(identifier), PeerSource):
+                self._release_of(wishes, identifier)
             return True
         if self._clock.now() >= wishes.deadline:
             return self._give_up(request, wishes, identifier, TransferTimeout("they are not here at the deadline"))
@@ -249,7 +264,9 @@ class FetchingScheduler(ECConnectorScheduler):
         announced = self._announced(request, identifier)
         seal = None if announced is None else announced.seal
         self._metadata.fetches.append(Fetch(identifier, feature.num_embeds, item.chunks, source, wishes.deadline, seal))
-        self._fetches[identifier] = wishes.sources.pop(identifier)  # the fetch keeps its lease from now on
+        self._fetches[identifier] = source
+        if isinstance(source, PeerSource):
+            del wishes.sources[identifier]  # the fetch keeps its lease from now on
         self._want(request, wishes, item)
         return False
 
@@ -306,6 +323,7 @@ class FetchingScheduler(ECConnectorScheduler):
         failure = wishes.failures.get(identifier)
         reason = error.message if error is not None else failure.message if failure is not None else "nobody has them"
         missing = EncoderInputMissing(f"the embeddings of an image cannot be had, and the image is not here: {reason}")
+        wishes.is_lost = True
         self._unavailable[request.request_id] = ErrorInfo.of(missing)
         return False
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from core.encoder import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
-from core.request import ECConnectorOutput, NewRequest, Request, SchedulerOutput
+from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
@@ -109,6 +109,11 @@ class ECEngine:
         request = self.waiting[request_id] = Request(new, None)
         return request
 
+    def preempt(self, request: Request) -> None:
+        """Put a request back that has run: it must find its embeddings again."""
+        request.status = RequestStatus.PREEMPTED
+        self.waiting[request.request_id] = self.ran.pop(request.request_id)
+
     def finish(self, request: Request) -> None:
         """End a request in whatever state, as the scheduler does."""
         for requests in (self.waiting, self.ran):
@@ -201,6 +206,7 @@ class ECEngine:
                 assert request.has_media(index), "it was let through without image and embeddings"
                 to_compute[feature.identifier] = feature.num_embeds
             self.scheduler.update_state_after_alloc(request, index)
+        request.status = RequestStatus.RUNNING
         self.ran[request.request_id] = self.waiting.pop(request.request_id)
 
     def _take(self, output: ECConnectorOutput) -> None:

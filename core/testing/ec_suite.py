@@ -358,10 +358,11 @@ class ECConformance:
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
-    async def test_wanted_items_are_not_evicted_and_others_make_room(self, encoder: ECSide, reader: ECSide) -> None:
+    async def test_items_that_nobody_can_compute_are_kept_and_others_make_room(self, encoder: ECSide, reader: ECSide) -> None:
         """The reader has 16 chunks: two of these at a time, of which one is kept."""
         kept_image = Image("kept", 5 * 64)
-        await reader.engine.run(reader.engine.add("kept", [kept_image], await self.sources(encoder, [kept_image])))
+        kept = reader.engine.add("kept", [kept_image], await self.sources(encoder, [kept_image]), has_images=False)
+        await reader.engine.run(kept)
         for number in range(4):
             image = Image(f"other-{number}", 10 * 64)
             request = reader.engine.add("r", [image], await self.sources(encoder, [image]))
@@ -369,15 +370,29 @@ class ECConformance:
             reader.engine.finish(request)
             reader.engine.forget()
             assert reader.engine.scheduler.has_cache_item(kept_image.identifier)
+        reader.engine.preempt(kept)
+        await reader.engine.run(kept)
+        assert reader.engine.errors == {}
         assert reader.engine.computed == []
-        again = reader.engine.add("again", [kept_image], [])
-        await reader.engine.run(again)
-        assert reader.engine.computed == []
+        await self.assert_is_empty(encoder, reader)
+
+    async def test_preempted_request_finds_its_embeddings_again_or_computes_them(self, encoder: ECSide, reader: ECSide) -> None:
+        image, other = Image("a", 10 * 64), Image("b", 10 * 64)
+        request = await self.run_one(reader, [image], await self.sources(encoder, [image]))
+        reader.engine.forget()
+        reader.engine.preempt(request)
+        await reader.engine.run(request)
+        assert reader.engine.loaded == [image.identifier] * 2
+        await reader.engine.run(reader.engine.add("other", [other], await self.sources(encoder, [other])))
+        reader.engine.forget()
+        reader.engine.preempt(request)
+        await reader.engine.run(request)
+        assert reader.engine.computed == ([image.identifier] if self.announces else [])
         await self.assert_is_empty(encoder, reader)
 
     async def test_item_without_room_waits_until_others_have_ended(self, encoder: ECSide, reader: ECSide) -> None:
         images = [Image("a", 10 * 64), Image("b", 9 * 64)]
-        holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]))
+        holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)
         waiter = reader.engine.add("waiter", images[1:], await self.sources(encoder, images[1:]))
         for _ in range(3):
@@ -399,7 +414,7 @@ class ECConformance:
         settings = msgspec.structs.replace(SETTINGS, transfer_deadline_s=0.3)
         reader = await self.new_side("hasty", False, settings)
         images = [Image("a", 10 * 64), Image("b", 9 * 64)]
-        holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]))
+        holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)
         waiter = reader.engine.add("waiter", images[1:], await self.sources(encoder, images[1:]))
         await reader.engine.run(waiter)
