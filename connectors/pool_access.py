@@ -28,7 +28,7 @@ class PoolAccess(ABC):
 
     @abstractmethod
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return the bytes of blocks, ``max_reads`` at most, valid until the next call."""
+        """Return the bytes of blocks, ``max_reads`` at most, valid until the next ``read``, whatever is written meanwhile."""
 
     @abstractmethod
     def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
@@ -72,22 +72,26 @@ class HostPoolAccess(PoolAccess):
 
 
 class DevicePoolAccess(PoolAccess):
-    """A pool on a device, by way of the copier's slots."""
+    """A pool on a device, by way of the copier's slots: half of them for reads, which a store may still be taking in, and half
+    for writes. There must be two at least.
+    """
 
     def __init__(self, copier: BlockCopier) -> None:
+        assert copier.num_slots > 1, "a slot for reads and one for writes"
         self._copier = copier
-        self._next_slot = 0
+        self._read_slots = range(copier.num_slots // 2)
+        self._write_slots = range(copier.num_slots // 2, copier.num_slots)
+        self._num_writes = 0
 
     @property
     def max_reads(self) -> int:
-        """As many as the copier has slots."""
-        return self._copier.num_slots
+        """As many as there are slots for them."""
+        return len(self._read_slots)
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Copy the blocks into slots, all at a time."""
-        slots = range(len(block_ids))
+        slots = self._read_slots[: len(block_ids)]
         for slot, block_id in zip(slots, block_ids, strict=True):
-            self._copier.wait(slot)
             self._copier.start_read(slot, block_id)
         for slot in slots:
             self._copier.wait(slot)
@@ -95,14 +99,15 @@ class DevicePoolAccess(PoolAccess):
 
     def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
         """Fill the slot whose last copy is the oldest, and start the next one from there."""
-        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self._copier.num_slots
+        slot = self._write_slots[self._num_writes % len(self._write_slots)]
+        self._num_writes += 1
         self._copier.wait(slot)
         fill(self._copier.slot(slot))
         self._copier.start_write(slot, block_id)
 
     def finish_writes(self) -> None:
-        """Wait for every slot."""
-        for slot in range(self._copier.num_slots):
+        """Wait for every slot that was written from."""
+        for slot in self._write_slots:
             self._copier.wait(slot)
 
 

@@ -17,7 +17,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STAGING_BYTES = 32 << 20  # of pinned memory; enough copies under way to keep the bus busy
+STAGING_BYTES = 64 << 20  # of pinned memory; enough copies under way to keep the bus busy
 MAX_SLOTS = 16
 
 
@@ -106,5 +106,5 @@ def on_side_stream(device: torch.device, call: Callable[P, R]) -> Callable[P, R]
 
 def cuda_block_copier(rows: torch.Tensor) -> TensorBlockCopier:
     """Return a copier for the use of one thread. ``rows`` [num_blocks, block_bytes] uint8, on a CUDA device."""
-    num_slots = max(2, min(MAX_SLOTS, STAGING_BYTES // rows.shape[1]))
+    num_slots = max(4, min(MAX_SLOTS, STAGING_BYTES // rows.shape[1]))
     return TensorBlockCopier(rows, CudaCopyQueue(rows.device), num_slots)

@@ -16,7 +16,7 @@ BLOCK_BYTES = 8
 class LazyCopier:
     """Copies when somebody waits, as a stream may; checks that nobody touches a slot before."""
 
-    num_slots = 3
+    num_slots = 6
 
     def __init__(self, rows):
         self.rows = rows
@@ -71,6 +71,15 @@ def test_reads_and_writes_in_turn_do_not_mix(access, rows):
     access.finish_writes()
     assert bytes(rows[0]) == b"aaaaaaaa"
     assert bytes(rows[1]) == b"bbbbbbbb"
+
+
+def test_what_was_read_stays_while_others_are_written(access, rows):
+    """A store takes in what it was given while the next load is under way."""
+    views = access.read([3, 4])
+    for block_id in range(8, 10):
+        access.write(block_id, lambda target: target.__setitem__(slice(None), b"whatever"))
+    access.finish_writes()
+    assert [bytes(view) for view in views] == [bytes(rows[3]), bytes(rows[4])]
 
 
 def test_what_does_not_pass_its_check_does_not_reach_a_device(rows):

@@ -129,21 +129,34 @@ class ScriptedStore:
 
 
 class TierEngine:
-    """Scheduler, pool and model of hashes with a tier, all driven by hand. ``move`` is what the mover's thread does."""
+    """Scheduler, pool and model of hashes with a tier, all driven by hand. ``move`` is what the mover's thread does.
 
-    def __init__(self, store, *, num_blocks=40, attentions=FULL, max_tokens=64, **settings):
+    ``make_model`` makes the model from what ``HashModel`` takes; ``open_pool`` the mover's way to the model's pool.
+    """
+
+    def __init__(
+        self,
+        store,
+        *,
+        num_blocks=40,
+        attentions=FULL,
+        max_tokens=64,
+        make_model=HashModel,
+        open_pool=lambda model: open_pool(model.region),
+        **settings,
+    ):
         self.store = store
         self.attentions = attentions
         self.clock = FakeClock()
         self.watched = []
         self.mover = None
         self.worker = TierConnectorWorker("tier", self._submit)
-        self.model = HashModel(num_blocks, BLOCK_SIZE, self.worker, incarnation=3, attentions=attentions)
+        self.model = make_model(num_blocks, BLOCK_SIZE, self.worker, incarnation=3, attentions=attentions)
         self.scheduler = TierConnectorScheduler(
             TierSettings(name="tier", **settings), self.model.region.layout, self.clock, lambda: store, self.watched.append
         )
         region = self.model.region
-        self.mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, self.clock)
+        self.mover = TierMover("tier", store, open_pool(self.model), region.seals, region.block_bytes, self.clock)
         self.manager = KVCacheManager(
             hash_model_kv_config(num_blocks, BLOCK_SIZE, attentions),
             max_model_len=500,
