@@ -133,9 +133,12 @@ def embeds_per_tile(arch: VisionArch, processor: ImageProcessor, processor_confi
     Raises:
         ConfigError: tiles are no whole number of embeddings, or another number than ``processor_config.json`` says.
     """
-    unit = arch.patch_size * arch.scale_factor
-    if processor.tile_size % unit:
-        raise ConfigError(f"max_image_size {processor.tile_size} is no multiple of {unit} pixels", param="max_image_size")
+    per_side = processor.tile_size // arch.patch_size
+    if per_side == 0 or per_side % arch.scale_factor:
+        raise ConfigError(
+            f"max_image_size {processor.tile_size} is {per_side} patches, no multiple of scale_factor {arch.scale_factor}",
+            param="max_image_size",
+        )
     count = arch.num_embeds(processor.tile_size)
     stated = processor_config.get("image_seq_len", count)
     if stated != count:

@@ -90,8 +90,9 @@ class VisionTower:
         """Return the embeddings ``[num_tiles * rows * columns, output_size]`` of the tiles of one image, tile by tile.
 
         Args:
-            tiles: floating, ``[num_tiles, num_channels, side, side]``, on any device. ``side`` is in pixels, a multiple of
-                ``patch_size * scale_factor``; where it differs from ``image_size``, positions are spread over the tile.
+            tiles: floating, ``[num_tiles, num_channels, side, side]``, on any device. ``side`` is in pixels; what is left of it
+                beside whole patches, whose number is a multiple of ``scale_factor``, is not seen. Where it differs from
+                ``image_size``, positions are spread over the tile.
         """
         weights = self._weights
         patches_per_side = tiles.shape[-1] // self.arch.patch_size
@@ -114,8 +115,9 @@ class VisionTower:
     def _patches(self, tiles: Tensor) -> Tensor:
         """Cut tiles into flattened patches ``[num_tiles * num_patches, num_channels * patch_size²]``."""
         num_tiles, channels, side, _ = tiles.shape
-        size = self.arch.patch_size
-        grid = tiles.view(num_tiles, channels, side // size, size, side // size, size)
+        size, per_side = self.arch.patch_size, side // self.arch.patch_size
+        whole = tiles[:, :, : per_side * size, : per_side * size]
+        grid = whole.reshape(num_tiles, channels, per_side, size, per_side, size)
         return grid.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels * size * size)
 
     def _attend(self, qkv: Tensor, num_tiles: int) -> Tensor:

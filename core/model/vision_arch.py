@@ -60,7 +60,7 @@ class VisionArch:
         return self.image_size // self.patch_size
 
     def num_embeds(self, tile_size: int) -> int:
-        """Return the embeddings of one square tile, its side in pixels."""
+        """Return how many embeddings one square tile has, its side in pixels; what is no whole patch does not count."""
         return (tile_size // self.patch_size // self.scale_factor) ** 2
 
     @property

@@ -54,16 +54,14 @@ class Router:
 
 
 @pytest.fixture(scope="session")
-def image_encoder(tiny_smolvlm):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
-    return load_image_encoder(files, torch.float32)
+def image_encoder(tiny_smolvlm_files):
+    return load_image_encoder(tiny_smolvlm_files, torch.float32)
 
 
 @pytest.fixture
-def router(tiny_smolvlm, image_encoder):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
-    tokenizer = Tokenizer(files)
-    return Router(tiny_smolvlm, tokenizer, load_image_prompts(files, tokenizer), image_encoder.model_fingerprint)
+def router(tiny_smolvlm, tiny_smolvlm_files, image_encoder):
+    tokenizer = Tokenizer(tiny_smolvlm_files)
+    return Router(tiny_smolvlm, tokenizer, load_image_prompts(tiny_smolvlm_files, tokenizer), image_encoder.model_fingerprint)
 
 
 @pytest.fixture
@@ -101,7 +99,7 @@ def test_each_conversation_alone_is_answered_alike(build, router, run_engine):
 @pytest.mark.parametrize("chunk", [1, 5, 16, 63, 100])
 def test_more_chunk_sizes_and_both_names_of_the_architecture(tmp_path, build_tiny, run_engine, model_type, chunk):
     tiny = ReferenceSmolVLM(tmp_path / model_type, model_type=model_type, preprocessor={"do_image_splitting": chunk > 16})
-    files = read_model_folder("tiny", tiny.folder, tiny.folder)
+    files = read_model_folder("tiny", tiny.folder, tmp_path)
     tokenizer = Tokenizer(files)
     fingerprint = load_image_encoder(files, torch.float32).model_fingerprint
     router = Router(tiny, tokenizer, load_image_prompts(files, tokenizer), fingerprint)

@@ -15,8 +15,8 @@ FINGERPRINT = b"model"
 
 
 @pytest.fixture
-def files(tiny_smolvlm):
-    return read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
+def files(tiny_smolvlm_files):
+    return tiny_smolvlm_files
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(tiny_smolvlm, tmp_path,
 
     with pytest.raises(ConfigError, match="image_seq_len=17, but a tile has 16 embeddings"):
         load("processor_config.json", image_seq_len=17)
-    with pytest.raises(ConfigError, match="max_image_size 36 is no multiple of 8 pixels"):
+    with pytest.raises(ConfigError, match="max_image_size 36 is 9 patches, no multiple of scale_factor 2"):
         load("preprocessor_config.json", max_image_size={"longest_edge": 36})
     with pytest.raises(ConfigError, match="the tokenizer has no image token 499"):
         load("config.json", image_token_id=499, text_config={**files.config["text_config"], "vocab_size": 500})

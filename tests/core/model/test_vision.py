@@ -10,8 +10,9 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 from core.encoder import EmbeddingsLayout
 from core.errors import ConfigError, InvalidRequest
 from core.model.arch import parse_arch
-from core.model.hub import read_model_folder
 from core.model.image_encoder import load_image_encoder
+from core.model.image_processor import parse_image_processor
+from core.model.image_prompt import embeds_per_tile
 from core.model.loader import load_decoder
 from core.model.vision import position_ids
 from core.model.vision_arch import parse_vision_arch
@@ -22,8 +23,8 @@ TOLERANCE = 2e-5  # the largest embedding is about 8
 
 
 @pytest.fixture
-def tower(tiny_smolvlm):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
+def tower(tiny_smolvlm_files):
+    files = tiny_smolvlm_files
     return load_vision_tower(parse_vision_arch(files.config), files.weight_files, dtype=torch.float32)
 
 
@@ -32,13 +33,23 @@ def features(model, pixel_values):
         return torch.cat(model.get_image_features(pixel_values[None]).pooler_output)
 
 
-@pytest.mark.parametrize("side", [TILE_SIZE, 8, 24, 48])
+@pytest.mark.parametrize("side", [TILE_SIZE, 8, 24, 48, 34, 27])
 def test_tiles_of_any_resolution_have_the_embeddings_of_transformers(tiny_smolvlm, tower, side):
     tiles = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(side))
     with torch.inference_mode():
         embeddings = tower.embed(tiles)
     assert embeddings.shape == (3 * tower.arch.num_embeds(side), tower.arch.output_size)
     torch.testing.assert_close(embeddings, features(tiny_smolvlm.model, tiles), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(512, 16, 4, 64), (384, 14, 3, 81), (364, 14, 2, 169)])
+def test_released_checkpoints_have_as_many_embeddings_per_tile_as_they_say(tiny_smolvlm, sizes):
+    tile_size, patch_size, scale_factor, stated = sizes  # SmolVLM 256M and 500M, SmolVLM 2.2B, Idefics 3 8B
+    config = json.loads((tiny_smolvlm.folder / "config.json").read_text())
+    config["scale_factor"] = scale_factor
+    config["vision_config"] |= {"image_size": tile_size, "patch_size": patch_size}
+    processor = parse_image_processor({"max_image_size": {"longest_edge": tile_size}})
+    assert embeds_per_tile(parse_vision_arch(config), processor, {"image_seq_len": stated}) == stated
 
 
 def test_a_tile_is_embedded_alike_whatever_stands_beside_it(tower):
@@ -61,9 +72,8 @@ def test_patches_have_the_positions_of_transformers(patches, positions):
 
 
 @pytest.mark.parametrize("size", [(60, 44), (20, 64), (500, 500)])
-def test_an_image_file_has_the_embeddings_of_transformers(tiny_smolvlm, size):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
-    encoder = load_image_encoder(files, torch.float32)
+def test_an_image_file_has_the_embeddings_of_transformers(tiny_smolvlm, tiny_smolvlm_files, size):
+    encoder = load_image_encoder(tiny_smolvlm_files, torch.float32)
     image = encode_test_image(0, *size)
     inputs = tiny_smolvlm.inputs(image, "what?")
     expected = features(tiny_smolvlm.model, inputs["pixel_values"][0])
@@ -71,27 +81,24 @@ def test_an_image_file_has_the_embeddings_of_transformers(tiny_smolvlm, size):
     torch.testing.assert_close(encoder.encode(image), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_half_precision_stays_near(tiny_smolvlm):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
+def test_half_precision_stays_near(tiny_smolvlm_files):
     image = encode_test_image(0)
-    exact, rounded = (load_image_encoder(files, dtype).encode(image) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (load_image_encoder(tiny_smolvlm_files, dtype).encode(image) for dtype in (torch.float32, torch.bfloat16))
     assert rounded.dtype == torch.bfloat16
     assert float((rounded.float() - exact).norm() / exact.norm()) < 0.05
 
 
-def test_the_form_of_the_embeddings_is_told_before_there_are_any(tiny_smolvlm):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
-    encoder = load_image_encoder(files, torch.bfloat16)
+def test_the_form_of_the_embeddings_is_told_before_there_are_any(tiny_smolvlm_files):
+    encoder = load_image_encoder(tiny_smolvlm_files, torch.bfloat16)
     encoder.warm_up()
     embeddings = encoder.encode(encode_test_image(0))
     assert encoder.layout == EmbeddingsLayout(hidden_size=48, dtype="bfloat16", device="cpu", itemsize=2)
     assert encoder.layout.num_bytes(len(embeddings)) == embeddings.nbytes
 
 
-def test_a_file_that_is_no_image_is_the_clients_fault(tiny_smolvlm):
-    files = read_model_folder("tiny", tiny_smolvlm.folder, tiny_smolvlm.folder)
+def test_a_file_that_is_no_image_is_the_clients_fault(tiny_smolvlm_files):
     with pytest.raises(InvalidRequest):
-        load_image_encoder(files, torch.float32).encode(b"hello")
+        load_image_encoder(tiny_smolvlm_files, torch.float32).encode(b"hello")
 
 
 def test_a_model_that_reads_text_only_has_no_image_half():
