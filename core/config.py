@@ -32,7 +32,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
 ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NumSeqs = Annotated[int, msgspec.Meta(ge=1, le=65536)]  # the engine keeps a row for each
-HugePages = Literal["off", "auto", "on"]  # auto: ordinary pages where there are not enough, with a warning; on: or no start
+HugePages = Literal["never", "auto", "always"]  # auto: ordinary pages where there are not enough, with a warning
 
 
 def default_cache_dir() -> str:
@@ -87,7 +87,7 @@ class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     block_size: Positive = 64  # tokens; a multiple of HASH_BLOCK_SIZE; on CUDA, a multiple of it if the kernel demands that
     memory_bytes: Positive = 1 << 30  # of the pool on CPU
-    huge_pages: HugePages = "off"  # for the pool on CPU
+    huge_pages: HugePages = "never"  # for the pool on CPU
     gpu_memory_utilization: Share = 0.9  # of the GPU's memory for this worker: weights, activations, and the pool that is left
     num_blocks: NonNegative = 0  # 0 = from the memory
     enable_prefix_caching: bool = True
@@ -145,7 +145,7 @@ class OffloadSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Connector ``offload``: blocks in the host memory of the worker that has computed them."""
 
     memory_bytes: Positive = 1 << 30
-    huge_pages: HugePages = "off"  # as cache.huge_pages
+    huge_pages: HugePages = "never"  # as cache.huge_pages
     mode: Literal["eager", "lazy"] = "eager"  # eager: each block once it is complete; lazy: before the pool reuses it
     eviction: Literal["lru", "s3fifo", "arc"] = "arc"
 
@@ -201,7 +201,7 @@ class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0  # /health /ready /metrics of the server; 0 = any
     memory_bytes: Positive = 1 << 30  # of the arena
-    huge_pages: HugePages = "off"  # for the arena, as cache.huge_pages
+    huge_pages: HugePages = "never"  # for the arena, as cache.huge_pages
     block_bytes: NonNegative = 0  # of the largest block; 0 = that of the first client
     eviction: Literal["lru", "s3fifo", "arc"] = "arc"
     write_policy: Literal["through", "back"] = "through"  # to disk and Redis: at once, or when memory gets full

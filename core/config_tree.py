@@ -45,7 +45,7 @@ def kind_of(kind: Any, path: str) -> Any:  # noqa: ANN401 - any type annotation
 
 def parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
     """Read the text of an assignment as the kind of its setting asks (see ``core.config.load_config``)."""
-    if kind is str:
+    if kind is str or get_origin(kind) is Literal:  # YAML takes on and off for true and false
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]

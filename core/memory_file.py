@@ -62,22 +62,22 @@ def huge_page_stock(meminfo: Path = Path("/proc/meminfo")) -> HugePageStock:
     return HugePageStock(int(fields.get("Hugepagesize", "0 kB").split()[0]) * 1024, total, max(0, free - promised))
 
 
-def create_memory_file(name: str, num_bytes: int, huge_pages: HugePages = "off", param: str = "") -> MemoryFile:
+def create_memory_file(name: str, num_bytes: int, huge_pages: HugePages = "never", param: str = "") -> MemoryFile:
     """Return a new file of at least ``num_bytes``. With ``auto``, huge pages that are not there are replaced, and it is said.
 
     Raises:
         OSError: the memory is not there.
-        ConfigError: ``on``, and there are not enough huge pages; names the setting ``param``.
+        ConfigError: ``always``, and there are not enough huge pages; names the setting ``param``.
     """
-    if huge_pages == "off":
+    if huge_pages == "never":
         return _create(name, num_bytes, mmap.PAGESIZE, 0)
     try:
         return _create_huge(name, num_bytes)
     except OSError as error:
         reason = error.strerror
-    if huge_pages == "on":
+    if huge_pages == "always":
         raise ConfigError(
-            f"{param} = on: {reason}; reserve them (vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi) "
+            f"{param} = always: {reason}; reserve them (vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi) "
             f"or set it to auto",
             param=param,
         )

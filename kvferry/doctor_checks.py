@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib.util
 import os
 import platform
 import resource
@@ -20,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 import zmq
@@ -29,6 +31,7 @@ from connectors.p2p.transport.nixl import installed_module
 from core.config import KVFerryConfig
 from core.errors import KVFerryError
 from core.ids import RandomIds
+from core.memory_file import huge_page_stock
 from core.model.hub import ALIASES
 from core.wire.curve import derive_keys
 from core.wire.sockets import is_loopback, split_tcp
@@ -87,6 +90,8 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
     """Compare the KV pool with what this machine or container may use, and look at shared memory."""
     limit = memory_limit_bytes()
     pool = config.cache.memory_bytes * config.worker.workers_on_host
+    if config.cache.huge_pages != "never" and not huge_page_stock().lacks(pool):
+        pool = 0  # huge pages are apart from other memory, and from its limit
     text = f"KV pools of {pool >> 20} MiB, {limit >> 20} MiB of memory"
     if pool >= limit:
         yield Finding("memory", "failure", text, "lower cache.memory_bytes, or raise the memory limit")
@@ -105,6 +110,22 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
     yield Finding(
         "memory", "warning" if is_small else "ok", f"/dev/shm has {free >> 20} MiB free; the KV pool is not in it", fix
     )
+
+
+def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
+    """Compare the huge pages that the pools want with those that are there."""
+    wishes = (
+        ("cache", config.cache.huge_pages, config.cache.memory_bytes * config.worker.workers_on_host),
+        ("kvstore", config.kvstore.huge_pages, config.kvstore.memory_bytes),
+        ("connector.offload", config.connector.offload.huge_pages, config.connector.offload.memory_bytes),
+    )
+    for section, wish, num_bytes in wishes:
+        if wish == "never":
+            continue
+        missing = huge_page_stock().lacks(num_bytes)
+        verdict: Verdict = "ok" if not missing else "failure" if wish == "always" else "warning"
+        text = f"{section}.huge_pages = {wish}: {missing or 'there are enough'}"
+        yield Finding("huge pages", verdict, text, "sysctl vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi")
 
 
 def memory_limit_bytes() -> int:
@@ -205,14 +226,32 @@ def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
     if config.kvstore.address:
         wanted.append(("kvstore.address", config.kvstore.address))
     for setting, address in wanted:
-        host, port = split_tcp(address)
-        try:
-            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            text = f"{setting} {address}: {error.strerror or error}"
-            yield Finding("peers", "warning", text, "start it; if it runs: look at its address, DNS and network policies")
-        else:
-            yield Finding("peers", "ok", f"{setting} {address} can be connected to")
+        yield _try_to_connect("peers", f"{setting} {address}", *split_tcp(address))
+
+
+def check_tracing(config: KVFerryConfig) -> Iterator[Finding]:
+    """Look for the collector of traces, and for the library that sends them."""
+    endpoint = config.tracing.endpoint
+    if not endpoint:
+        return
+    try:
+        is_installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ImportError:
+        is_installed = False
+    text = f"OpenTelemetry is {'installed' if is_installed else 'not installed'}"
+    yield Finding("traces", "ok" if is_installed else "failure", text, "pip install 'kvferry[otel]', or unset tracing.endpoint")
+    url = urlsplit(endpoint)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    yield _try_to_connect("traces", f"tracing.endpoint {endpoint}", url.hostname or "", port)
+
+
+def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        fix = "start it; if it runs: look at its address, DNS and network policies"
+        return Finding(subject, "warning", f"{name}: {error.strerror or error}", fix)
+    return Finding(subject, "ok", f"{name} can be connected to")
 
 
 def check_security(config: KVFerryConfig) -> Iterator[Finding]:
@@ -251,8 +290,10 @@ CHECKS = (
     check_versions,
     check_model,
     check_memory,
+    check_huge_pages,
     check_transports,
     check_ports,
     check_peers,
+    check_tracing,
     check_security,
 )

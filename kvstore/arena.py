@@ -222,7 +222,7 @@ class Arena(ArenaView):
         self._words[slot * _WORDS_PER_RECORD + index] = value
 
 
-def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes, huge_pages: HugePages = "off") -> Arena:
+def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes, huge_pages: HugePages = "never") -> Arena:
     """Make an arena in a new anonymous memory file; all its pages are there when this returns.
 
     Raises:

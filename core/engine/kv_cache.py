@@ -115,7 +115,7 @@ class PoolOptions:
 
     incarnation: int = 0
     makes_digests: bool = False  # of each block
-    huge_pages: HugePages = "off"
+    huge_pages: HugePages = "never"
 
 
 def allocate_kv_pool(
@@ -162,7 +162,7 @@ def _pool_in_host_memory(
     # The kernel would rather kill a process than refuse a page, so a pool that cannot fit is refused before the first one.
     # Huge pages are set aside already, and not among what is available.
     available = _available_bytes()
-    if num_bytes > available and (huge_pages == "off" or huge_page_stock().lacks(num_bytes)):
+    if num_bytes > available and (huge_pages == "never" or huge_page_stock().lacks(num_bytes)):
         raise _no_memory(num_bytes, f"{available} bytes of memory are available")
     file = _memory_file(_POOL_FILE_NAME, num_bytes, huge_pages)
     try:
@@ -170,7 +170,7 @@ def _pool_in_host_memory(
     except OSError as error:
         os.close(file.fd)
         raise _no_memory(num_bytes, error) from None
-    if huge_pages != "off":
+    if huge_pages != "never":
         logger.info(event("kv_pool_pages", page_bytes=file.page_bytes, num_pages=file.num_bytes // file.page_bytes))
     return torch.frombuffer(memory, dtype=dtype).view(shape), memory, file.fd
 
@@ -213,7 +213,7 @@ def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int, dig
     return SealTable(memory, incarnation, layout_fingerprint(layout), digest_blocks)
 
 
-def _memory_file(name: str, num_bytes: int, huge_pages: HugePages = "off") -> MemoryFile:
+def _memory_file(name: str, num_bytes: int, huge_pages: HugePages = "never") -> MemoryFile:
     try:
         return create_memory_file(name, num_bytes, huge_pages, "cache.huge_pages")
     except OSError as error:

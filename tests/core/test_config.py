@@ -229,3 +229,8 @@ def test_several_connectors_are_named_in_order():
 def test_connectors_that_cannot_be_meant_are_refused(assignments, said):
     with pytest.raises(ConfigError, match=said):
         load_config(assignments=assignments)
+
+
+@pytest.mark.parametrize("choice", ["on", "off", "auto"])
+def test_a_choice_is_taken_as_it_stands_though_yaml_has_other_words_for_it(choice):
+    assert load_config(assignments=[f"scheduler.async_scheduling={choice}"]).scheduler.async_scheduling == choice

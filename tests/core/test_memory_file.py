@@ -53,9 +53,9 @@ def test_what_cannot_be_had_is_refused_and_leaves_nothing_open():
 
 def test_huge_pages_that_are_demanded_and_not_there_are_an_error_that_says_what_to_do():
     with pytest.raises(
-        ConfigError, match=r"cache\.huge_pages = on: .* needed, \d+ of \d+ are free; reserve them \(vm"
+        ConfigError, match=r"cache\.huge_pages = always: .* needed, \d+ of \d+ are free; reserve them \(vm"
     ) as refused:
-        create_memory_file("kvferry-test", TOO_MANY_BYTES, "on", "cache.huge_pages")
+        create_memory_file("kvferry-test", TOO_MANY_BYTES, "always", "cache.huge_pages")
     assert refused.value.param == "cache.huge_pages"
 
 
@@ -74,7 +74,7 @@ def test_huge_pages_that_are_free_but_not_for_this_process_are_replaced_too(make
     try:
         file = make(10_000, "auto")  # one huge page is above the limit, its ordinary pages are not
         with pytest.raises(ConfigError, match="are free, but not for this process"):
-            make(10_000, "on", "cache.huge_pages")
+            make(10_000, "always", "cache.huge_pages")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.num_bytes == 10_000
@@ -103,7 +103,7 @@ def test_pages_that_are_promised_to_others_are_not_free(tmp_path):
 
 @needs_huge_pages
 def test_file_in_huge_pages_is_mapped_by_another_process_and_given_back(make):
-    file = make(STOCK.page_bytes + 1, "on")
+    file = make(STOCK.page_bytes + 1, "always")
     assert (file.num_bytes, file.page_bytes) == (2 * STOCK.page_bytes, STOCK.page_bytes)
     assert huge_page_stock().num_free == STOCK.num_free - 2
     file.map()[STOCK.page_bytes] = 9

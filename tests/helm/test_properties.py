@@ -214,6 +214,14 @@ def test_store_is_told_its_tiers_and_workers_where_it_is(find):
     assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
 
 
+def test_pool_in_huge_pages_is_apart_from_the_memory_limit(find):
+    limits = [f"{role}.resources.limits.hugepages-2Mi=6Gi" for role in ("prefill", "decode")]
+    sets = ["config.cache.huge_pages=always", f"config.cache.memory_bytes={6 << 30}", *limits]
+    container = main(find, "cpu-minimal", "decode", *sets)["containers"][0]
+    assert container["resources"]["limits"] == {"memory": "4Gi", "hugepages-2Mi": "6Gi"}
+    assert config_of(find, "cpu-minimal", "decode", *sets)["cache"]["huge_pages"] == "always"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_store_in_a_worker_s_pod_is_on_its_loopback_and_shares_its_processes(find, role):
     pod = main(find, "store-sidecar", role)

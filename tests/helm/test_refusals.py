@@ -52,6 +52,18 @@ CASES = {
         ["kvstore.enabled=true", "config.kvstore.memory_bytes=9000000000"],
         "kvstore.resources.limits.memory = 8Gi does not hold the arena",
     ),
+    "huge pages that no container gets": (
+        ["config.cache.huge_pages=always"],
+        "config.cache.huge_pages = always, but prefill.resources.limits names no hugepages-2Mi",
+    ),
+    "too few huge pages": (
+        ["config.cache.huge_pages=always", "prefill.resources.limits.hugepages-2Mi=512Mi"],
+        "512Mi of huge pages do not hold the 1073741824 bytes of config.cache.memory_bytes",
+    ),
+    "huge pages that no store gets": (
+        ["kvstore.enabled=true", "config.kvstore.huge_pages=always"],
+        "kvstore.resources.limits names no hugepages-2Mi",
+    ),
     "several stores beside a worker": (
         ["kvstore.enabled=true", "kvstore.mode=sidecar", "kvstore.replicas=2"],
         "kvstore.replicas = 2: a sidecar is there once in every worker's pod",

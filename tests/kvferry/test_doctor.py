@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from core.config import load_config
+from core.memory_file import HugePageStock
 from kvferry import cli, doctor_checks
 from kvferry.doctor import findings_of
 
@@ -104,3 +105,30 @@ def test_command_shows_findings_and_fails_only_for_failures(monkeypatch):
     assert bad.exit_code == 1
     assert "FAIL  security" in bad.stdout
     assert "→ kvferry keygen" in bad.stdout
+
+
+def test_huge_pages_that_are_missing_are_as_bad_as_the_wish_for_them_is_strong(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "huge_page_stock", lambda: HugePageStock(2 << 20, 8, 4))
+    sizes = [f"cache.memory_bytes={16 << 20}", f"kvstore.memory_bytes={8 << 20}"]
+    assert list(doctor_checks.check_huge_pages(load_config(assignments=sizes))) == []
+    wishes = ["cache.huge_pages=always", "kvstore.huge_pages=always"]
+    pool, store = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, *wishes]))
+    assert (pool.verdict, store.verdict) == ("failure", "ok")
+    assert pool.text == "cache.huge_pages = always: 8 pages of 2048 kB are needed, 4 of 8 are free"
+    (wish,) = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, "cache.huge_pages=auto"]))
+    assert wish.verdict == "warning"
+
+
+def test_a_pool_in_huge_pages_counts_against_no_other_memory(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(doctor_checks, "huge_page_stock", lambda: HugePageStock(2 << 20, 4096, 4096))
+    settings = [f"cache.memory_bytes={2 << 30}", "cache.huge_pages=always"]
+    assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "ok"
+
+
+def test_a_collector_of_traces_is_looked_for_if_one_is_set(listener):
+    assert list(doctor_checks.check_tracing(load_config())) == []
+    library, found = doctor_checks.check_tracing(load_config(assignments=[f"tracing.endpoint=http://127.0.0.1:{listener}"]))
+    assert (library.verdict, found.verdict) == ("ok", "ok")
+    *_, missing = doctor_checks.check_tracing(load_config(assignments=["tracing.endpoint=http://127.0.0.1:9"]))
+    assert missing.verdict == "warning"

@@ -242,7 +242,7 @@ def test_a_closed_arena_leaves_no_descriptor():
 
 @pytest.mark.skipif(huge_page_stock().num_free < 2, reason="no huge pages are reserved here: sysctl vm.nr_hugepages=8")
 def test_an_arena_in_huge_pages_is_mapped_whole_by_its_client():
-    arena = create_arena(4, SLOT_BYTES, INCARNATION, NONCE, "on")
+    arena = create_arena(4, SLOT_BYTES, INCARNATION, NONCE, "always")
     file = arena.describe()
     assert file.num_bytes == huge_page_stock().page_bytes > arena_bytes(4, SLOT_BYTES)
     view = map_arena(file, INCARNATION)
@@ -254,5 +254,5 @@ def test_an_arena_in_huge_pages_is_mapped_whole_by_its_client():
 
 
 def test_an_arena_for_which_huge_pages_are_demanded_in_vain_is_refused():
-    with pytest.raises(ConfigError, match=r"kvstore\.huge_pages = on"):
-        create_arena(1 << 40, SLOT_BYTES, INCARNATION, NONCE, "on")
+    with pytest.raises(ConfigError, match=r"kvstore\.huge_pages = always"):
+        create_arena(1 << 40, SLOT_BYTES, INCARNATION, NONCE, "always")

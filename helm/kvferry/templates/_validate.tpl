@@ -82,6 +82,10 @@
 {{- $config := include "kvferry.config" (dict "root" . "role" "kvstore") | fromYaml -}}
 {{- $arena := dig "kvstore" "memory_bytes" 1073741824 $config | int64 -}}
 {{- $limit := dig "resources" "limits" "memory" "" .Values.kvstore -}}
+{{- if eq (dig "kvstore" "huge_pages" "never" $config) "always" -}}
+{{- include "kvferry.validateHugePages" (dict "role" "kvstore" "values" .Values.kvstore "section" "config.kvstore" "wish" "always" "bytes" $arena) -}}
+{{- $arena = 0 | int64 -}}
+{{- end -}}
 {{- if and $limit (lt (include "kvferry.bytes" $limit | int64) $arena) -}}
 {{- fail (printf "kvstore.resources.limits.memory = %s does not hold the arena (config.kvstore.memory_bytes = %d)" $limit $arena) -}}
 {{- end -}}
@@ -122,10 +126,28 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The huge pages of a container: in Kubernetes it has those of its limit, and none beyond. */}}
+{{- define "kvferry.validateHugePages" -}}
+{{- $given := "" -}}
+{{- range $name, $amount := dig "resources" "limits" dict .values -}}
+{{- if hasPrefix "hugepages-" $name -}}{{- $given = $amount -}}{{- end -}}
+{{- end -}}
+{{- if not $given -}}
+{{- fail (printf "%s: %s.huge_pages = %s, but %s.resources.limits names no hugepages-2Mi (or -1Gi): a container gets none without" .role .section .wish .role) -}}
+{{- end -}}
+{{- if lt (include "kvferry.bytes" $given | int64) (int64 .bytes) -}}
+{{- fail (printf "%s.resources.limits: %s of huge pages do not hold the %d bytes of %s.memory_bytes" .role $given (int64 .bytes) .section) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvferry.validateMemory" -}}
 {{- $limit := dig "resources" "limits" "memory" "" .values -}}
-{{- if $limit -}}
 {{- $pool := dig "cache" "memory_bytes" 1073741824 .config | int64 -}}
+{{- if eq (dig "cache" "huge_pages" "never" .config) "always" -}}
+{{- include "kvferry.validateHugePages" (dict "role" .role "values" .values "section" "config.cache" "wish" "always" "bytes" $pool) -}}
+{{- $pool = 0 | int64 -}}
+{{- end -}}
+{{- if $limit -}}
 {{- $shm := include "kvferry.bytes" .root.Values.shm.size | int64 -}}
 {{- $bytes := include "kvferry.bytes" $limit | int64 -}}
 {{- if lt $bytes (add $pool $shm | int64) -}}

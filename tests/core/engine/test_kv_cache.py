@@ -162,11 +162,11 @@ def test_closing_gives_both_memory_files_back():
 def test_huge_pages_that_are_demanded_and_not_there_are_a_configuration_error():
     config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=1 << 42), torch.float32.itemsize)
     with pytest.raises(ConfigError, match=r"bytes of memory are available"):
-        allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+        allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="always"))
     little = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=2), torch.float32.itemsize)
     if huge_page_stock().num_free == 0:
-        with pytest.raises(ConfigError, match=r"cache\.huge_pages = on: .*0 of \d+ are free") as refused:
-            allocate_kv_pool(little, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+        with pytest.raises(ConfigError, match=r"cache\.huge_pages = always: .*0 of \d+ are free") as refused:
+            allocate_kv_pool(little, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="always"))
         assert refused.value.param == "cache.huge_pages"
 
 
@@ -175,7 +175,7 @@ def test_a_pool_in_huge_pages_is_read_by_another_worker_and_given_back(caplog):
     caplog.set_level("INFO")
     free = huge_page_stock().num_free
     config = kv_cache_config(parse_arch(CONFIG), CacheSection(block_size=16, num_blocks=5), torch.float32.itemsize)
-    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="on"))
+    pool = allocate_kv_pool(config, torch.float32, KVLayout.HND, torch.device("cpu"), PoolOptions(huge_pages="always"))
     assert "event=kv_pool_pages page_bytes=2097152" in caplog.text
     pool.cache.pool[3] = 7.0
     owner, reader, peer = ShmTransport(RandomIds()), ShmTransport(RandomIds()), PeerId("tcp://p:1", 1)
