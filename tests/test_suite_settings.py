@@ -130,7 +130,7 @@ def test_a_test_that_hangs_fails(run_suite):
     [
         (OUTSIDE_PYTHON, "test_hangs"),
         (IN_A_TEARDOWN_BEHIND_A_FAILURE, "child"),
-        (WITH_THE_LOCK_OF_THE_INTERPRETER, "lock"),
+        pytest.param(WITH_THE_LOCK_OF_THE_INTERPRETER, "lock", marks=pytest.mark.full),
         (AT_THE_END, "_shutdown"),
     ],
     ids=["outside-python", "in-a-teardown", "with-the-lock", "at-the-end"],

@@ -1,6 +1,8 @@
 """Every benchmark explains itself and runs to its end on the real thing. What it measures is not looked at."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_tells_what_is_measured(run_benchmark, name):
-    printed = run_benchmark(name, "--help")
+def test_help_tells_what_is_measured(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.syspath_prepend(FOLDER)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
     assert f"{name}.py" in printed
     assert len(printed.splitlines()) > 10
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_path):
     printed = run_benchmark("through_router", "--quick", "--json", str(tmp_path / "f.json"))
     seconds = json.loads((tmp_path / "f.json").read_text())["seconds"]
@@ -49,6 +56,7 @@ def test_handover_measures_transfer_copy_second_token_and_verification(run_bench
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_cluster_measures_start_and_idle_processes(run_benchmark, tmp_path):
     run_benchmark("cluster", "--quick", "--transports", "shm", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())
