@@ -185,7 +185,7 @@ class Request:
         self.skip_reading_prefix_cache = new.sampling.prompt_logprobs is not None
 
         self._hasher = hasher
-        self.extra_keys = _extra_keys(new)
+        self.extra_keys = extra_keys_of(self.mm_features, new.cache_salt)
         self.block_hashes: list[bytes] = []
         self.update_block_hashes()
 
@@ -221,10 +221,10 @@ class Request:
         return f"Request({self.request_id} {self.status.name} {self.num_computed_tokens}/{self.num_tokens})"
 
 
-def _extra_keys(new: NewRequest) -> tuple[ExtraKey, ...]:
-    """Return what enters the hashes of the request's blocks besides tokens; see ``core.kv.hashing.block_extra_keys``."""
-    keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in new.mm_features]
-    return (*keys, ("cache_salt", new.cache_salt)) if new.cache_salt else tuple(keys)
+def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[ExtraKey, ...]:
+    """Return what enters the hashes of a request's blocks besides tokens; see ``core.kv.hashing.block_extra_keys``."""
+    keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in mm_features]
+    return (*keys, ("cache_salt", cache_salt)) if cache_salt else tuple(keys)
 
 
 # ---- scheduler → runner ----------------------------------------------------------------------------------------------

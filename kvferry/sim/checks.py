@@ -24,7 +24,7 @@ from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.seals import BROKEN, decode_seal
-from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput
+from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput, extra_keys_of
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
 from kvferry.sim.plan import RequestPlan
@@ -54,9 +54,10 @@ class Oracle:
 
     def _add(self, request: RequestPlan) -> None:
         tokens = array("i", request.prompt_token_ids + request.expected)
-        extra = (("cache_salt", request.cache_salt),) if request.cache_salt else ()
+        extra = extra_keys_of(request.mm_features, request.cache_salt)
         chain = self._hasher.hash_request_blocks(tokens, extra)
-        entries = tuple(expected_kv(tokens, self._attentions, group_id) for group_id in range(len(self._attentions)))
+        inputs = request.input_ids
+        entries = tuple(expected_kv(inputs, self._attentions, group_id) for group_id in range(len(self._attentions)))
         for end in {*range(HASH_BLOCK_SIZE, len(tokens) + 1, HASH_BLOCK_SIZE), len(request.prompt_token_ids)}:
             self._entries[self._hasher.prefix_hash(chain, tokens, end, extra)] = entries, end
 

@@ -137,4 +137,6 @@ def submission_of(plan: RequestPlan) -> Submission:
         priority=plan.priority,
         cache_salt=plan.cache_salt,
         kv_load_failure_policy=plan.policy,
+        mm_features=plan.mm_features,
+        media=plan.media,
     )

@@ -18,10 +18,13 @@ from core.config import (
     SchedulerSection,
     WorkerSection,
 )
+from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
+from core.wire.media import MMFeature
 from core.wire.messages import LoadFailurePolicy, Role
 from core.wire.pairing import verifies_digests
+from kvferry.sim.image_plan import ImagePlan, draw_images
 from kvferry.sim.tier_plan import TierPlan, draw_tier
 
 MODEL = "hash-model"
@@ -59,6 +62,13 @@ class RequestPlan:
     abort_at: float | None = None  # when the client leaves, unless it has its answer by then
     text_ends_after: int | None = None  # tokens after which the text of a choice has ended, which only the router can know
     expected: tuple[int, ...] = ()
+    mm_features: tuple[MMFeature, ...] = ()
+    media: tuple[bytes, ...] = ()
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Return what the model reads of the prompt and of the answer."""
+        return [*input_ids_of(self.prompt_token_ids, self.mm_features, self.media), *self.expected]
 
     def __str__(self) -> str:
         details = {
@@ -68,6 +78,7 @@ class RequestPlan:
             f"policy={self.policy}": self.policy,
             f"salt={self.cache_salt}": self.cache_salt,
             "stop token": self.stop_token_ids,
+            f"{len(self.mm_features)} images": self.mm_features,
             f"abort at {self.abort_at}": self.abort_at,
             f"text ends after {self.text_ends_after}": self.text_ends_after,
         }
@@ -105,6 +116,7 @@ class ClusterPlan:
     faults: FaultSchedule
     max_rows_per_read: int
     tier: TierPlan | None = None
+    images: ImagePlan | None = None
 
     @property
     def makes_digests(self) -> bool:
@@ -131,8 +143,7 @@ class ClusterPlan:
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}")
-        if self.tier is not None:
-            lines.append(str(self.tier))
+        lines += [str(part) for part in (self.tier, self.images) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
@@ -174,6 +185,9 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
     if tier is not None:
         workers, requests = _let_tier_be_used(Random(f"{seed}/tier use"), shape, config, workers, requests)
+    images = draw_images(seed)
+    if images is not None:
+        requests = tuple(_show_images(images, request, shape.attentions) for request in requests)
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
@@ -190,6 +204,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
         faults=faults,
         max_rows_per_read=random.choice((1, 2, 100)),
         tier=tier,
+        images=images,
     )
 
 
@@ -301,6 +316,28 @@ def _let_tier_be_used(
         for request in random.sample(requests, max(2, len(requests) // 2))
     ]
     return tuple(map(squeeze, workers)), (*requests, *again)
+
+
+def _show_images(images: ImagePlan, request: RequestPlan, attentions: tuple[HashAttention, ...]) -> RequestPlan:
+    """Return the request with images in its prompt. What comes again shows the same ones."""
+    shown = images.show(request.name.rstrip("+"), request.prompt_token_ids)
+    if not shown.features:
+        return request
+    inputs = input_ids_of(shown.prompt_token_ids, shown.features, shown.media)
+    output = expected_tokens(inputs, request.max_tokens, attentions=attentions)
+    stop_token_ids = request.stop_token_ids
+    if stop_token_ids:
+        stop_token_ids = (output[len(request.expected) - 1],)
+        output = output[: output.index(stop_token_ids[0]) + 1]
+    return replace(
+        request,
+        prompt_token_ids=shown.prompt_token_ids,
+        mm_features=shown.features,
+        media=shown.media,
+        stop_token_ids=stop_token_ids,
+        text_ends_after=min(request.text_ends_after, len(output)) if request.text_ends_after is not None else None,
+        expected=tuple(output),
+    )
 
 
 def _draw_requests(

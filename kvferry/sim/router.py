@@ -17,7 +17,7 @@ from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
 from router.cluster import Joined, Left
-from router.flow import Deliver, Ended, Retried
+from router.flow import Deliver, EncodeEnded, Ended, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
 from router.service import RECONNECT_S
 
@@ -125,6 +125,8 @@ class SimRouter:
                 case Ended(flow):
                     self.host.log(f"ends {flow.request_id}", flow.error)
                     self._clients.pop(flow.request_id).on_end(flow.error, self.host.loop.now)
+                case EncodeEnded():
+                    self.host.log("embeds", action)
                 case Retried(kind=kind):
                     self.host.log("retries", action)
                     self._retries[f"retry_{kind}"] += 1

@@ -34,6 +34,7 @@ from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
+from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
 from core.testing.sim_loop import Timer
@@ -45,6 +46,7 @@ from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
+from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.tier import scheduler_side, worker_side
 from kvferry.sim.tiers import SimTiers
@@ -81,7 +83,7 @@ class SimWorker:
         self.tier = tiers.open(host, self._layout, ids_seed) if tiers is not None else None
         self._connector_worker = worker_side(self.connector, self.tier)
         self.model = self._make_model(plan)
-        core = self._make_engine(config)
+        core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
         checks.attach(core.scheduler, self.model, self.tier)
         if self._connector_worker is not None:
@@ -140,6 +142,8 @@ class SimWorker:
         happened = {
             "preemptions": gauges.num_preemptions,
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
+            "embedded_images": gauges.num_encoder_computed,
+            "known_images": gauges.num_encoder_hits,
             "quarantined_blocks": self.checks.num_quarantined,
         }
         for part in (self.connector, self.tier):
@@ -166,7 +170,7 @@ class SimWorker:
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
         return HashModel(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions)
 
-    def _make_engine(self, config: KVFerryConfig) -> EngineCore:
+    def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
         manager = KVCacheManager(
             hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions),
             MAX_MODEL_LEN,
@@ -178,7 +182,8 @@ class SimWorker:
             seals=self.model.seals,
         )
         connector = scheduler_side(self.connector, self.tier)
-        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock)
+        encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step) if images is not None else None
+        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 
     def _make_hands(self) -> PrefillHands | DecodeHands:
