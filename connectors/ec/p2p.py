@@ -104,12 +104,12 @@ class P2PECConnector(ECConnector):
     # ---- leases, as an encode worker sees them -------------------------------------------------------------------------
 
     def release(self, sources: Iterable[ECSource]) -> None:
-        """End the leases of these sources, because nobody will read them. Idempotent."""
+        """End the leases of these sources, because nobody will read them. Idempotent. Any thread."""
         own = [
             source for source in sources if source.incarnation == self._context.incarnation and source.connector == self.name
         ]
         transfer_ids = [handover.decode_held(source.payload).transfer_id for source in own]
-        self.carrier.tell(lambda node: node.release(transfer_ids))
+        self.carrier.call_soon(self._on_release, transfer_ids)  # behind the grants
 
     def num_leased_chunks(self) -> int:
         """Return how many chunks are held for readers."""
@@ -161,6 +161,9 @@ class P2PECConnector(ECConnector):
 
     def _on_grant(self, grant: LeaseGrant) -> None:
         self.carrier.tell(lambda node: node.on_grant(grant))
+
+    def _on_release(self, transfer_ids: list[str]) -> None:
+        self.carrier.tell(lambda node: node.release(transfer_ids))
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:

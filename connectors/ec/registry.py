@@ -76,7 +76,7 @@ class ECConnector(ABC):
         """End threads, close sockets. Idempotent."""
 
     def release(self, sources: Iterable[ECSource]) -> None:
-        """End the leases of these sources, because nobody will read them. Idempotent. Event loop only."""
+        """End the leases of these sources, because nobody will read them. Idempotent. Any thread."""
 
     def num_leased_chunks(self) -> int:
         """Return how much is held for readers, in chunks of host memory."""
