@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -119,17 +119,9 @@ def build_engine(
         ConnectorUnavailable: the connector cannot run here.
     """
     model = _load_model(config)
-    files, arch, sizing, device = model.files, model.arch, model.sizing, model.decoder.device
-    cache_config, max_model_len = sizing.config, sizing.max_model_len
+    files, arch = model.files, model.arch
     fingerprint = model_fingerprint(arch, files.weights_id)
-    makes_digests = has_readers and _readers_demand_digests(config.connector)
-    pool = allocate_kv_pool(
-        cache_config,
-        model.dtype,
-        model.backend.preferred_layout,
-        device,
-        PoolOptions(incarnation=incarnation, makes_digests=makes_digests, huge_pages=config.cache.huge_pages),
-    )
+    pool = _allocate_pool(config, model, incarnation, makes_digests=has_readers and _readers_demand_digests(config.connector))
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
         connector = connector_factory(pool.layout, fingerprint) if connector_factory else None
@@ -137,16 +129,11 @@ def build_engine(
             connector.worker.register_kv_caches(pool.region)
         ec_connector = ec_connector_factory(fingerprint) if ec_connector_factory and model.image_encoder else None
         encoder, encoder_inputs = _encoder_parts(config.scheduler, model.image_encoder, ec_connector)
-        batch = InputBatch(cache_config, config.scheduler.max_num_seqs, max_model_len)
-        kv_worker = connector.worker if connector else None
-        runner = ModelRunner(model.decoder, model.backend(pool.cache), pool, kv_worker, batch, encoder)
-        if device.type == "cuda" and config.model.cuda_graphs:
-            runner.record_graphs(CudaRecorder(device), batch_sizes(config.scheduler.max_num_seqs), max_model_len)
-        manager = _kv_cache_manager(model.config, sizing, pool.seals)
+        runner = _runner(config, model, pool, connector.worker if connector else None, encoder)
         scheduler = Scheduler(
             config.scheduler,
-            manager,
-            max_model_len,
+            _kv_cache_manager(model.config, model.sizing, pool.seals),
+            model.sizing.max_model_len,
             connector.scheduler if connector else None,
             clock,
             config.connector.kv_load_failure_policy,
@@ -155,7 +142,7 @@ def build_engine(
         events = _kv_event_publisher(config)
         engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size, events)
         on_failure.pop_all()
-    _log_ready(files, pool, max_model_len)
+    _log_ready(files, pool, scheduler.max_model_len)
     return BuiltEngine(
         engine=engine,
         files=files,
@@ -186,6 +173,7 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     arch = parse_arch(files.config)
     device = device_of(config.model)
     dtype = dtype_of(config.model, device)
+    config = _resolve_scheduling(config, device)
     backend, config = _choose_attention(config, arch, dtype, device)
     is_measured = device.type == "cuda" and not config.cache.num_blocks
     sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
@@ -213,6 +201,31 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
         image_encoder=image_encoder,
         sizing=sizing,
     )
+
+
+def _allocate_pool(config: KVFerryConfig, model: _LoadedModel, incarnation: int, *, makes_digests: bool) -> KVPool:
+    return allocate_kv_pool(
+        model.sizing.config,
+        model.dtype,
+        model.backend.preferred_layout,
+        model.decoder.device,
+        PoolOptions(incarnation=incarnation, makes_digests=makes_digests, huge_pages=config.cache.huge_pages),
+    )
+
+
+def _runner(
+    config: KVFerryConfig,
+    model: _LoadedModel,
+    pool: KVPool,
+    connector_worker: KVConnectorWorker | None,
+    encoder: EncoderRunner | None,
+) -> ModelRunner:
+    batch = InputBatch(model.sizing.config, config.scheduler.max_num_seqs, model.sizing.max_model_len)
+    runner = ModelRunner(model.decoder, model.backend(pool.cache), pool, connector_worker, batch, encoder)
+    if model.decoder.device.type == "cuda" and config.model.cuda_graphs:
+        sizes = batch_sizes(config.scheduler.max_num_seqs)
+        runner.record_graphs(CudaRecorder(model.decoder.device), sizes, model.sizing.max_model_len)
+    return runner
 
 
 def _encoder_parts(
@@ -267,6 +280,17 @@ def dtype_of(section: ModelSection, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes[section.dtype]
+
+
+def _resolve_scheduling(config: KVFerryConfig, device: torch.device) -> KVFerryConfig:
+    """Decide whether steps are scheduled ahead, where the configuration leaves it open.
+
+    On the CPU there is nothing to win: host and device are one.
+    """
+    if config.scheduler.async_scheduling != "auto":
+        return config
+    found: Literal["on", "off"] = "on" if device.type == "cuda" else "off"
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=found))
 
 
 def _choose_attention(
