@@ -1,105 +1,27 @@
-"""The p2p connector under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.carrier`` does in a worker.
-
-Scheduler side, worker side, node and transfer executor are the real ones; the event loop, the sockets and the transfer thread
-are simulated. The queues between the three threads keep their order, and each takes its time.
-"""
+"""The p2p connector under virtual time: scheduler side and worker side are the real ones, and so is the node behind them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
-from connectors.p2p.actions import (
-    Action,
-    CloseControl,
-    LeaseGrant,
-    P2PConnectorMetadata,
-    QuarantineEnded,
-    Reply,
-    Report,
-    SendControl,
-    SendingEnded,
-    TokenCopy,
-    TransferCommand,
-    TransferEvent,
-)
-from connectors.p2p.carrier import node_settings
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.node import P2PNode
+from connectors.p2p.actions import P2PConnectorMetadata, Report
+from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
-from connectors.p2p.staging import StagedRows, StagingArea, map_staging_area
-from connectors.p2p.transfer import TransferExecutor
-from connectors.p2p.transports import TransportSettings, open_transports
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reporting import LoadEnded
 from core.config import ConnectorSection
-from core.connector import KVPoolRegion
-from core.digest import BlockDigester
 from core.ids import IdSource
-from core.kv.seals import each_by_itself
-from core.testing.hash_model import SLOT_BYTES
-from core.testing.sim_loop import Queue, Timer
-from core.testing.sim_network import Link
-from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
-from core.transport import regions_of
-from core.wire.codec import decode_control_frame, encode_control_message
-from core.wire.kv import ControlMessage
 from kvferry.sim.host import Host
-
-STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
-
-
-class WriteWatch(LandingWatch, Protocol):
-    """Sees everything that a worker's transfers write into its memory."""
-
-    def on_conversion(self, block_id: int) -> None:
-        """A block is going to be filled from the staging area."""
+from kvferry.sim.node import SimNode, WriteWatch
 
 
-@dataclass(slots=True)
-class _WatchedStaging(StagingArea):
-    """Rows that are taken are nobody else's any more, and what is converted belongs to the load."""
-
-    watch: WriteWatch | None = None
-    transports: Sequence[SimTransport] = ()
-    num_refusals: int = 0  # for lack of room; the read waits
-    num_converted: int = 0  # blocks of ours
-
-    def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:
-        staged = StagingArea.take(self, num_rows, row_bytes, num_held_bytes)
-        self.num_refusals += staged is None
-        if staged is not None:
-            start, end = staged.span
-            late = [span for transport in self.transports for span in transport.staged_bytes()]
-            assert all(end <= span.start or span.stop <= start for span in late), f"{staged} may still be written"
-        return staged
-
-    def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
-        assert self.watch is not None
-        for block_id in dict.fromkeys(copy.local_row for copy in copies):
-            self.watch.on_conversion(block_id)
-            self.num_converted += 1
-        StagingArea.convert(self, staged, remote_rows, copies)
-
-
-def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence[SimTransport]) -> _WatchedStaging:
-    """Return a staging area in which reads have to wait for each other. A ``HashModel`` keeps its slots side by side."""
-    area = map_staging_area(pool, STAGED_TOKENS * SLOT_BYTES)
-    assert area is not None
-    return _WatchedStaging(pool, area.region, 1, watch=watch, transports=transports)
-
-
-class SimConnector:
+class SimConnector(SimNode):
     """Producer on prefill workers, consumer on decode workers."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, config: ConnectorSection, ids: IdSource, control_address: str
     ) -> None:
-        self.node: P2PNode | None = None
+        super().__init__(host, identity, config, ids, control_address)
         self.scheduler = P2PConnectorScheduler(
             identity,
             lease_ms=int(1000 * config.lease_s),
@@ -108,89 +30,13 @@ class SimConnector:
         )
         self.scheduler.control_address = control_address
         self.worker = P2PConnectorWorker(self._submit)
-        self._host = host
-        self._identity = identity
-        self._config = config
-        self._ids = ids
-        self._control_address = control_address
-        self._links: dict[str, Link] = {}
         self._ended_loads: Counter[str] = Counter()  # by how they ended
-        self._timer: Timer | None = None
-        self._to_transfers = Queue(host.process, host.loop, host.thread_delay_s)
-        self._from_transfers = Queue(host.process, host.loop, host.thread_delay_s)
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """Transports that work here."""
-        return tuple(self._config.transports)
 
     def start(self, watch: WriteWatch, max_rows_per_read: int) -> None:
-        """Open the transports, answer readers, be ready to read."""
+        """Be ready for readers, and to read."""
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
-        host = self._host
-        self._transports: list[SimTransport] = []
-
-        def create(name: str, settings: TransportSettings) -> SimTransport:
-            transport = SimTransport(host.fabric, host.process, TRAITS[name], self._wake_transfers, watch)
-            self._transports.append(transport)
-            return transport
-
-        settings = TransportSettings(ids=self._ids, engine_id=self._identity.engine_id, bind_address="")
-        self._staging = _watched_staging(pool, watch, self._transports)
-        opened = open_transports(
-            self.transports, regions_of(pool), settings, bool(self._control_address), create, self._staging.region
-        )
-        assert pool.seals is not None
-        self._digester = BlockDigester(pool.block_bytes)
-        self._executor = TransferExecutor(
-            opened.transports, pool.seals, each_by_itself(self._digest_block), self._on_transfer, self._staging
-        )
-        limits = node_settings(self._config, pool.num_blocks)
-        pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
-        responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
-        self.node = P2PNode(
-            self._identity,
-            host.process.clock,
-            self.transports,
-            dataclasses.replace(limits, pull=pull),
-            responder if self._control_address else None,
-        )
-        if self._control_address:
-            self._server = host.network.listen(host.process, self._control_address, self._on_question)
-
-    def on_timer(self) -> None:
-        """Do what is due."""
-        self._tell(P2PNode.on_timer)
-
-    # ---- leases, as the roles see them -----------------------------------------------------------------------------
-
-    def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these hand-overs, because nobody will read them."""
-        self._tell(lambda node: node.release(transfer_ids))
-
-    def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these hand-overs for another while."""
-        self._tell(lambda node: node.renew(transfer_ids))
-
-    def num_leased_blocks(self) -> int:
-        """Return how many blocks are held for readers."""
-        return self.node.num_leased_blocks if self.node is not None else 0
-
-    def longest_lease_s(self) -> float:
-        """Return how long readers may still need this worker."""
-        return self.node.longest_lease_s() if self.node is not None else 0.0
-
-    def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
-        assert self.node is not None
-        return {
-            "blocks under lease": self.node.num_leased_blocks,
-            "blocks being loaded": self.node.num_loading_blocks,
-            "quarantined blocks": self.node.num_quarantined_blocks,
-            "bytes of the staging area": self._staging.num_taken_bytes,
-            "open reads": sum(transport.num_open_reads for transport in self._transports),
-        }
+        self._start(pool, watch, max_rows_per_read)
 
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
@@ -201,98 +47,10 @@ class SimConnector:
         happened |= {"converted_blocks": self._staging.num_converted, "waits_for_staging": self._staging.num_refusals}
         return happened | {name: counts[name] for name in ("fenced_peers", "blocks_read_again")} | self._ended_loads
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
-
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
         self._put(self._host.from_engine, lambda node: node.on_metadata(metadata))
 
-    def _grant(self, grant: LeaseGrant) -> None:
-        self._put(self._host.from_engine, lambda node: node.on_grant(grant))
-
-    def _on_transfer(self, happened: TransferEvent) -> None:
-        self._put(self._from_transfers, lambda node: node.on_transfer(happened))
-
-    def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
-        """Let the node take something in that comes from another thread."""
-
-        def tell() -> None:
-            self._tell(happened)
-
-        queue.put(tell)
-
-    def _on_question(self, peer: bytes, frame: bytes) -> None:
-        reply = self._tell(lambda node: node.on_question(decode_control_frame(frame)))
-        if reply is not None:
-            self._host.log("answers", reply)
-            self._server.send(peer, encode_control_message(reply))
-
-    def _on_lost(self, address: str, link: Link) -> None:
-        if self._links.get(address) is link:
-            del self._links[address]
-            self._host.log(f"loses {address}")
-            self._tell(lambda node: node.on_disconnected(address))
-
-    def _tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
-        """Let the node take something in and carry out what it wants; return its reply, if there is one."""
-        assert self.node is not None
-        actions = happened(self.node)
-        for action in actions:
-            self._carry_out(action)
-        self._arm_timer()
-        return next((action.message for action in actions if isinstance(action, Reply)), None)
-
-    def _arm_timer(self) -> None:
-        assert self.node is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        due = self.node.next_timer()
-        self._timer = self._host.process.call_at(due, self.on_timer) if due is not None else None
-
-    # ---- what the node wants ---------------------------------------------------------------------------------------
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case SendControl(address, message):
-                self._host.log(f"asks {address}", message)
-                link = self._links.get(address) or self._open(address)
-                link.send(encode_control_message(message))
-            case CloseControl(address):
-                if address in self._links:
-                    self._links.pop(address).close()
-            case Reply():
-                pass  # ``_tell`` returns it
-            case LoadEnded() | QuarantineEnded() | SendingEnded():
-                self._report(action)
-            case _:
-                self._to_transfers.put(partial(self._execute, action))
-
     def _report(self, report: Report) -> None:
-        self._host.log("reports", report)
         if isinstance(report, LoadEnded) and report.usage is not None:
             self._ended_loads[f"load_{report.error.code if report.error is not None else 'ok'}"] += 1
         self.worker.report(report)
-
-    def _open(self, address: str) -> Link:
-        def on_frame(frame: bytes) -> None:
-            self._tell(lambda node: node.on_control(address, decode_control_frame(frame)))
-
-        link = Link(self._host.network, self._host.process, address, on_frame, lambda: self._on_lost(address, link))
-        self._links[address] = link
-        return link
-
-    def _execute(self, command: TransferCommand) -> None:
-        self._host.log("transfers", command)
-        self._executor.execute(command)
-        self._executor.poll()
-
-    def _digest_block(self, block_id: int) -> int:
-        pool = self.worker.pool
-        assert pool is not None
-        assert pool.buffer is not None
-        return self._digester.digest(pool.buffer[block_id * pool.block_bytes : (block_id + 1) * pool.block_bytes])
-
-    def _wake_transfers(self) -> None:
-        self._to_transfers.put(self._poll)
-
-    def _poll(self) -> None:
-        self._executor.poll()

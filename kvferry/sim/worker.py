@@ -1,7 +1,6 @@
 """One life of a simulated worker: real protocol, hands, engine, scheduler and connector around a ``HashModel``.
 
-Takes the place of ``core.engine.worker``: carries out what ``WorkerState`` asks for, over the simulated network, by the
-process's own clock. A crash ends the life; the next one is another object with another incarnation.
+Owns what such a worker consists of; how it talks to its routers is ``kvferry.sim.member``.
 """
 
 from __future__ import annotations
@@ -14,32 +13,17 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
 from core.digest import BlockDigester
-from core.engine.actions import (
-    Action,
-    AdmissionLimits,
-    EngineLoad,
-    ReleaseTransfers,
-    RenewTransfers,
-    Send,
-    Stop,
-    SubmitAbort,
-    SubmitAdd,
-)
+from core.engine.actions import AdmissionLimits, EngineLoad
 from core.engine.core import EngineCore
 from core.engine.hands import EngineFacts
-from core.engine.inbox import Abort, Add
 from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
-from core.request import EngineCoreOutput
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
-from core.testing.sim_loop import Timer
-from core.testing.sim_network import Link
-from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.messages import Register
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
@@ -47,6 +31,7 @@ from kvferry.sim.connector import SimConnector
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
+from kvferry.sim.member import SimMember
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.tier import scheduler_side, worker_side
 from kvferry.sim.tiers import SimTiers
@@ -54,12 +39,13 @@ from prefill.worker import PrefillHands
 
 FINGERPRINT = b"hash-model fingerprint"
 HOST_ID = "sim"
-LINGER_S = 1.0  # for the last replies and the goodbye
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 
 
-class SimWorker:
+class SimWorker(SimMember):
     """A worker from its start to its end. ``checks`` sees everything that could break an invariant."""
+
+    engine: SimEngine
 
     def __init__(
         self,
@@ -70,10 +56,9 @@ class SimWorker:
         checks: WorkerChecks,
         tiers: SimTiers | None = None,
     ) -> None:
-        self.host = host
+        super().__init__(host)
         self.spec = spec
         self.checks = checks
-        self.is_stopped = False
         self._random = Random(ids_seed)
         self._layout = hash_model_layout(spec.block_size, len(plan.attentions))
         ids = SeededIds(ids_seed)
@@ -94,30 +79,7 @@ class SimWorker:
             self.tier.start(checks)
         self.hands = self._make_hands()
         self.state = self._make_state(config, core.scheduler.max_model_len)
-        self._timer: Timer | None = None
-        self._links = {address: self._open(address) for address in config.worker.router_addresses}
-        for address in self._links:
-            self._perform(self.state.connect(address, self._now()))
-
-    @property
-    def is_serving(self) -> bool:
-        """True while the process lives and has not left."""
-        return self.host.process.is_alive and not self.is_stopped
-
-    def drain(self) -> None:
-        """Leave in good order."""
-        self._perform(self.state.start_drain(self._now()))
-
-    def jump(self, seconds: float) -> None:
-        """Let the clock jump ahead; what is due by it now is done now."""
-        process = self.host.process
-        if process.is_alive:
-            process.clock.jump(seconds)
-            process.call_later(0.0, self._on_timer)
-            if self.connector is not None:
-                process.call_later(0.0, self.connector.on_timer)
-            if self.tier is not None:
-                process.call_later(0.0, self.tier.store.on_timer)
+        self._join(config.worker.router_addresses)
 
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
@@ -215,55 +177,6 @@ class SimWorker:
         )
         return WorkerState(registration, self.hands, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
-
-    def _open(self, address: str) -> Link:
-        def on_frame(frame: bytes) -> None:
-            self._perform(self.state.on_router_message(address, decode_router_frame(frame), self._now()))
-
-        return Link(self.host.network, self.host.process, address, on_frame)
-
-    def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
-
-    def _on_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        self._perform(self.state.on_timer(self._now()))
-
-    # ---- carrying actions out ----------------------------------------------------------------------------------------
-
-    def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._carry_out(action)
-        self._arm_timer()
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Send(link, message):
-                self.host.log(f"sends {link}", message)
-                self._links[link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
-            case SubmitAdd(requests):
-                self.engine.submit(Add(requests))
-            case SubmitAbort(engine_request_ids):
-                self.engine.submit(Abort(engine_request_ids))
-            case ReleaseTransfers(transfer_ids) if self.connector is not None:
-                self.connector.release(transfer_ids)
-            case RenewTransfers(transfer_ids) if self.connector is not None:
-                self.connector.renew(transfer_ids)
-            case Stop():
-                self.is_stopped = True
-                self.host.process.call_later(LINGER_S, self.host.process.kill)
-
-    def _arm_timer(self) -> None:
-        due = self.state.next_timer(self._now())
-        if due is None or (self._timer is not None and not self._timer.is_over and self._timer.due <= self._loop_time(due)):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.host.process.call_at(due, self._on_timer)
-
     # ---- details -----------------------------------------------------------------------------------------------------
 
     def _load(self) -> EngineLoad:
@@ -280,11 +193,17 @@ class SimWorker:
         longest = self.spec.step_s
         return longest if self._random.random() < _SLOW_STEP_RATE else self._random.uniform(0.1, 0.6) * longest
 
-    def _now(self) -> float:
-        return self.host.process.clock.now()
+    def _timers(self) -> list[Callable[[], None]]:
+        found = [self.connector.on_timer] if self.connector is not None else []
+        return [*found, self.tier.store.on_timer] if self.tier is not None else found
 
-    def _loop_time(self, when: float) -> float:
-        return self.host.loop.now + self.host.process.clock.delay_until(when)
+    def _release(self, transfer_ids: Sequence[str]) -> None:
+        if self.connector is not None:
+            self.connector.release(transfer_ids)
+
+    def _renew(self, transfer_ids: Sequence[str]) -> None:
+        if self.connector is not None:
+            self.connector.renew(transfer_ids)
 
 
 WorkerFactory = Callable[[WorkerPlan, int], SimWorker]
