@@ -47,6 +47,17 @@ def test_every_manifest_is_valid(helm, check_kubernetes, preset, version):
             jsonschema.validate(manifest["spec"], custom)
 
 
+def test_every_role_can_be_a_stateful_set_with_a_service_of_its_own(helm, check_kubernetes):
+    roles = ("router", "prefill", "decode")
+    manifests = helm.manifests("cpu-minimal", *(f"{role}.kind=StatefulSet" for role in roles))
+    for manifest in manifests:
+        check_kubernetes(manifest, "1.33")
+    services = {item["metadata"]["name"] for item in manifests if item["kind"] == "Service"}
+    sets = {item["metadata"]["name"]: item["spec"]["serviceName"] for item in manifests if item["kind"] == "StatefulSet"}
+    assert set(sets) == {f"kvferry-{role}" for role in roles}
+    assert set(sets.values()) <= services
+
+
 def test_validation_notices_a_key_that_kubernetes_does_not_know(helm, check_kubernetes):
     pod = json.loads(json.dumps(next(item for item in helm.manifests("cpu-minimal") if item["kind"] == "Pod")))
     check_kubernetes(pod, "1.33")
