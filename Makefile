@@ -12,7 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 N      := 1000
 FROM   := 0
-GOLDEN := cpu-minimal gpu-rdma ha
+GOLDEN := cpu-minimal gpu-rdma ha vision
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.

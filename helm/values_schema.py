@@ -36,6 +36,7 @@ CHART_OWNED = {
     },
     "RouterSection": {"host", "port", "worker_address", "api_key"},
     "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url", "redis_password"},
+    "ECConnectorSection": {"kvstore_address"},
     "LMCacheSection": {"server_address", "http_address"},
 }
 CHART_OWNED_SECTIONS = {"local", "security"}
@@ -194,7 +195,14 @@ def trust() -> dict[str, Schema]:
         ),
         "serviceAccount": closed(create=FLAG, name=TEXT, annotations=TEXTS),
         "networkPolicy": closed(
-            enabled=FLAG, clients=LIST, prometheus=LIST, dns=LIST, modelSources=LIST, redis=LIST, collector=LIST
+            enabled=FLAG,
+            clients=LIST,
+            prometheus=LIST,
+            dns=LIST,
+            modelSources=LIST,
+            imageSources=LIST,
+            redis=LIST,
+            collector=LIST,
         ),
     }
 
@@ -256,6 +264,7 @@ def build() -> Schema:
                 ucx=closed(first=PORT, last=PORT),
             ),
             router=role(*kinds, service=service, endpointDelaySeconds=COUNT),
+            encode=role(*kinds),
             prefill=role(*kinds),
             decode=role(*kinds),
             aggregated=role(*kinds),

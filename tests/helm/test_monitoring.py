@@ -16,6 +16,7 @@ from core.clock import SystemClock
 from core.config import RouterSection
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
 from core.metrics import WORKER_COUNTERS, WORKER_GAUGES, WorkerMetrics
+from encode.metrics import EncodeMetrics
 from router.metrics import RouterMetrics
 from router.service import RouterService
 
@@ -34,6 +35,7 @@ def known():
     router, worker = CollectorRegistry(), CollectorRegistry()
     RouterService(RouterSection(), "model", "router", SystemClock(), RouterMetrics(router))
     WorkerMetrics(worker, dict.fromkeys([*WORKER_GAUGES, *WORKER_COUNTERS], lambda: 0.0))
+    EncodeMetrics(worker)
     P2PMetrics(worker).read_at_scrape(lambda: 0, lambda: 0, dict)
     return families(router) | families(worker) | ELSEWHERE
 

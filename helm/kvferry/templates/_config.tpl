@@ -32,7 +32,7 @@
 {{- $_ := set $store "disk_bytes" (mulf 0.9 (include "kvferry.bytes" $role.disk.size | float64) | floor | int64) -}}
 {{- end -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" $store) -}}
-{{- else if and $root.Values.kvstore.enabled (has .role (list "prefill" "decode" "aggregated")) -}}
+{{- else if and $root.Values.kvstore.enabled (has .role (include "kvferry.workers" $root | fromJsonArray)) -}}
 {{- $service := printf "%s-kvstore.%s.svc.%s" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain -}}
 {{- $address := printf "tcp://%s:%v" (ternary $loopback $service $isSidecar) $ports.store -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" (dict "address" $address)) -}}
@@ -43,6 +43,9 @@
       "server_address" (printf "tcp://%s:%v" $host $root.Values.lmcache.port)
       "http_address" (printf "http://%s:%v" $host $root.Values.lmcache.httpPort) -}}
 {{- $config = mergeOverwrite $config (dict "connector" (dict "lmcache" $lmcache)) -}}
+{{- end -}}
+{{- if and $root.Values.encode.enabled (has .role (include "kvferry.workers" $root | fromJsonArray)) -}}
+{{- $_ := set $config "ec_connector" (merge (default dict $config.ec_connector) (dict "name" "p2p" "transports" (list "tcp"))) -}}
 {{- end -}}
 {{- $resources := default dict $role.resources -}}
 {{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}

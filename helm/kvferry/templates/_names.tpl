@@ -37,10 +37,10 @@ matchExpressions:
     values: {{ toJson .roles }}
 {{- end -}}
 
-{{/* Names of the roles that are on and have pods of their own, as JSON; `kvferry.workers` are those that compute. */}}
+{{/* Names of the roles that are on and have pods of their own, as JSON; `kvferry.workers` are those that compute, `kvferry.kvWorkers` those with a KV pool. */}}
 {{- define "kvferry.roles" -}}
 {{- $on := list -}}
-{{- range $role := list "router" "prefill" "decode" "aggregated" "kvstore" -}}
+{{- range $role := list "router" "encode" "prefill" "decode" "aggregated" "kvstore" -}}
 {{- if and (index $.Values $role).enabled (not (and (eq $role "kvstore") (eq $.Values.kvstore.mode "sidecar"))) -}}{{- $on = append $on $role -}}{{- end -}}
 {{- end -}}
 {{- toJson $on -}}
@@ -49,14 +49,18 @@ matchExpressions:
 {{- define "kvferry.workers" -}}
 {{- $on := list -}}
 {{- range $role := include "kvferry.roles" . | fromJsonArray -}}
-{{- if has $role (list "prefill" "decode" "aggregated") -}}{{- $on = append $on $role -}}{{- end -}}
+{{- if has $role (list "encode" "prefill" "decode" "aggregated") -}}{{- $on = append $on $role -}}{{- end -}}
 {{- end -}}
 {{- toJson $on -}}
 {{- end -}}
 
+{{- define "kvferry.kvWorkers" -}}
+{{- without (include "kvferry.workers" . | fromJsonArray) "encode" | toJson -}}
+{{- end -}}
+
 {{/* True if the pods of a role have a store in them. */}}
 {{- define "kvferry.hasStore" -}}
-{{- if and .root.Values.kvstore.enabled (eq .root.Values.kvstore.mode "sidecar") (has .role (include "kvferry.workers" .root | fromJsonArray)) -}}true{{- end -}}
+{{- if and .root.Values.kvstore.enabled (eq .root.Values.kvstore.mode "sidecar") (has .role (include "kvferry.kvWorkers" .root | fromJsonArray)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* An image reference of (dict "image" .Values.image "default" .Chart.AppVersion). */}}
@@ -103,6 +107,8 @@ matchExpressions:
 {{- add (ceil $config.router.drain_timeout_s | int) .root.Values.router.endpointDelaySeconds -}}
 {{- else if eq .role "kvstore" -}}
 {{- 10 -}}
+{{- else if eq .role "encode" -}}
+{{- add (ceil $config.worker.drain_timeout_s | int) (ceil (dig "ec_connector" "lease_s" 60 $config) | int) -}}
 {{- else -}}
 {{- add (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
 {{- end -}}

@@ -132,10 +132,10 @@ volumeMounts:
 {{- $command := list .role -}}
 {{- if eq .role "aggregated" -}}{{- $command = list "decode" "--aggregated" -}}{{- end -}}
 {{- $command = concat $command (list "--config" "/etc/kvferry/config.yaml") -}}
-{{- if has .role (list "prefill" "decode" "aggregated") -}}
+{{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
 {{- $command = concat $command (list "--engine-id" "$(POD_NAME)") -}}
 {{- end -}}
-{{- if eq .role "prefill" -}}
+{{- if has .role (list "encode" "prefill") -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}
 {{- if eq .role "kvstore" -}}
@@ -195,7 +195,7 @@ volumeMounts:
 - {name: store, containerPort: {{ $ports.store }}}
 - {name: ops, containerPort: {{ $ports.ops }}}
 {{- else }}
-{{- if eq .role "prefill" }}
+{{- if has .role (list "encode" "prefill") }}
 - {name: control, containerPort: {{ $ports.control }}}
 - {name: data, containerPort: {{ $ports.data }}}
 {{- end }}
@@ -207,7 +207,7 @@ volumeMounts:
 {{- define "kvferry.probes" -}}
 {{- $probes := default dict (index .root.Values .role).probes -}}
 {{- $port := ternary "http" "ops" (eq .role "router") -}}
-{{- $started := ternary "/started" "/health" (has .role (list "prefill" "decode" "aggregated")) }}
+{{- $started := ternary "/started" "/health" (has .role (list "encode" "prefill" "decode" "aggregated")) }}
 startupProbe:
   httpGet: {path: {{ $started }}, port: {{ $port }}}
   periodSeconds: {{ dig "startup" "periodSeconds" 5 $probes }}
@@ -277,7 +277,7 @@ livenessProbe:
 {{/* /dev/shm: what UCX needs, and the pool of an LMCache server that shares memory with the worker by it. */}}
 {{- define "kvferry.shmSize" -}}
 {{- $base := include "kvferry.bytes" .root.Values.shm.size | int64 -}}
-{{- if and (eq .root.Values.lmcache.mode "sidecar") (has .role (include "kvferry.workers" .root | fromJsonArray)) -}}
+{{- if and (eq .root.Values.lmcache.mode "sidecar") (has .role (include "kvferry.kvWorkers" .root | fromJsonArray)) -}}
 {{- $staging := dig "connector" "lmcache" "staging_bytes" 268435456 (include "kvferry.config" . | fromYaml) | int64 -}}
 {{- add $base $staging (include "kvferry.bytes" .root.Values.lmcache.memory | int64) -}}
 {{- else -}}

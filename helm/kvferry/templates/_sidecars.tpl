@@ -3,7 +3,7 @@
 {{- define "kvferry.sidecars" -}}
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
-{{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
+{{- $isWorker := has .role (include "kvferry.kvWorkers" $root | fromJsonArray) -}}
 {{- if and $isWorker (eq $values.lmcache.mode "sidecar") }}
 - name: lmcache   # it shares memory with the worker by /dev/shm
   restartPolicy: Always

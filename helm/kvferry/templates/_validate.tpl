@@ -1,6 +1,6 @@
 {{/* What a JSON schema cannot say: values that do not go together. Every message says what to change. */}}
 {{- define "kvferry.validate" -}}
-{{- $workers := include "kvferry.workers" . | fromJsonArray -}}
+{{- $workers := include "kvferry.kvWorkers" . | fromJsonArray -}}
 {{- if not .Values.router.enabled -}}
 {{- fail "router.enabled: workers need a router to register with; leave it on" -}}
 {{- end -}}
@@ -16,6 +16,9 @@
 {{- include "kvferry.validateSecurity" . -}}
 {{- include "kvferry.validatePorts" . -}}
 {{- include "kvferry.validateStores" . -}}
+{{- if .Values.encode.enabled -}}
+{{- include "kvferry.validateEncode" . -}}
+{{- end -}}
 {{- if and (eq .Values.modelCache.kind "existingClaim") (not .Values.modelCache.existingClaim) -}}
 {{- fail "modelCache.existingClaim: name the claim, or set modelCache.kind to emptyDir or create" -}}
 {{- end -}}
@@ -123,6 +126,19 @@
 {{- end -}}
 {{- if and (has "shm" $config.connector.transports) (has .role (list "prefill" "decode")) -}}
 {{- fail (printf "%s.config.connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" .role) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateEncode" -}}
+{{- $connector := (include "kvferry.config" (dict "root" . "role" "encode") | fromYaml).ec_connector -}}
+{{- if eq $connector.name "none" -}}
+{{- fail "config.ec_connector.name = none: nobody could read what encode workers compute; leave it out, or say p2p or shared" -}}
+{{- end -}}
+{{- if and (eq $connector.name "shared") (or (not .Values.kvstore.enabled) (ne .Values.kvstore.mode "service")) -}}
+{{- fail "config.ec_connector.name = shared: it needs a store that all workers reach; set kvstore.enabled, with kvstore.mode service" -}}
+{{- end -}}
+{{- if has "shm" $connector.transports -}}
+{{- fail "config.ec_connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" -}}
 {{- end -}}
 {{- end -}}
 

@@ -1,0 +1,86 @@
+"""Encode workers in the chart: told how embeddings travel, reached by who reads them, and left out by default."""
+
+import pytest
+import yaml
+
+PRESET = "vision"
+CONTROL, DATA = 5571, 5572
+
+
+def config_of(find, role, *sets):
+    return yaml.safe_load(find(PRESET, "ConfigMap", role, *sets)["data"]["config.yaml"])
+
+
+def container_of(find, role, *sets):
+    (container,) = find(PRESET, "Deployment", role, *sets)["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_there_is_none_by_default(helm):
+    manifests = helm.manifests("cpu-minimal")
+    assert "kvferry-encode" not in {item["metadata"]["name"] for item in manifests}
+    configs = [item["data"]["config.yaml"] for item in manifests if item["kind"] == "ConfigMap"]
+    assert not any("ec_connector" in config for config in configs)
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode"])
+def test_all_workers_speak_the_same_connector(find, role):
+    assert config_of(find, role)["ec_connector"] == {"name": "p2p", "transports": ["tcp"]}
+    assert config_of(find, role, "config.ec_connector.lease_s=30")["ec_connector"]["lease_s"] == 30
+
+
+def test_its_process_is_an_encode_worker_that_readers_reach(find):
+    container = container_of(find, "encode")
+    assert container["args"][0] == "encode"
+    assert container["args"][-4:] == ["--engine-id", "$(POD_NAME)", "--advertise-host", "$(POD_IP)"]
+    assert {port["containerPort"] for port in container["ports"]} == {CONTROL, DATA, 9400}
+    assert container["startupProbe"]["httpGet"]["path"] == "/started"
+    assert container["lifecycle"]["preStop"]["exec"]["command"][:2] == ["kvferry", "drain"]
+
+
+def test_it_is_given_time_for_its_last_readers(find):
+    spec = find(PRESET, "Deployment", "encode", "config.ec_connector.lease_s=90")["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 60 + 90 + 20
+
+
+@pytest.mark.parametrize("reader", ["prefill", "decode"])
+def test_readers_and_nobody_else_reach_its_ports(find, reader):
+    ingress = find(PRESET, "NetworkPolicy", "encode")["spec"]["ingress"]
+    (peers,) = [rule["from"] for rule in ingress if {"protocol": "TCP", "port": CONTROL} in rule["ports"]]
+    assert [peer["podSelector"]["matchExpressions"][0]["values"] for peer in peers] == [["prefill", "decode"]]
+    egress = find(PRESET, "NetworkPolicy", reader)["spec"]["egress"]
+    targets = [
+        peer["podSelector"]["matchExpressions"][0]["values"]
+        for rule in egress
+        if {"protocol": "TCP", "port": DATA} in rule["ports"]
+        for peer in rule["to"]
+    ]
+    assert ["encode"] in targets
+
+
+def test_the_router_reaches_hosts_of_images_only_if_some_are_listed(find):
+    def ports(preset):
+        egress = find(preset, "NetworkPolicy", "router", "modelCache.fetch=false")["spec"]["egress"]
+        return {entry["port"] for rule in egress for entry in rule["ports"]}
+
+    assert {80, 443} <= ports(PRESET)
+    assert not {80, 443} & ports("cpu-minimal")
+
+
+def test_a_store_that_is_shared_is_told_to_all(find):
+    sets = ("config.ec_connector.name=shared", "kvstore.enabled=true")
+    for role in ("encode", "prefill", "decode"):
+        assert config_of(find, role, *sets)["kvstore"]["address"].startswith("tcp://kvferry-kvstore.")
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (("encode.enabled=true", "config.ec_connector.name=none"), "nobody could read"),
+        (("encode.enabled=true", "config.ec_connector.name=shared"), "kvstore.enabled"),
+        (("encode.enabled=true", "config.ec_connector.transports={shm}"), "shm works between processes of one pod only"),
+        (("encode.enabled=true", "prefill.enabled=false", "decode.enabled=false"), "no worker is enabled"),
+    ],
+)
+def test_what_cannot_work_is_refused(helm, sets, why):
+    assert why in helm.refusal(*sets)
