@@ -104,7 +104,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     long_prefill_token_threshold: NonNegative = 0  # largest chunk of one prompt while others are live; 0 = off
     async_scheduling: Literal["auto", "on", "off"] = "auto"  # schedule a step while the one before runs; auto: on CUDA only
     encoder_cache_embeds: Positive = 32768  # embeddings of images that a worker keeps, of its model's hidden size each
-    max_num_encoder_embeds: Positive = 8192  # computed per step; one image must fit
+    max_num_encoder_embeds: Positive = 1024  # computed per step, or the model's largest image if that has more
 
 
 class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -235,8 +235,9 @@ def _encoder_parts(
     if image_encoder is None:
         return None, None
     worker, scheduler = (None, None) if connector is None else (connector.worker, connector.scheduler)
+    max_per_step = max(section.max_num_encoder_embeds, image_encoder.max_embeds)
     runner = EncoderRunner(image_encoder, image_encoder.arch.image_token_id, image_encoder.layout, worker)
-    return runner, EncoderInputs(section.encoder_cache_embeds, section.max_num_encoder_embeds, scheduler)
+    return runner, EncoderInputs(section.encoder_cache_embeds, max_per_step, scheduler)
 
 
 def _readers_demand_digests(section: ConnectorSection) -> bool:

@@ -51,6 +51,11 @@ class ImageEncoder:
             itemsize=dtype.itemsize,
         )
 
+    @property
+    def max_embeds(self) -> int:
+        """The most embeddings that an image can have, 0 if only the image says."""
+        return (self._processor.max_tiles or 0) * self.arch.num_embeds(self._processor.tile_size)
+
     def identify(self, content: bytes) -> bytes:
         """Return the identifier of an image file's embeddings, as the router computes it."""
         return hash_media(self.model_fingerprint, self._processing, content)

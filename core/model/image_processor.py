@@ -77,6 +77,16 @@ class ImageProcessor:
         """Every parameter, in one spelling: part of the identifier of a processed image."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
+    @property
+    def max_tiles(self) -> int | None:
+        """The most tiles that an image can have; None if that depends on the image alone."""
+        if not self.splits:
+            return 1
+        if self.longest_edge is None:
+            return None if self.fixed_size is None else self.grid(self.fixed_size).num_tiles
+        longest = min(_even(self.longest_edge), _LARGEST_EDGE)
+        return self._grid_of(ImageSize(self._whole_tiles(longest), self._whole_tiles(longest))).num_tiles
+
     def grid(self, size: ImageSize) -> TileGrid:
         """Return how an image of ``size`` is cut."""
         return self._grid_of(self._split_size(size))

@@ -140,7 +140,7 @@ def test_the_same_text_with_another_image_hits_only_what_stands_before_the_image
 
 
 def test_images_of_many_requests_pass_through_a_small_encoder_cache(build, router, run_engine):
-    built = build(scheduler__encoder_cache_embeds=160, scheduler__max_num_encoder_embeds=80)
+    built = build(scheduler__encoder_cache_embeds=160, scheduler__max_num_encoder_embeds=1)  # one image per step
     conversations = {str(number): (f"{number}", encode_test_image(number % 7), "what?") for number in range(10)}
     run_all(run_engine, router, built, conversations)
     assert built.engine.gauges.num_encoder_computed >= 7
@@ -158,7 +158,7 @@ def test_preempted_requests_see_their_images_again(build, router, run_engine):
 
 
 def test_an_image_too_large_for_the_encoder_is_refused(build, router, run_engine):
-    built = build(scheduler__max_num_encoder_embeds=79)
+    built = build(scheduler__encoder_cache_embeds=79)
     with pytest.raises(InvalidRequest, match="image 0 takes 80 embeddings"):
         built.engine.add_request(router.request("large", CONVERSATIONS["one"]))
 

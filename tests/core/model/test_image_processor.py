@@ -63,6 +63,23 @@ def test_any_size_is_cut_as_in_transformers(width, height, longest, tile):
     _, rows, columns = reference.split_images(resized, reference.max_image_size)
     grid = parse_image_processor(config).grid(ImageSize(width, height))
     assert (grid.num_rows, grid.num_columns) == (rows, columns)
+    assert grid.num_tiles <= parse_image_processor(config).max_tiles
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}, 17),
+        ({"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}}, 1),
+        ({"size": {"longest_edge": 31}, "max_image_size": {"longest_edge": 31}}, 5),  # edges are made even
+        ({"size": {"longest_edge": 9999}, "max_image_size": {"longest_edge": 1024}}, 17),
+        (VARIANTS["whole"], 1),
+        (VARIANTS["fixed size"], 7),
+        (VARIANTS["not resized"], None),
+    ],
+)
+def test_the_most_tiles_of_any_image_are_known_where_images_are_resized(config, expected):
+    assert parse_image_processor(config).max_tiles == expected
 
 
 @pytest.mark.full
