@@ -1,0 +1,217 @@
+"""Embeddings to a store and back: what is withheld, missing, wrong, late, or not wanted any more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from connectors.ec.chunks import ChunkLayout, num_chunks
+from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
+from connectors.ec.memory import ChunkMemory
+from connectors.ec.mover import RETRY_S, CheckStored, EmbeddingMover, Forgotten, Holder, SaveEmbeddings
+from connectors.ec.worker import OfferEnded
+from core.encoder import EmbeddingsLayout
+from core.testing.clock import FakeClock
+from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock
+from kvstore.seal_check import BlockVerifier
+
+LAYOUT = ChunkLayout(EmbeddingsLayout(4, "float32"), b"model")
+NAME = bytes(range(16))
+NUM_EMBEDS = 3 * 64 - 5
+
+
+class SlowStore:
+    """A ``BlockStore`` that answers when it is told to."""
+
+    def __init__(self):
+        self.blocks = {}
+        self.open = []
+        self.released = []
+        self.withheld = set()
+        self.takes = True
+
+    def lookup(self, keys):
+        return self._ask(LookupTicket(keys, 0))
+
+    def get(self, keys):
+        return self._ask(GetTicket(keys, 0))
+
+    def put(self, keys, blocks, seals):
+        return self._ask(PutTicket(keys, 0, blocks=blocks, seals=seals))
+
+    def release(self, ticket):
+        self.released.append(ticket)
+
+    def copy_out(self, block, target):
+        BlockVerifier().check(block.key, block.seal, block.content)
+        target[:] = block.content
+
+    def answer(self, failure=""):
+        """Answer all that is open."""
+        tickets, self.open = self.open, []
+        for ticket in tickets:
+            ticket.failure = failure
+            if not failure:
+                self._fill(ticket)
+            ticket.is_done = True
+
+    def _ask(self, ticket):
+        self.open.append(ticket)
+        return ticket
+
+    def _fill(self, ticket):
+        match ticket:
+            case LookupTicket():
+                ticket.hits = [key in self.blocks for key in ticket.keys]
+            case GetTicket():
+                ticket.withheld = set(self.withheld)
+                ticket.blocks = [
+                    None if index in self.withheld or key not in self.blocks else self._stored(key)
+                    for index, key in enumerate(ticket.keys)
+                ]
+            case PutTicket():
+                ticket.stored = [self.takes] * len(ticket.keys)
+                if self.takes:
+                    contents = zip(ticket.keys, ticket.blocks, ticket.seals, strict=True)
+                    self.blocks.update((key, (bytearray(block), seal)) for key, block, seal in contents)
+
+    def _stored(self, key):
+        content, seal = self.blocks[key]
+        return StoredBlock(key, memoryview(content), seal, lambda: True)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def store():
+    return SlowStore()
+
+
+@pytest.fixture
+def memory():
+    memory = ChunkMemory(LAYOUT, 8 * LAYOUT.chunk_bytes, 1)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def mover(store, memory, clock):
+    return EmbeddingMover(store, LAYOUT, memory, Holder(engine_id="worker", incarnation=1), clock)
+
+
+@pytest.fixture
+def fetch(clock):
+    return Fetch(NAME, NUM_EMBEDS, range(2, 5), StoreSource(), deadline=clock.now() + 1)
+
+
+def rows():
+    content = np.zeros(num_chunks(NUM_EMBEDS) * LAYOUT.chunk_bytes, dtype=np.uint8)
+    content[: LAYOUT.num_bytes(NUM_EMBEDS)] = np.arange(LAYOUT.num_bytes(NUM_EMBEDS)) % 251
+    return content
+
+
+def run(mover, store, turns=20):
+    for _ in range(turns):
+        mover.step()
+        store.answer()
+    return mover.take_reports()
+
+
+@pytest.fixture
+def saved(mover, store):
+    """Embeddings in the store; returns what others are told of them."""
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    (ended,) = run(mover, store)
+    assert not mover.is_waiting
+    return ended.source
+
+
+def test_what_was_saved_comes_back(mover, store, memory, saved, fetch):
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    assert run(mover, store) == [FetchEnded(NAME)]
+    assert bytes(memory.rows(2, NUM_EMBEDS)) == rows()[: LAYOUT.num_bytes(NUM_EMBEDS)].tobytes()
+    assert (saved.seal.identifier, saved.seal.num_embeds, saved.connector) == (NAME, NUM_EMBEDS, "shared")
+    assert len(store.released) == 1
+
+
+def test_chunks_that_are_withheld_are_asked_for_again(mover, store, clock, saved, fetch):
+    store.withheld = {1, 2}
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    assert run(mover, store) == []
+    assert not mover.step(), "it asks without a pause"
+    store.withheld = set()
+    clock.advance(RETRY_S)
+    assert run(mover, store) == [FetchEnded(NAME)]
+    assert len(store.released) == 2
+
+
+def test_missing_chunk_is_a_miss(mover, store, saved, fetch):
+    del store.blocks[list(store.blocks)[1]]
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    (ended,) = run(mover, store)
+    assert ended.error.code == "store_miss"
+
+
+def test_wrong_byte_is_noticed(mover, store, saved, fetch):
+    store.blocks[list(store.blocks)[2]][0][7] ^= 1
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    (ended,) = run(mover, store)
+    assert ended.error.code == "digest"
+
+
+def test_store_that_does_not_answer_is_waited_for_until_the_deadline(mover, store, clock, fetch):
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    mover.step()
+    assert not mover.step()
+    clock.advance(1)
+    assert mover.step()
+    (ended,) = mover.take_reports()
+    assert ended.error.code == "deadline"
+    assert len(store.released) == 1
+    assert not mover.is_waiting
+
+
+def test_store_that_is_gone_is_a_miss_and_says_why(mover, store, fetch):
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    mover.step()
+    store.answer(failure="the store is unreachable")
+    mover.step()
+    (ended,) = mover.take_reports()
+    assert ended.error.code == "store_miss"
+    assert "unreachable" in ended.error.message
+
+
+def test_aborted_fetch_ends_and_lets_go(mover, store, saved, fetch):
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    mover.step()
+    mover.submit(FetchingMetadata(aborts=[NAME]))
+    assert run(mover, store) == [FetchEnded(NAME, was_aborted=True)]
+    assert len(store.released) == 1
+    mover.submit(FetchingMetadata(aborts=[NAME]))
+    assert run(mover, store) == []
+
+
+def test_close_lets_go_of_what_is_pinned(mover, store, saved, fetch):
+    mover.submit(FetchingMetadata(fetches=[fetch]))
+    mover.step()
+    mover.close()
+    assert len(store.released) == 1
+
+
+def test_store_that_takes_nothing_is_said(mover, store):
+    store.takes = False
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    (ended,) = run(mover, store)
+    assert isinstance(ended, OfferEnded)
+    assert ended.error.code == "store_unavailable"
+
+
+def test_what_the_store_has_lost_is_forgotten(mover, store, saved):
+    mover.submit(CheckStored(saved.seal))
+    assert run(mover, store) == []
+    store.blocks.popitem()
+    mover.submit(CheckStored(saved.seal))
+    assert run(mover, store) == [Forgotten(NAME)]
