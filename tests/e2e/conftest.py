@@ -100,9 +100,22 @@ def serve() -> Callable[..., AbstractContextManager[Served]]:
     return client_of
 
 
+@pytest.fixture(scope="session")
+def aggregated(cluster_config, tmp_path_factory) -> Iterator[Served]:
+    """One worker that does it all; whoever wants it, wants the same."""
+    config, logs = cluster_config(*TOPOLOGIES["aggregated"]), tmp_path_factory.mktemp("aggregated")
+    with LocalCluster(config, log_dir=logs) as cluster, client_of("aggregated", cluster) as found:
+        yield found
+
+
 @pytest.fixture(scope="session", params=TOPOLOGIES)
 def served(request, cluster_config, tmp_path_factory, eventually) -> Iterator[Served]:
     """Every topology and transport in turn; at its end nothing may be held by anyone."""
+    if request.param == "aggregated":
+        found = request.getfixturevalue("aggregated")
+        yield found
+        eventually(lambda: not found.held(), f"release of {found.held()}")
+        return
     logs = tmp_path_factory.mktemp(request.param)
     failures_before = request.session.testsfailed
     config = cluster_config(*TOPOLOGIES[request.param])
@@ -144,13 +157,9 @@ def secured(cluster_config, tmp_path_factory) -> Iterator[Secured]:
 
 
 @pytest.fixture(scope="session")
-def aggregated_answers(cluster_config, tmp_path_factory) -> Callable[..., dict[str, Any]]:
+def aggregated_answers(aggregated) -> Callable[..., dict[str, Any]]:
     """Answer requests on one worker that does it all, each once; the reference for hand-over parity."""
-    answers: dict[str, dict[str, Any]] = {}
-    config, logs = cluster_config(*TOPOLOGIES["aggregated"]), tmp_path_factory.mktemp("parity")
-    with LocalCluster(config, log_dir=logs) as cluster, client_of("aggregated", cluster) as found:
-        for name, fields in parity_requests().items():
-            answers[name] = found.complete(**fields)
+    answers = {name: aggregated.complete(**fields) for name, fields in parity_requests().items()}
     return lambda name: answers[name]
 
 

@@ -1,6 +1,6 @@
 """One pair whose processes die and come back: answers all the same, no leak, and a cluster that serves again.
 
-What goes wrong in the midst of a read is in ``faults``.
+What goes wrong in the midst of a read is in ``faults``, which leaves the transport tcp to this file by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODEL = "smollm2-135m"
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=["shm"])
+@pytest.fixture(scope="module", params=["tcp"])
 def supervised(request, cluster_config, serve, tmp_path_factory):
     """One pair that is restarted when it dies, with short leases; shared, as every test leaves it whole."""
     from kvferry.local import LocalCluster
@@ -26,7 +26,7 @@ def supervised(request, cluster_config, serve, tmp_path_factory):
         f"connector.transports=[{request.param}]",
         "connector.lease_s=4",
         "connector.lease_renew_interval_s=1",
-        "router.heartbeat_timeout_s=3",
+        "router.heartbeat_timeout_s=7",
         "router.worker_wait_s=60",
     )
     logs = tmp_path_factory.mktemp("supervised")
@@ -45,7 +45,9 @@ def assert_serves(served, corpus, eventually):
     eventually(lambda: not served.held(), f"release of {served.held()}")
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "router"])
+@pytest.mark.parametrize(
+    "name", ["router", *(pytest.param(name, marks=pytest.mark.full) for name in ("decode-0", "prefill-0"))]
+)
 def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, corpus, eventually, name):
     pid = supervised.cluster.pids[name]
     supervised.cluster.kill(name)
@@ -55,7 +57,7 @@ def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, co
 
 @pytest.mark.parametrize(
     "supervised",
-    ["shm", pytest.param("tcp", marks=pytest.mark.full), pytest.param("nixl", marks=pytest.mark.full)],
+    ["tcp", *(pytest.param(transport, marks=pytest.mark.full) for transport in ("shm", "nixl"))],
     indirect=True,
 )
 def test_prefill_worker_killed_between_prefill_and_read_is_not_needed_any_more(supervised, corpus, eventually):
@@ -94,6 +96,7 @@ def test_decode_worker_killed_before_it_reads_has_its_hand_over_read_by_its_succ
     assert_serves(supervised, corpus, eventually)
 
 
+@pytest.mark.full
 def test_worker_that_drains_finishes_its_request_and_leaves(start_cluster, serve, corpus, eventually):
     cluster = start_cluster("connector.transports=[shm]")
     with serve("1p1d-shm", cluster) as served, ThreadPoolExecutor(max_workers=1) as pool:

@@ -87,6 +87,7 @@ def test_serving_process_finishes_its_requests_on_sigterm(serving):
     assert_all_gone(children)
 
 
+@pytest.mark.full  # the clusters of ``faults`` are held to it each time
 def test_nothing_is_left_after_a_cluster_is_stopped(cluster_config, tmp_path):
     before = shared_files()
     cluster = LocalCluster(cluster_config("connector.transports=[shm]"), log_dir=tmp_path / "logs")

@@ -15,7 +15,7 @@ def leave(faulty, stream):
     faulty.assert_released(left_at)
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("shm")
 def test_client_that_leaves_the_queue_leaves_nothing(faulty):
     """Both prefill workers are stopped, so the request waits; they find its abort right behind it."""
     workers = ("prefill-0", "prefill-1")

@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl-tcp")
 def test_decode_worker_killed_during_the_read_is_replaced(faulty):
     faulty.plan(stall=[1])
     stream = faulty.start()

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("shm")
 def test_prefill_worker_killed_while_it_computes_is_replaced_before_the_first_token(faulty):
     stream = faulty.start(600)
     name = faulty.busy("prefill", "kvferry_num_requests_running")
@@ -60,7 +60,7 @@ def test_prefill_worker_killed_with_bytes_on_the_way_costs_at_most_a_computation
     faulty.wait_for_restart(name, pid)
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl-tcp")
 def test_prefill_worker_killed_after_the_read_is_not_missed(faulty):
     before = faulty.gauges("prefill", "kvferry_prompt_tokens_total")
     stream = faulty.start(max_tokens=40)
