@@ -1,13 +1,12 @@
 """The host memory of an EC connector: chunks of embeddings, and a seal for each, in memory files that peers can map.
 
 Owns the memory. Does not know which chunk holds what (``shelf``). Chunks are what transports call blocks: ``region`` is the
-pool that they register. Pages come with their first use.
+pool that they register.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 
 import numpy as np
@@ -26,6 +25,7 @@ from core.kv.seals import (
     map_seal_memory,
     seal_memory_bytes,
 )
+from core.memory_file import MemoryFile, create_memory_file
 from core.wire.media import ECSeal
 
 _CHUNKS_FILE = "kvferry-embeddings"
@@ -35,7 +35,7 @@ _SEALS_FILE = "kvferry-embedding-seals"
 class ChunkMemory:
     """``memory_bytes`` of host memory in chunks. Seals are made with digests.
 
-    Raises: ConfigError if it does not hold one chunk.
+    Raises: ConfigError if it does not hold one chunk, or the host does not have it.
     """
 
     def __init__(self, layout: ChunkLayout, memory_bytes: int, incarnation: int) -> None:
@@ -46,23 +46,21 @@ class ChunkMemory:
                 f"ec_connector.memory_bytes = {memory_bytes} does not hold one chunk of {layout.chunk_bytes} bytes",
                 param="ec_connector.memory_bytes",
             )
-        self._fds = [
-            _memory_file(_CHUNKS_FILE, self.num_chunks * layout.chunk_bytes),
-            _memory_file(_SEALS_FILE, seal_memory_bytes(self.num_chunks)),
-        ]
-        chunks = mmap.mmap(self._fds[0], self.num_chunks * layout.chunk_bytes)
-        self._bytes = memoryview(chunks)
+        chunks_file = _memory_file(_CHUNKS_FILE, self.num_chunks * layout.chunk_bytes)
+        seals_file = _memory_file(_SEALS_FILE, seal_memory_bytes(self.num_chunks))
+        self._fds = [chunks_file.fd, seals_file.fd]
+        self._bytes = chunks_file.map()
         self._last_generation = 0
         blocks = layout.as_blocks
-        seal_memory = map_seal_memory(self.num_chunks, self._fds[1])
+        seal_memory = map_seal_memory(self.num_chunks, seals_file.fd)
         self._seals = SealTable(seal_memory, incarnation, layout_fingerprint(blocks), self._new_digester())
         self.region = KVPoolRegion(
-            base_address=ctypes.addressof(ctypes.c_char.from_buffer(chunks)),
+            base_address=ctypes.addressof(ctypes.c_char.from_buffer(self._bytes)),
             num_blocks=self.num_chunks,
             block_bytes=layout.chunk_bytes,
             layout=blocks,
             buffer=self._bytes,
-            memory_fd=self._fds[0],
+            memory_fd=chunks_file.fd,
             seals=self._seals,
             new_digester=self._new_digester,
         )
@@ -105,7 +103,11 @@ class ChunkMemory:
         return each_by_itself(lambda chunk: digester.digest(self.chunk(chunk)))
 
 
-def _memory_file(name: str, num_bytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
-    return fd
+def _memory_file(name: str, num_bytes: int) -> MemoryFile:
+    try:
+        return create_memory_file(name, num_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"ec_connector.memory_bytes: no {num_bytes} bytes of memory for embeddings: {error.strerror}",
+            param="ec_connector.memory_bytes",
+        ) from None

@@ -171,7 +171,8 @@ class SharedECConnector(ECConnector):
     def _on_layout(self, embeddings: EmbeddingsLayout) -> None:
         context = self._context
         layout = self._layout = ChunkLayout(embeddings, context.model_fingerprint)
-        memory = self._memory = ChunkMemory(layout, context.config.memory_bytes, context.incarnation)
+        num_bytes = layout.chunk_bytes if context.is_encoder else context.config.memory_bytes  # it fetches nothing
+        memory = self._memory = ChunkMemory(layout, num_bytes, context.incarnation)
         self.scheduler.bind(layout, memory.num_chunks)
         self._offers = StoredOffers(layout, context.config.memory_bytes, self._order)
         self.worker.bind(memory.rows, self._submit, self._offers)
