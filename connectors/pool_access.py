@@ -12,14 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from core.connector import BlockCopier, KVPoolRegion
 from core.errors import ConnectorUnavailable
+from core.kv.seals import DigestBlocks
 
 
 class PoolAccess(ABC):
     """Reads and writes whole blocks. ``is_direct`` says that these are the blocks themselves, not copies of them."""
 
     is_direct: ClassVar[bool] = False
+    has_digests = False  # whether ``digests`` computes them where the blocks are
 
     @property
     @abstractmethod
@@ -36,6 +40,17 @@ class PoolAccess(ABC):
 
         The block is not to be used before ``finish_writes``, and not at all if ``fill`` raises.
         """
+
+    def write_from(self, block_id: int, memory: memoryview) -> bool:
+        """Begin to copy memory that nobody changes before ``finish_writes`` into a block; False if it must go by ``write``.
+
+        Only where there are ``digests``, so that what has landed can be checked.
+        """
+        return False
+
+    def digests(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return the digests of blocks in the pool, where it ``has_digests``."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish_writes(self) -> None:
@@ -76,9 +91,15 @@ class DevicePoolAccess(PoolAccess):
     for writes. There must be two at least.
     """
 
-    def __init__(self, copier: BlockCopier) -> None:
+    def __init__(
+        self, copier: BlockCopier, digest_blocks: DigestBlocks | None = None, pinned: memoryview | None = None
+    ) -> None:
         assert copier.num_slots > 1, "a slot for reads and one for writes"
         self._copier = copier
+        self._digest_blocks = digest_blocks
+        self.has_digests = digest_blocks is not None
+        self._pinned = pinned
+        self._pinned_address = 0 if pinned is None else _address(pinned)
         self._read_slots = range(copier.num_slots // 2)
         self._write_slots = range(copier.num_slots // 2, copier.num_slots)
         self._num_writes = 0
@@ -99,20 +120,44 @@ class DevicePoolAccess(PoolAccess):
 
     def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
         """Fill the slot whose last copy is the oldest, and start the next one from there."""
-        slot = self._write_slots[self._num_writes % len(self._write_slots)]
-        self._num_writes += 1
-        self._copier.wait(slot)
+        slot = self._next_write_slot()
         fill(self._copier.slot(slot))
         self._copier.start_write(slot, block_id)
+
+    def write_from(self, block_id: int, memory: memoryview) -> bool:
+        """Copy from pinned memory as it is."""
+        if self._pinned is None or not self.has_digests:
+            return False
+        start = _address(memory) - self._pinned_address
+        if not 0 <= start <= self._pinned.nbytes - memory.nbytes:
+            return False
+        self._copier.start_write_from(self._next_write_slot(), block_id, self._pinned[start : start + memory.nbytes])
+        return True
 
     def finish_writes(self) -> None:
         """Wait for every slot that was written from."""
         for slot in self._write_slots:
             self._copier.wait(slot)
 
+    def digests(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return what the engine's own digester says."""
+        assert self._digest_blocks is not None, "asked without has_digests"
+        return self._digest_blocks(block_ids)
 
-def open_pool(pool: KVPoolRegion) -> PoolAccess:
-    """Return the way to the pool's blocks, for the use of one thread.
+    def _next_write_slot(self) -> int:
+        """Return the slot whose last copy is the oldest, once it is done."""
+        slot = self._write_slots[self._num_writes % len(self._write_slots)]
+        self._num_writes += 1
+        self._copier.wait(slot)
+        return slot
+
+
+def _address(memory: memoryview) -> int:
+    return np.frombuffer(memory, dtype=np.uint8).ctypes.data
+
+
+def open_pool(pool: KVPoolRegion, pinned: memoryview | None = None) -> PoolAccess:
+    """Return the way to the pool's blocks, for the use of one thread. ``pinned`` is host memory that a device copies from.
 
     Raises:
         ConnectorUnavailable: it is on a device, and the engine has no copier.
@@ -121,4 +166,4 @@ def open_pool(pool: KVPoolRegion) -> PoolAccess:
         return HostPoolAccess(pool.buffer, pool.block_bytes)
     if pool.new_copier is None:
         raise ConnectorUnavailable(f"the KV pool is on {pool.device}, and the engine does not say how to copy its blocks")
-    return DevicePoolAccess(pool.new_copier())
+    return DevicePoolAccess(pool.new_copier(), pool.new_digester() if pool.new_digester is not None else None, pinned)

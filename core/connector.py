@@ -55,6 +55,10 @@ class BlockCopier(Protocol):
         """Begin to copy a slot into a block, which nobody else uses."""
         ...
 
+    def start_write_from(self, slot: int, block_id: int, memory: memoryview) -> None:
+        """Begin to copy pinned memory, which nobody changes, into a block; the slot stands for the copy, and is not touched."""
+        ...
+
     def wait(self, slot: int) -> None:
         """Return once the last copy from or to a slot is done; at once if there was none."""
         ...
@@ -70,7 +74,8 @@ class KVPoolRegion:
     computes the digests of blocks (``core.digest``) by their ids, for one thread: each takes its own. ``new_copier`` returns
     what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
     host memory into it, by any thread. ``bind_thread`` lets the calling thread touch the device by other libraries' means (a
-    CUDA context is a thread's own). All three are None for a pool in host memory.
+    CUDA context is a thread's own). ``pin_memory`` pins host memory, so that a copier can copy from it without a slot, and
+    returns what undoes it, or None where that is not possible. All four are None for a pool in host memory.
     """
 
     base_address: int
@@ -85,6 +90,7 @@ class KVPoolRegion:
     new_copier: Callable[[], BlockCopier] | None = None
     write_block: Callable[[int, memoryview], None] | None = None
     bind_thread: Callable[[], None] | None = None
+    pin_memory: Callable[[memoryview], Callable[[], None] | None] | None = None
 
 
 class KVConnectorScheduler(ABC):

@@ -92,6 +92,11 @@ class ArenaView:
         self._words = memory[PAGE_BYTES : _blocks_offset(num_slots)].cast("Q")
         self._blocks = memory[_blocks_offset(num_slots) :]
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it: header, slots, blocks."""
+        return self._memory
+
     def word(self, slot: int) -> int:
         """Return the word that decides about a slot."""
         return self._words[slot * _WORDS_PER_RECORD]

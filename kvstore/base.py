@@ -114,6 +114,11 @@ class BlockStore(Protocol):
     def is_connected(self) -> bool:
         """Whether calls have a chance; while they have none, each is a miss at once."""
 
+    @property
+    def own_memory(self) -> memoryview | None:
+        """Return the memory that the contents of blocks are views of, if it is this process's own and stays until ``close``."""
+        return None
+
     @abstractmethod
     def lookup(self, keys: Sequence[StoreKey]) -> LookupTicket:
         """Ask which of the keys are there. Nothing is pinned or moved."""

@@ -52,6 +52,11 @@ class EmbeddedStore(StoreFront):
         for worker in self.workers:
             worker.start()
 
+    @property
+    def own_memory(self) -> memoryview | None:
+        """See ``BlockStore``."""
+        return None if self.machine.memory is None else self.machine.memory.arena.memory
+
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
         """Hand down what is only in memory; False if it is not done in time."""
         with self._progress:

@@ -17,6 +17,7 @@ from connectors.tier.mover import TierMover
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
 from connectors.tier.worker import TierConnectorWorker
+from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable
 from core.log import event
 from kvstore.base import BlockStore, LookupTicket
@@ -36,6 +37,7 @@ class TierConnector(Connector):
         self._open_store = open_store
         self._store: BlockStore | None = None
         self._thread: TierThread[TierConnectorMetadata, Report] | None = None
+        self._unpin: Callable[[], None] | None = None
         self.scheduler = TierConnectorScheduler(settings, context.layout, context.clock, self._opened, self._watch)
         self.worker = TierConnectorWorker(settings.name, self._submit)
 
@@ -60,19 +62,33 @@ class TierConnector(Connector):
         if pool.seals is None:
             raise ConnectorUnavailable(f"connector {name}: the engine makes no seals, and nothing is stored without")
         self._store = store = await asyncio.to_thread(self._open_store)
-        mover = TierMover(name, store, open_pool(pool), pool.seals, pool.block_bytes, self._context.clock)
+        pinned = await asyncio.to_thread(self._pin, pool, store)
+        mover = TierMover(name, store, open_pool(pool, pinned), pool.seals, pool.block_bytes, self._context.clock)
         self._thread = TierThread(mover, self.worker.report, self.worker.wake, self.worker.fail)
         self._thread.start()
         publish_tier(self._context.metrics, self.scheduler, mover, store, name)
-        _log.info(event("kv_tier", tier=name, lazy=self._settings.is_lazy, connected=store.is_connected))
+        _log.info(
+            event("kv_tier", tier=name, lazy=self._settings.is_lazy, connected=store.is_connected, pinned=pinned is not None)
+        )
 
     async def stop(self) -> None:
         """End the thread and close the tier. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.stop)
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
+
+    def _pin(self, pool: KVPoolRegion, store: BlockStore) -> memoryview | None:
+        """Pin the tier's memory, if it is ours and the pool is on a device; return it if that was possible."""
+        memory = store.own_memory
+        if memory is None or pool.pin_memory is None:
+            return None
+        self._unpin = pool.pin_memory(memory)
+        return memory if self._unpin is not None else None
 
     def _opened(self) -> BlockStore:
         assert self._store is not None, "the connector has not started"

@@ -8,6 +8,9 @@ ticket does.
              ◀── withheld by the tier: asked again after a moment
     save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded, for each put
 
+Where the tier's memory is pinned, blocks go to the device from where they lie, and what has landed is digested there: that is
+what the seal is held against. Elsewhere a copy in the host is checked before it goes on.
+
 A block that is missing ends its group's part of a load: nothing behind it can be used. Behind one that is bad the load goes on,
 since every bad block must be found to be stored anew. A load as a whole ends by its deadline.
 
@@ -19,7 +22,7 @@ written after that does not match the digest that was stored with it, and nobody
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.pool_access import PoolAccess
@@ -30,8 +33,9 @@ from core.digest import BlockDigester
 from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout
 from core.kv.seals import Seal, SealTable, decode_seal, encode_seal
 from core.wire.messages import ErrorInfo, TransferUsage
-from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
+from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, StoredBlock, Ticket
 from kvstore.messages import MAX_KEYS
+from kvstore.seal_check import check_seal
 
 RETRY_S = 0.005  # before blocks that the tier has, and could not pin, are asked for again
 SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
@@ -167,30 +171,51 @@ class TierMover:
     def _load_some(self, load: _Load, first: int, ticket: GetTicket) -> None:
         """Copy the next blocks of a get that is answered."""
         end = first + len(ticket.keys)
+        landed: dict[int, StoredBlock] = {}
         for _ in range(BLOCKS_PER_TURN):
             if load.num_done - first in ticket.withheld:
+                self._check_landed(load, landed)
                 self._release(load)
                 load.num_asked, load.retry_at = load.num_done, self._clock.now() + RETRY_S
                 self.counts["withheld_gets"] += 1
                 return
-            self._load_block(load, load.num_done, ticket, load.num_done - first)
+            self._load_block(load, load.num_done, ticket, landed)
             load.num_done = _next_wanted(load, load.num_done + 1)
             load.num_asked = max(load.num_asked, load.num_done)
             if load.num_done >= end:
                 break
+        self._check_landed(load, landed)
         while load.tickets and load.num_done >= load.tickets[0][0] + len(load.tickets[0][1].keys):
             self._store.release(load.tickets.popleft()[1])
 
-    def _load_block(self, load: _Load, index: int, ticket: GetTicket, position: int) -> None:
+    def _load_block(self, load: _Load, index: int, ticket: GetTicket, landed: dict[int, StoredBlock]) -> None:
+        """Copy a block, checked, or note in ``landed`` that it is still to be checked."""
+        position = index - load.tickets[0][0]
         block = ticket.blocks[position] if position < len(ticket.blocks) else None
         if block is None:
             error = NotFound(f"{self._name}: the block is not there{ticket.failure and ': '}{ticket.failure}")
             self._end_group(load, index, error)
-            return
+        elif self._pool.write_from(load.job.block_ids[index], block.content):
+            landed[index] = block
+        else:
+            self._copy_checked(load, index, block)
+
+    def _copy_checked(self, load: _Load, index: int, block: StoredBlock) -> None:
         try:
             self._pool.write(load.job.block_ids[index], lambda target: self._store.copy_out(block, target))
         except (CorruptBlock, StaleBlock) as error:
             load.errors[index] = error
+
+    def _check_landed(self, load: _Load, landed: Mapping[int, StoredBlock]) -> None:
+        """Check what is in the pool by now; what does not fit its seal is copied again, the way that says what is wrong."""
+        if not landed:
+            return
+        self._pool.finish_writes()
+        digests = self._pool.digests([load.job.block_ids[index] for index in landed])
+        for (index, block), digest in zip(landed.items(), digests, strict=True):
+            if not _is_of(block, digest):
+                self.counts["blocks_copied_again"] += 1
+                self._copy_checked(load, index, block)
 
     @staticmethod
     def _end_group(load: _Load, index: int, error: KVFerryError) -> None:
@@ -268,7 +293,8 @@ class TierMover:
         chosen = [save.missing.popleft() for _ in range(min(len(save.missing), self._pool.max_reads))]
         sealed = [(item, seal) for item in chosen if (seal := self._seal_of(item)) is not None]
         contents = self._pool.read([item.block_id for item, _ in sealed]) if sealed else []
-        rows = [self._portable(seal, content) for (_, seal), content in zip(sealed, contents, strict=True)]
+        digests = self._digests_of(sealed, contents)
+        rows = [_portable(seal, digest) for (_, seal), digest in zip(sealed, digests, strict=True)]
         good = [
             (item, content, row)
             for (item, seal), content, row in zip(sealed, contents, rows, strict=True)
@@ -299,20 +325,42 @@ class TierMover:
             return None
         return seal if (seal.block_hash, seal.group_id) == (item.key.block_hash, item.key.group_id) else None
 
-    def _portable(self, seal: Seal, content: memoryview) -> bytes:
-        """Return the seal as it goes along with the bytes: with a digest, and of no generation of any pool."""
-        digest = self._digester.digest(content) if seal.digest is None else seal.digest
-        return encode_seal(
-            Seal(
-                incarnation=seal.incarnation,
-                generation=_ANY_GENERATION,
-                group_id=seal.group_id,
-                block_hash=seal.block_hash,
-                num_tokens=seal.num_tokens,
-                layout_version=seal.layout_version,
-                digest=digest,
-            )
+    def _digests_of(self, sealed: Sequence[tuple[SaveItem, Seal]], contents: Sequence[memoryview]) -> Sequence[int]:
+        """Return the digests of blocks: what their seals say, or what is computed now, all together on a device.
+
+        There it is computed of the blocks and not of what was read; while the seal is the same, so are the bytes.
+        """
+        found = {item.block_id: seal.digest for item, seal in sealed if seal.digest is not None}
+        lacking = [index for index, (item, _) in enumerate(sealed) if item.block_id not in found]
+        block_ids = [sealed[index][0].block_id for index in lacking]
+        if self._pool.has_digests:
+            found |= zip(block_ids, self._pool.digests(block_ids), strict=True)
+        else:
+            found |= {sealed[index][0].block_id: self._digester.digest(contents[index]) for index in lacking}
+        return [found[item.block_id] for item, _ in sealed]
+
+
+def _portable(seal: Seal, digest: int) -> bytes:
+    """Return the seal as it goes along with the bytes: with a digest, and of no generation of any pool."""
+    return encode_seal(
+        Seal(
+            incarnation=seal.incarnation,
+            generation=_ANY_GENERATION,
+            group_id=seal.group_id,
+            block_hash=seal.block_hash,
+            num_tokens=seal.num_tokens,
+            layout_version=seal.layout_version,
+            digest=digest,
         )
+    )
+
+
+def _is_of(block: StoredBlock, digest: int) -> bool:
+    """Say whether these are the digest of a block, a seal of its key, and a slot that still holds it."""
+    try:
+        return check_seal(block.key, block.seal).digest == digest and block.is_current()
+    except StaleBlock:
+        return False
 
 
 def _answers(ticket: Ticket, answers: Sequence[bool]) -> Sequence[bool]:

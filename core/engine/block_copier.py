@@ -80,6 +80,11 @@ class TensorBlockCopier:
         """See ``BlockCopier``."""
         self._start(slot, lambda: self._rows[block_id].copy_(self._slots[slot], non_blocking=True))
 
+    def start_write_from(self, slot: int, block_id: int, memory: memoryview) -> None:
+        """See ``BlockCopier``."""
+        source = torch.frombuffer(memory, dtype=torch.uint8)
+        self._start(slot, lambda: self._rows[block_id].copy_(source, non_blocking=True))
+
     def wait(self, slot: int) -> None:
         """See ``BlockCopier``. Waits with the GIL released."""
         copy = self._copies.pop(slot, None)

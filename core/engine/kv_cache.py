@@ -30,6 +30,7 @@ from core.config import HugePages
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester, TensorDigester
 from core.engine.block_copier import cuda_block_copier, on_side_stream
+from core.engine.pinning import pin_for_cuda
 from core.errors import ConfigError
 from core.kv.seals import (
     DigestBlocks,
@@ -150,6 +151,7 @@ def allocate_kv_pool(
         new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
         write_block=None if buffer is not None else _block_writer(pool),
         bind_thread=None if buffer is not None else partial(torch.cuda.set_device, pool.device),
+        pin_memory=None if buffer is not None else pin_for_cuda,
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 

@@ -33,6 +33,9 @@ class LazyCopier:
     def start_write(self, slot, block_id):
         self.start(slot, lambda: self.rows[block_id].__setitem__(slice(None), self.memory[slot]))
 
+    def start_write_from(self, slot, block_id, memory):
+        self.start(slot, lambda: self.rows[block_id].__setitem__(slice(None), np.frombuffer(memory, dtype=np.uint8)))
+
     def start(self, slot, copy):
         assert slot not in self.copies, "two copies use one slot"
         self.copies[slot] = copy
@@ -94,6 +97,36 @@ def test_what_does_not_pass_its_check_does_not_reach_a_device(rows):
         access.write(4, fill)
     access.finish_writes()
     assert (rows == before).all()
+
+
+def digest_blocks(block_ids):
+    return [7 * block_id for block_id in block_ids]
+
+
+def test_pinned_memory_goes_into_blocks_as_it_lies(rows):
+    memory = memoryview(bytearray(b"abcdefgh" * 20))
+    access = DevicePoolAccess(LazyCopier(rows), digest_blocks, memory[:80])
+    for block_id in range(9):
+        start = 8 * block_id
+        assert access.write_from(block_id, memory[start : start + 8].toreadonly())
+    access.finish_writes()
+    assert {bytes(rows[block_id]) for block_id in range(9)} == {b"abcdefgh"}
+    assert access.digests([3, 4]) == [21, 28]
+
+
+@pytest.mark.parametrize("start", [73, 80, 120])
+def test_memory_that_is_not_pinned_is_not_copied_from(rows, start):
+    memory = memoryview(bytearray(160))
+    access = DevicePoolAccess(LazyCopier(rows), digest_blocks, memory[:80])
+    assert not access.write_from(3, memory[start : start + 8])
+    assert not access.write_from(3, memoryview(bytearray(8)))
+
+
+def test_nothing_lands_unchecked_where_nothing_can_digest_it(rows):
+    memory = memoryview(bytearray(80))
+    assert not DevicePoolAccess(LazyCopier(rows), None, memory).write_from(3, memory[:8])
+    assert not DevicePoolAccess(LazyCopier(rows), digest_blocks).write_from(3, memory[:8])
+    assert not HostPoolAccess(rows.reshape(-1).data, BLOCK_BYTES).write_from(3, memory[:8])
 
 
 def test_device_pool_without_copier_is_refused():

@@ -6,19 +6,25 @@ The model's tokens change with any wrong byte, whoever has left it. On a machine
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from connectors.pool_access import DevicePoolAccess
-from core.engine.block_copier import CudaCopyQueue, TensorBlockCopier
+from core.digest import BlockDigester, TensorDigester
+from core.engine.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
+from core.engine.pinning import pin_for_cuda
+from core.kv.seals import each_by_itself
 from core.testing.delayed_device import DelayedDevice
-from core.testing.hash_model import HashAttention, HashModel
+from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel
 
 HYBRID = (HashAttention(window=20), HashAttention())
+BLOCK_BYTES = 16 * SLOT_BYTES
 NUM_SLOTS = 5
 NUM_REQUESTS = 24
 
@@ -43,6 +49,39 @@ class CudaHashModel(HashModel):
     def _write(self, table, position, entry):
         super()._write(table, position, entry)
         self.written.add(table[position // self.block_size])
+
+
+class SlotStore:
+    """Makes a store whose blocks lie in slots of one piece of memory while they are pinned, and are garbage afterwards."""
+
+    def __init__(self, store, num_slots=64):
+        self.memory = memoryview(bytearray(num_slots * BLOCK_BYTES))
+        self.free = list(range(num_slots))
+        self.num_pinned = 0
+        stored, release = store._stored, store.release
+
+        def pin(key):
+            block = stored(key)
+            if block is None:
+                return None
+            start = self.free.pop() * BLOCK_BYTES
+            self.num_pinned += 1
+            self.memory[start : start + BLOCK_BYTES] = block.content
+            return dataclasses.replace(block, content=self.memory[start : start + BLOCK_BYTES].toreadonly())
+
+        def unpin(ticket):
+            release(ticket)
+            for block in ticket.blocks:
+                if block is not None:
+                    start = address_of(block.content) - address_of(self.memory)
+                    self.memory[start : start + BLOCK_BYTES] = b"\xdd" * BLOCK_BYTES
+                    self.free.append(start // BLOCK_BYTES)
+
+        store._stored, store.release = pin, unpin
+
+
+def address_of(memory):
+    return np.frombuffer(memory, dtype=np.uint8).ctypes.data
 
 
 class History:
@@ -87,23 +126,39 @@ class History:
             engine.step()
 
 
-def run_on_delayed_device(tier_engine, store, seed, attentions):
-    device = DelayedDevice(seed, share=(0.02, 0.1, 0.4)[seed % 3])  # slow ones and fast ones
+def way_to(device, slots=None):
+    """Return what opens a model's pool as memory of the device, with the memory of ``slots`` pinned."""
 
     def open_pool(model):
-        return DevicePoolAccess(device.new_copier(torch.from_numpy(model.rows), NUM_SLOTS))
+        copier = device.new_copier(torch.from_numpy(model.rows), NUM_SLOTS)
+        if slots is None:
+            return DevicePoolAccess(copier)
+        digester = BlockDigester(BLOCK_BYTES)
+        digest_blocks = each_by_itself(lambda block_id: digester.digest(model.rows[block_id]))
+        return DevicePoolAccess(copier, digest_blocks, slots.memory)
 
+    return open_pool
+
+
+def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False):
+    device = DelayedDevice(seed, share=(0.02, 0.1, 0.4)[seed % 3])  # slow ones and fast ones
+    slots = SlotStore(store) if is_pinned else None
+    open_pool = way_to(device, slots)
     history = History(partial(tier_engine, store=store), store, seed, attentions=attentions, open_pool=open_pool)
     happened = history.run(device.go_on)
     happened["late copies"] += device.num_late
+    happened["pinned blocks"] += 0 if slots is None else slots.num_pinned
     return happened
 
 
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
 @pytest.mark.parametrize("attentions", [(HashAttention(),), HYBRID], ids=["full", "sliding"])
-def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions):
+def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, is_pinned):
     happened = Counter()
     for seed in range(8):
-        happened += run_on_delayed_device(tier_engine, scripted_store(), seed, attentions)
+        happened += run_on_delayed_device(tier_engine, scripted_store(), seed, attentions, is_pinned)
+    assert (happened["pinned blocks"] > 0) == is_pinned
+    assert not happened["blocks_copied_again"], "what landed was not what was stored"
     assert not happened["failed_blocks"], "what came back was not what was saved"
     for what in ("saved_blocks", "loaded_blocks", "aborted_loads", "preemptions", "aborts", "late copies"):
         assert happened[what] > 0, f"no {what}: the histories show nothing"
@@ -112,7 +167,7 @@ def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions):
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 300))
 def test_no_copy_is_ever_early_or_late_in_many_histories(tier_engine, store, seed):
-    run_on_delayed_device(tier_engine, store, seed, HYBRID if seed % 2 else (HashAttention(),))
+    run_on_delayed_device(tier_engine, store, seed, HYBRID if seed % 2 else (HashAttention(),), is_pinned=seed % 4 < 2)
 
 
 def nobody_waits_for_writes(access):
@@ -125,30 +180,60 @@ def nobody_waits_for_reads(copier, slot, wait=TensorBlockCopier.wait):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "wrong"),
-    [(DevicePoolAccess, "finish_writes", nobody_waits_for_writes), (TensorBlockCopier, "wait", nobody_waits_for_reads)],
-    ids=["writes", "slots"],
+    ("mutant", "is_pinned"),
+    [
+        ((DevicePoolAccess, "finish_writes", nobody_waits_for_writes), False),
+        ((DevicePoolAccess, "finish_writes", nobody_waits_for_writes), True),
+        ((TensorBlockCopier, "wait", nobody_waits_for_reads), False),
+    ],
+    ids=["writes", "pinned writes", "slots"],
 )
-def test_histories_tell_when_nobody_waits(tier_engine, scripted_store, monkeypatch, owner, name, wrong):
-    monkeypatch.setattr(owner, name, wrong)
+def test_histories_tell_when_nobody_waits(tier_engine, scripted_store, monkeypatch, mutant, is_pinned):
+    monkeypatch.setattr(*mutant)
 
     def run_all():
         for seed in range(8):
-            happened = run_on_delayed_device(tier_engine, scripted_store(), seed, (HashAttention(),))
-            assert not happened["failed_blocks"], "what came back was not what was saved"
+            happened = run_on_delayed_device(tier_engine, scripted_store(), seed, (HashAttention(),), is_pinned)
+            assert not happened["failed_blocks"] + happened["blocks_copied_again"], "what came back was not what was saved"
 
     with pytest.raises(AssertionError):
         run_all()
 
 
+def test_damaged_block_is_found_where_it_has_landed(tier_engine, store, rng):
+    slots = SlotStore(store)
+    engine = tier_engine(open_pool=way_to(DelayedDevice(1), slots))
+    engine.add("a", range(100))
+    engine.run()
+    engine.forget()
+    store.corrupt(rng)
+    engine.add("b", range(100))
+    engine.run()
+    assert engine.mover.counts["blocks_copied_again"] == engine.mover.counts["failed_blocks"] == 1
+    assert store.rejected == {"digest": 1}, "the store is told"
+    engine.assert_is_right()
+    engine.assert_is_empty()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(12))
 def test_no_copy_is_ever_early_or_late_on_a_gpu(tier_engine, store, seed):
-    def open_pool(model):
-        queue = CudaCopyQueue(model.on_device.device)
-        return DevicePoolAccess(TensorBlockCopier(model.on_device, queue, NUM_SLOTS))
+    slots = SlotStore(store) if seed % 4 < 2 else None
+    unpin = pin_for_cuda(slots.memory) if slots is not None else None
 
-    attentions = HYBRID if seed % 2 else (HashAttention(),)
-    settings = {"attentions": attentions, "make_model": CudaHashModel, "open_pool": open_pool}
-    happened = History(partial(tier_engine, store=store), store, seed, **settings).run(lambda: None)
+    def open_pool(model):
+        rows = model.on_device
+        copier = TensorBlockCopier(rows, CudaCopyQueue(rows.device), NUM_SLOTS)
+        if slots is None:
+            return DevicePoolAccess(copier)
+        digester = TensorDigester(rows.view(torch.int64))
+        return DevicePoolAccess(copier, on_side_stream(rows.device, digester.digests), slots.memory)
+
+    settings = {"attentions": HYBRID if seed % 2 else (HashAttention(),), "make_model": CudaHashModel, "open_pool": open_pool}
+    try:
+        happened = History(partial(tier_engine, store=store), store, seed, **settings).run(lambda: None)
+    finally:
+        if unpin is not None:
+            unpin()
     assert happened["loaded_blocks"] + happened["saved_blocks"] > 0
+    assert not happened["failed_blocks"] + happened["blocks_copied_again"]
