@@ -16,6 +16,7 @@ the scheduler discards what was computed on it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,7 +75,7 @@ class EncoderRunner:
         self._device = torch.device(layout.device)
         self._connector = connector_worker
         self._items: dict[str, list[_Item]] = {}
-        self._failed: dict[bytes, ErrorInfo] = {}
+        self._failed: deque[dict[bytes, ErrorInfo]] = deque()  # of each step that has begun and not ended, oldest first
         self.failure: Exception | None = None  # of the connector, behind a forward pass: the next step raises it
         if connector_worker is not None:
             connector_worker.register_caches(layout)
@@ -86,7 +87,7 @@ class EncoderRunner:
         """
         if self.failure is not None:
             raise self.failure
-        self._failed = {}
+        self._failed.append({})
         for identifier in step.free_encoder_identifiers:
             self.cache.pop(identifier, None)
         for new in step.scheduled_new_reqs:
@@ -125,8 +126,9 @@ class EncoderRunner:
         return EmbeddedRows(upload(np.concatenate(rows), self._device), torch.cat(values)) if rows else None
 
     def finish_step(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Add the connector's report, and the embeddings that were not there."""
-        output.failed_embeddings = self._failed
+        """Add the connector's report, and the embeddings that were not there. Steps end in the order in which they began."""
+        failed = self._failed.popleft()
+        output.failed_embeddings = failed
         if self._connector is None:
             return
         try:
@@ -134,7 +136,7 @@ class EncoderRunner:
         except Exception as error:  # any error of a plugin; kept, so that sampled tokens reach their clients first
             self.failure = error
             return
-        output.failed_embeddings = report.failed_loading | self._failed
+        output.failed_embeddings = report.failed_loading | failed
         output.ec_connector_output = None if report.is_empty() else report
 
     def shutdown(self) -> None:
@@ -153,7 +155,7 @@ class EncoderRunner:
             embeddings = self._embed(item)
         except KVFerryError as error:
             bad = InvalidRequest(f"image {index} cannot be used: {error.message}", param=f"images[{index}]")
-            self._failed[identifier] = ErrorInfo.of(bad)
+            self._failed[-1][identifier] = ErrorInfo.of(bad)
             return
         self.cache[identifier] = embeddings
         if self._connector is not None:
@@ -174,7 +176,7 @@ class EncoderRunner:
                 raise EncoderInputMissing("embeddings are not in the encoder cache")
             self._check_num_rows(item, len(embeddings))
         except KVFerryError as error:
-            self._failed.setdefault(identifier, ErrorInfo.of(error))
+            self._failed[-1].setdefault(identifier, ErrorInfo.of(error))
             return None
         return embeddings
 

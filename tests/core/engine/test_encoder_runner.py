@@ -1,4 +1,5 @@
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.attention.base import AttentionBatch
 from core.encoder import EmbeddingsLayout
 from core.engine.encoder_runner import EncoderRunner
-from core.engine.inputs import StepInputs
 from core.errors import InvalidRequest
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.media import MMFeature
@@ -61,9 +60,8 @@ def inputs_of(windows):
     counts = [end - start for start, end in windows.values()]
     borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     positions = np.concatenate([np.arange(*window) for window in windows.values()])
-    empty = np.zeros(0, dtype=np.int64)
-    batch = AttentionBatch(borders, empty.astype(np.int32), empty.reshape(0, 0).astype(np.int32), empty)
-    return StepInputs(list(windows), empty, positions.astype(np.int32), positions, [batch], empty, [])
+    batch = SimpleNamespace(query_start_loc=borders)
+    return SimpleNamespace(request_ids=list(windows), positions=positions, batches=[batch])
 
 
 @pytest.fixture
@@ -72,14 +70,12 @@ def runner():
 
 
 def start(runner, *new, **step):
-    output = SchedulerOutput(scheduled_new_reqs=list(new), **step)
-    runner.start_step(output)
-    return output
+    runner.start_step(SchedulerOutput(scheduled_new_reqs=list(new), **step))
 
 
-def finish(runner, step=None):
+def finish(runner):
     output = ModelRunnerOutput()
-    runner.finish_step(step or SchedulerOutput(), output)
+    runner.finish_step(SchedulerOutput(), output)
     return output
 
 
@@ -147,8 +143,10 @@ def test_text_requests_and_tokens_behind_the_images_cost_nothing(runner):
 def test_what_the_scheduler_frees_is_deleted_and_what_it_keeps_serves_others(runner):
     item = feature(b"1:1", 0, 1, 1)
     start(runner, new_data("a", [IMAGE], [item], [b"1:1"]), scheduled_encoder_inputs={"a": [0]})
+    finish(runner)
     start(runner, new_data("b", [IMAGE], [item], []), finished_req_ids={"a"})
     assert merged(runner, {"b": (0, 1)}) == {0: (1, 0)}
+    finish(runner)
     start(runner, free_encoder_identifiers=[item.identifier])
     assert runner.cache == {}
     assert merged(runner, {"b": (0, 1)}) == {}
@@ -175,12 +173,21 @@ def test_a_request_preempted_in_the_step_still_has_its_image_computed(runner):
 )
 def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_embeds, message):
     item = feature(content, 0, 1, num_embeds)
-    step = start(runner, new_data("a", [IMAGE], [item], [content]), scheduled_encoder_inputs={"a": [0]})
+    start(runner, new_data("a", [IMAGE], [item], [content]), scheduled_encoder_inputs={"a": [0]})
     assert merged(runner, {"a": (0, 1)}) == {}
-    error = finish(runner, step).failed_embeddings[item.identifier]
+    error = finish(runner).failed_embeddings[item.identifier]
     assert (error.code, error.message, error.param) == ("invalid_request", message, "images[0]")
     assert runner.cache == {}
-    assert finish(runner, start(runner)).failed_embeddings == {}  # told once
+    start(runner)
+    assert finish(runner).failed_embeddings == {}  # told once
+
+
+def test_a_step_that_begins_before_the_last_one_has_ended_keeps_its_failures(runner):
+    start(runner)
+    item = feature(b"bad", 0, 1, 1)
+    start(runner, new_data("a", [IMAGE], [item], [b"bad"]), scheduled_encoder_inputs={"a": [0]})
+    assert finish(runner).failed_embeddings == {}
+    assert list(finish(runner).failed_embeddings) == [item.identifier]
 
 
 def test_another_file_under_an_identifier_is_not_computed(runner):
