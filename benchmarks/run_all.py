@@ -54,6 +54,7 @@ BENCHMARKS = (
     Benchmark("handover"),
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
+    Benchmark("encoder"),
     Benchmark("through_router"),
     Benchmark("cluster"),
 )

@@ -64,6 +64,19 @@ def test_cluster_measures_start_and_idle_processes(run_benchmark, tmp_path):
     assert [each["role"] for each in figures["idle"]["shm"]] == ["router", "prefill", "decode"]
 
 
+@pytest.mark.e2e
+@pytest.mark.full
+def test_encoder_measures_text_beside_late_images_and_counts_encodes(run_benchmark, tmp_path):
+    printed = run_benchmark("encoder", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    for side in ("engine", "cluster"):
+        assert f"in the {side}" in printed
+        assert figures[side]["without"][0] > 0
+        assert figures[side]["beside"][0] > 0
+    assert figures["repeated"]["num_encodes"] == figures["repeated"]["num_images"] == 1
+    assert len(figures["repeated"]["again_s"]) == 8
+
+
 def test_tiers_measures_every_way_to_a_store(run_benchmark, tmp_path):
     printed = run_benchmark("tiers", "--quick", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())
