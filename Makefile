@@ -25,10 +25,10 @@ demo: install
 	$(BIN)/kvferry demo
 
 test: install-test install-lmcache check-redis
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-full: install-test install-lmcache check-redis
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest -n 2 --full
 
 sim: install
 	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2

@@ -143,6 +143,13 @@ def test_what_hangs_ends_the_run_shows_where_and_leaves_no_child(tmp_path, run_s
 
 
 @pytest.mark.slow
+def test_what_hangs_ends_a_run_of_several_workers(run_suite):
+    printed = run_suite(IN_A_TEARDOWN_BEHIND_A_FAILURE, "timeout=1", "watchdog_grace=1", workers=2)
+    assert "worker restarting disabled" in printed
+    assert "failed" in printed.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_tests_that_run_alone_run_behind_all_others_and_are_counted_with_them(tmp_path):
     state, root = tmp_path / "state", tmp_path / "root"
     for folder in (state, root / "a_alone"):
@@ -169,14 +176,25 @@ def test_whatever_starts_processes_runs_alone(request):
 def run_suite(tmp_path) -> Callable[..., str]:
     """Run one test file under the settings of this suite, some of them changed; it has to fail. Returns what is printed."""
 
-    def run(source: str, *settings: str) -> str:
+    def run(source: str, *settings: str, workers: int = 0) -> str:
         (tmp_path / "test_hang.py").write_text(source)
-        command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            str(SETTINGS),
+            "--rootdir",
+            str(tmp_path),
+            "-p",
+            "no:cacheprovider",
+            f"-n{workers}",
+        ]
         options = [option for setting in settings for option in ("-o", setting)]
         result = subprocess.run(
             [*command, *options, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
         )
         assert result.returncode != 0
-        return result.stdout + result.stderr
+        return result.stderr + result.stdout
 
     return run
