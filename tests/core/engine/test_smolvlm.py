@@ -202,6 +202,39 @@ def test_a_damaged_file_under_its_own_identifier_is_the_clients_fault(build, rou
     assert "image 0 cannot be used: it is damaged" in error.message
 
 
+@pytest.fixture
+def computed(build, router):
+    """Compute a prompt of several images in one engine; return a copy of its pool, and where its blocks lie in it."""
+    built = build()
+    new = router.request("several", CONVERSATIONS["several"])
+    built.engine.add_request(new)
+    built.engine.step()
+    (blocks,) = built.engine.scheduler.kv_cache_manager.get_block_ids("several")
+    assert len(new.prompt_token_ids) <= 256, "one step"
+    return built.pool.cache.pool.clone(), blocks
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("bad_block", [None, 2, 9])
+def test_a_prompt_whose_kv_comes_from_elsewhere_needs_only_embeddings_of_what_it_computes(  # noqa: PLR0917
+    computed, copy_connector, tiny_smolvlm, build_tiny, router, run_engine, is_async, bad_block
+):
+    source, blocks = computed
+    new = router.request("several", CONVERSATIONS["several"])
+    num_loaded = len(new.prompt_token_ids) // BLOCK * BLOCK
+    connector = copy_connector({"several": (num_loaded, blocks[: num_loaded // BLOCK])}, source, is_async)
+    if bad_block is not None:
+        connector.worker.bad = {blocks[bad_block]}
+    built = build_tiny(connector, model__name=str(tiny_smolvlm.folder))
+    finished = run_engine(built.engine, [new, router.request("one", CONVERSATIONS["one"])])
+    for name in ("several", "one"):
+        router.tiny.assert_greedy(finished[name].token_ids, *CONVERSATIONS[name])
+    first_computed = num_loaded if bad_block is None else bad_block * BLOCK
+    needed = {feature.identifier for feature in new.mm_features if feature.end > first_computed}
+    needed |= {feature.identifier for feature in router.request("one", CONVERSATIONS["one"]).mm_features}
+    assert built.engine.gauges.num_encoder_computed == len(needed)
+
+
 class Shelf(ECConnectorScheduler):
     """Offers what lies in a dictionary of embeddings, and notes what is asked and told."""
 
