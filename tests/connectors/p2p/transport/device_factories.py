@@ -5,7 +5,9 @@ from functools import partial
 
 import torch
 
+from connectors.p2p.transport.nixl import NixlTransport
 from connectors.p2p.transport.tcp import TcpTransport
+from core.engine.block_copier import cuda_block_copier
 from core.ids import RandomIds
 from core.testing.delayed_device import DelayedDevice
 from core.transport import RowRegion
@@ -29,3 +31,42 @@ def on_device(region: RowRegion) -> RowRegion:
 
 def make_tcp_beside_device() -> TcpBesideDevice:
     return TcpBesideDevice(RandomIds(), "tcp://127.0.0.1:0")
+
+
+class OnGpu:
+    """A transport in a worker whose pool is in video memory; the host memory that the suite looks at shows what is there."""
+
+    def register(self, regions, staging=None):
+        pool, *others = regions
+        self.host = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(pool.num_rows, pool.row_bytes)
+        self.video = self.host.cuda()
+        on_gpu = dataclasses.replace(
+            pool,
+            base_address=self.video.data_ptr(),
+            buffer=None,
+            memory_fd=None,
+            device=str(self.video.device),
+            new_copier=partial(cuda_block_copier, self.video),
+        )
+        super().register([on_gpu, *others], staging)
+
+    def poll(self):
+        results = super().poll()
+        self.host.copy_(self.video)
+        return results
+
+
+class TcpOnGpu(OnGpu, TcpTransport):
+    pass
+
+
+class NixlOnGpu(OnGpu, NixlTransport):
+    pass
+
+
+def make_tcp_on_gpu() -> TcpOnGpu:
+    return TcpOnGpu(RandomIds(), "tcp://127.0.0.1:0")
+
+
+def make_nixl_on_gpu() -> NixlOnGpu:
+    return NixlOnGpu(RandomIds(), "test")

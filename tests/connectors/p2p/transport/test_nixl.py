@@ -24,6 +24,13 @@ class TestNixlTransport(TransportSuite):
     factory = f"{FACTORIES}:make_nixl"
 
 
+@pytest.mark.gpu
+class TestNixlOnGpu(TransportSuite):
+    """Rows lie in video memory on both ends: by CUDA IPC between the processes."""
+
+    factory = f"{FACTORIES.with_name('device_factories.py')}:make_nixl_on_gpu"
+
+
 LOAD = f"""
 from pathlib import Path
 from core.testing.transport_owner import HostRows, load_factory

@@ -43,6 +43,13 @@ class TestTcpBesideDevice(TransportSuite):
     factory = f"{FACTORIES.with_name('device_factories.py')}:make_tcp_beside_device"
 
 
+@pytest.mark.gpu
+class TestTcpOnGpu(TransportSuite):
+    """Rows lie in video memory on both ends."""
+
+    factory = f"{FACTORIES.with_name('device_factories.py')}:make_tcp_on_gpu"
+
+
 class LocalOwner:
     """A transport that serves rows from this process, when it is told to."""
 
