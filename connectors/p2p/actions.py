@@ -218,6 +218,15 @@ class ReadEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerOpened:
+    """A peer can be read by this transport: whatever that takes has been proven. ``instead_of`` is that of ``OpenPeer``."""
+
+    peer: PeerId
+    transport: str
+    instead_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFailed:
     """A peer could not be opened by this transport."""
 
@@ -244,6 +253,6 @@ class SendingEnded:
 
 
 TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead
-TransferEvent = ReadEnded | PeerFailed
+TransferEvent = ReadEnded | PeerOpened | PeerFailed
 Report = LoadEnded | QuarantineEnded | SendingEnded
 Action = SendControl | CloseControl | Reply | TransferCommand | Report

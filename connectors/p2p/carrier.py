@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from connectors.p2p.actions import (
     Action,
     CloseControl,
-    OpenPeer,
     PeerFailed,
+    PeerOpened,
     QuarantineEnded,
     Reply,
     Report,
@@ -195,8 +195,11 @@ class NodeCarrier:
 
     def _on_transfer(self, happened: TransferEvent) -> None:
         self.tell(lambda node: node.on_transfer(happened))
-        if isinstance(happened, PeerFailed):
-            self._note_failed_peer(happened)
+        match happened:
+            case PeerOpened():
+                self._note_peer(happened)
+            case PeerFailed():
+                self._note_failed_peer(happened)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -234,9 +237,6 @@ class NodeCarrier:
                 self._owner.report(action)
             case QuarantineEnded() | SendingEnded():
                 self._owner.report(action)
-            case OpenPeer():
-                self._note_peer(action)
-                self._transfers.submit(action)
             case _:
                 self._transfers.submit(action)
 
@@ -269,7 +269,7 @@ class NodeCarrier:
 
     # ---- what people see -------------------------------------------------------------------------------------------
 
-    def _note_peer(self, opened: OpenPeer) -> None:
+    def _note_peer(self, opened: PeerOpened) -> None:
         self._metrics.set_transport(opened.transport, is_used=True)
         incarnation = f"{opened.peer.incarnation:016x}"
         fallback = {"instead_of": opened.instead_of} if opened.instead_of else {}

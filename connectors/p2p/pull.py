@@ -198,12 +198,13 @@ class PullProtocol:
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[Action]:
         """Take a report of the transfer thread."""
-        if isinstance(event, PeerFailed):
-            self._on_peer_failed(event, now)
-        else:
-            if not event.has_no_room:
-                self._offer_room(now)
-            self._on_read_ended(event, now)
+        match event:
+            case PeerFailed():
+                self._on_peer_failed(event, now)
+            case ReadEnded():
+                if not event.has_no_room:
+                    self._offer_room(now)
+                self._on_read_ended(event, now)
         return self._take_actions()
 
     def on_timer(self, now: float) -> list[Action]:

@@ -23,6 +23,7 @@ from connectors.p2p.actions import (
     ClosePeer,
     OpenPeer,
     PeerFailed,
+    PeerOpened,
     PostRead,
     PostSealRead,
     ReadEnded,
@@ -125,6 +126,7 @@ class TransferExecutor:
             return
         self._peers[command.peer] = transport
         self._block_bytes[command.peer] = command.block_bytes
+        self._report(PeerOpened(command.peer, command.transport, command.instead_of))
 
     def _close_peer(self, peer: PeerId) -> None:
         """Fence a peer; its reads end by that."""

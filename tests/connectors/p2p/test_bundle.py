@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import OpenPeer, P2PConnectorMetadata, PeerFailed
+from connectors.p2p.actions import P2PConnectorMetadata, PeerFailed, PeerOpened
 from connectors.p2p.bundle import P2PConnector
 from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
@@ -144,7 +144,7 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     connector.worker.register_kv_caches(pool.region)
     await connector.start()
     peer = PeerId("tcp://p:1", 1)
-    connector.carrier._note_peer(OpenPeer(peer, "inproc", b"", 8, 64))
+    connector.carrier._note_peer(PeerOpened(peer, "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
     connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PostRead, PostSealRead, ReadEnded
+from connectors.p2p.actions import (
+    CancelRead,
+    ClosePeer,
+    OpenPeer,
+    PeerFailed,
+    PeerOpened,
+    PostRead,
+    PostSealRead,
+    ReadEnded,
+    TransferEvent,
+)
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError
 from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
@@ -40,9 +50,14 @@ class World:
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(self.our_seals)])
         self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
-        self.executor = TransferExecutor(
-            {"inproc": self.transport}, self.our_seals, each_by_itself(self.digest), self.events.put
-        )
+        self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, each_by_itself(self.digest), self.report)
+        self.opened: list[PeerOpened] = []
+
+    def report(self, event: TransferEvent) -> None:
+        if isinstance(event, PeerOpened):
+            self.opened.append(event)
+        else:
+            self.events.put(event)
 
     def open(self, metadata: bytes | None = None) -> None:
         self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS, ROW_BYTES))
@@ -130,6 +145,15 @@ def test_peer_that_cannot_be_opened_is_reported(world):
     assert isinstance(event.error, ProtocolError)
     world.read(1, (0,), (0,))
     assert errors_of(world.poll()) == {1: PeerUnreachable}
+
+
+def test_peer_that_could_be_opened_is_told_and_one_that_could_not_is_not(world):
+    world.open(b"garbage")
+    assert world.opened == []
+    assert [type(event) for event in world.poll()] == [PeerFailed]
+    world.executor.execute(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES, "shm: it is another process"))
+    assert world.opened == [PeerOpened(PEER, "inproc", "shm: it is another process")]
+    assert world.poll() == []
 
 
 def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_one_opened(world, monkeypatch, caplog):
