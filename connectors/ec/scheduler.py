@@ -192,6 +192,10 @@ class FetchingScheduler(ECConnectorScheduler):
         unavailable, self._unavailable = self._unavailable, {}
         return unavailable
 
+    def has_pending_push_work(self) -> bool:
+        """True while orders wait for a step: a fetch may end when no request is left, and its lease has to end, too."""
+        return self._metadata.has_orders
+
     # ---- one item ----------------------------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> _Wishes:

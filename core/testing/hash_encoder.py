@@ -3,7 +3,7 @@
 Stands where a vision tower stands in a real runner: it computes what the scheduler asks for, holds the encoder cache, merges
 rows into the tokens of a step, and runs the worker side of an EC connector. A row is 8 bytes; ``input_ids_of`` gives what the
 model then reads at each position, for the oracle. A file that begins with ``BAD_IMAGE`` cannot be embedded. No torch: entries
-of the cache are ``bytes``, which is what connectors under test have to take for tensors.
+of the cache are arrays, which is what connectors under test have to take for tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from core.encoder import ECConnectorWorker, EmbeddingsLayout
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.kv.hashing import hash_media
 from core.request import ECConnectorOutput, SchedulerOutput
 from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo
+
+Rows = npt.NDArray[np.uint8]
 
 IMAGE_TOKEN_ID = 3  # one embedding is merged where it stands in the span of an item; elsewhere it is a token like any other
 ROW_END_TOKEN_ID = 4
@@ -31,16 +36,26 @@ _FINGERPRINT = b"hash-model encoder"
 _MISSING_ROW = -1  # stands in for a row that is not there; what is computed on it must not be used
 
 
+def identify(media: bytes) -> bytes:
+    """Return the identifier of a file's embeddings."""
+    return hash_media(_FINGERPRINT, b"", media)
+
+
 def embed(media: bytes, num_embeds: int) -> bytes:
     """Return the embeddings of a file, ``ROW_BYTES`` each."""
     rows = (hashlib.blake2b(media, digest_size=ROW_BYTES, key=b"%d" % row).digest() for row in range(num_embeds))
     return b"".join(rows)
 
 
+def as_rows(embeddings: bytes) -> Rows:
+    """Return embeddings in the form in which a cache holds them, [num_embeds, ROW_BYTES] uint8."""
+    return np.frombuffer(embeddings, dtype=np.uint8).reshape(-1, ROW_BYTES)
+
+
 def image_feature(media: bytes, offset: int, num_embeds: int, media_index: int = 0, length: int | None = None) -> MMFeature:
     """Return the feature of a file whose ``num_embeds`` image tokens stand within ``length`` tokens from ``offset`` on."""
     return MMFeature(
-        identifier=hash_media(_FINGERPRINT, b"%d" % num_embeds, media),
+        identifier=identify(media),
         offset=offset,
         length=num_embeds if length is None else length,
         num_embeds=num_embeds,
@@ -164,13 +179,12 @@ class HashEncoder:
         feature = features[index]
         media = files[feature.media_index]
         assert media, f"{request_id}: the image of feature {index} is not at hand"
-        assert feature.identifier not in self.cache, f"{request_id}: feature {index} is computed although it is there"
         self.num_encoded[feature.identifier] += 1
         if media.startswith(BAD_IMAGE):
             error = InvalidRequest(f"image {index} cannot be read", param=f"images[{index}]")
             self._failed[feature.identifier] = ErrorInfo.of(error)
             return
-        self.cache[feature.identifier] = embed(media, feature.num_embeds)
+        self.cache[feature.identifier] = as_rows(embed(media, feature.num_embeds))
         if self._connector is not None:
             self._connector.save_caches(self.cache, feature.identifier)
 
@@ -180,5 +194,26 @@ class HashEncoder:
             error = EncoderInputMissing("embeddings are not in the encoder cache")
             self._failed.setdefault(feature.identifier, ErrorInfo.of(error))
             return None
-        assert len(rows) == feature.num_embeds * ROW_BYTES, "embeddings of another image"
-        return bytes(rows)
+        content = bytes(rows)
+        assert len(content) == feature.num_embeds * ROW_BYTES, "embeddings of another image"
+        return content
+
+
+class HashImageEncoder:
+    """The encoder of an encode worker, for these images. Files that are none of them are bad."""
+
+    layout = HASH_EMBEDDINGS
+
+    def __init__(self, images: Sequence[Image]) -> None:
+        self._images = {image.media: image for image in images}
+
+    def identify(self, content: bytes) -> bytes:
+        """Return the identifier of a file's embeddings."""
+        return identify(content)
+
+    def encode(self, content: bytes) -> Any:  # noqa: ANN401  stands for a tensor
+        """Return the embeddings of a file. Raises: InvalidRequest for a bad one."""
+        image = self._images.get(content)
+        if image is None:
+            raise InvalidRequest("it cannot be read")
+        return as_rows(embed(content, image.num_embeds))

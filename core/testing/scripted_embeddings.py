@@ -12,7 +12,7 @@ from typing import Any
 from core.encoder import ECConnectorMetadata, ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
 from core.errors import PeerUnreachable
 from core.request import ECConnectorOutput, Request, SchedulerOutput
-from core.testing.hash_encoder import embed
+from core.testing.hash_encoder import as_rows, embed
 from core.wire.messages import ErrorInfo
 
 
@@ -100,12 +100,11 @@ class ScriptedECWorker(ECConnectorWorker):
         """Compute what another worker would have computed."""
         assert isinstance(metadata, EmbeddingLoads)
         for identifier, num_embeds in metadata.loads:
-            assert identifier not in encoder_cache, "what is loaded is not in the encoder cache"
             if identifier in self.script.lost:
                 error = PeerUnreachable("the encode worker went away")
                 self.script.report.failed_loading[identifier] = ErrorInfo.of(error)
                 continue
-            encoder_cache[identifier] = embed(self.script.here[identifier], num_embeds)
+            encoder_cache[identifier] = as_rows(embed(self.script.here[identifier], num_embeds))
             self.script.report.finished_loading.add(identifier)
 
     def save_caches(self, encoder_cache: Mapping[bytes, Any], identifier: bytes) -> None:

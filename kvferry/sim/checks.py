@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from connectors.ec.jobs import FetchingMetadata
 from connectors.multi.scheduler import MultiKVConnectorMetadata
 from connectors.p2p.actions import P2PConnectorMetadata
 from connectors.tier.jobs import TierConnectorMetadata
@@ -63,8 +64,13 @@ class Oracle:
 
 
 def _achieves_something(output: SchedulerOutput) -> bool:
-    has_news = any(not metadata.is_empty() for metadata in _messages(output))
+    has_news = any(not metadata.is_empty() for metadata in _messages(output)) or _moves_embeddings(output)
     return bool(output.total_num_scheduled_tokens or output.preempted_req_ids or output.finished_req_ids) or has_news
+
+
+def _moves_embeddings(output: SchedulerOutput) -> bool:
+    metadata = output.ec_connector_metadata
+    return isinstance(metadata, FetchingMetadata) and (metadata.has_orders or bool(metadata.loads))
 
 
 def _messages(output: SchedulerOutput) -> list[P2PConnectorMetadata | TierConnectorMetadata]:
@@ -82,9 +88,9 @@ class WorkerChecks:
     """The checks of one life. ``complain`` takes what is wrong."""
 
     def __init__(self, name: str, oracle: Oracle, complain: Callable[[str], None]) -> None:
+        self.complain = complain
         self._name = name
         self._oracle = oracle
-        self._complain = complain
         self._loading: dict[int, int] = {}  # local block → generation that a load was allowed to write
         self._reads: dict[int, dict[int, int]] = {}  # open read → the same, at its posting
         self._known_quarantined: set[int] = set()
@@ -121,21 +127,21 @@ class WorkerChecks:
         block = self._scheduler.kv_cache_manager.block_pool.blocks[local_row]
         allowed = self._reads[handle][local_row]
         if block.generation != allowed or block.ref_cnt == 0:
-            self._complain(f"{self._name}: a transfer wrote {block}, of which it may only write generation {allowed}")
+            self.complain(f"{self._name}: a transfer wrote {block}, of which it may only write generation {allowed}")
         elif not self._may_be_written(local_row):
-            self._complain(f"{self._name}: a transfer wrote {block}, which is neither loading nor quarantined")
+            self.complain(f"{self._name}: a transfer wrote {block}, which is neither loading nor quarantined")
 
     def on_conversion(self, block_id: int) -> None:
         """Check that a block that is filled from the staging area still belongs to the load, or to nobody."""
         block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
         if block.generation != self._generation_to_write(block_id) or block.ref_cnt == 0 or not self._may_be_written(block_id):
-            self._complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
+            self.complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
 
     def on_saving(self, block_id: int) -> None:
         """Check that a block that is read to be stored is kept for that: it cannot become another's meanwhile."""
         block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
         if block.ref_cnt == 0 or self._tier is None or block_id not in self._tier.saving_block_ids():
-            self._complain(f"{self._name}: {block} is read to be stored, and nobody keeps it")
+            self.complain(f"{self._name}: {block} is read to be stored, and nobody keeps it")
 
     def _may_be_written(self, block_id: int) -> bool:
         """True if the block is quarantined, or held by a request that loads, or did and waits for the end of its load."""
@@ -157,7 +163,7 @@ class WorkerChecks:
         is_empty = not _achieves_something(step.output)
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
         if self._num_empty_steps > _MAX_EMPTY_STEPS:
-            self._complain(f"{self._name}: {self._num_empty_steps} steps in a row that do nothing: it should sleep")
+            self.complain(f"{self._name}: {self._num_empty_steps} steps in a row that do nothing: it should sleep")
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         for metadata in _messages(step.output):
             if isinstance(metadata, P2PConnectorMetadata):
@@ -172,7 +178,7 @@ class WorkerChecks:
         held = Counter(self._scheduler.quarantined)
         held.update(self._tier.saving_block_ids() if self._tier is not None else ())
         for violation in find_violations(scheduler.kv_cache_manager, held):
-            self._complain(f"{self._name}: {violation}")
+            self.complain(f"{self._name}: {violation}")
         self._follow_quarantine()
         self._check_content()
         if not is_awake:
@@ -198,16 +204,16 @@ class WorkerChecks:
                 continue
             seal = decode_seal(seals.row(block.block_id))
             if seal is None or sealed != block.generation or seal.incarnation != seals.incarnation:
-                self._complain(f"{self._name}: {block} is sealed as {seal}")
+                self.complain(f"{self._name}: {block} is sealed as {seal}")
             else:
                 self._compare(block.block_id, seal.block_hash, seal.group_id, "is sealed")
 
     def _compare(self, block_id: int, block_hash: bytes, group_id: int, how: str) -> None:
         content = self._oracle.find(block_hash, group_id, self._model.block_size)
         if content is None:
-            self._complain(f"{self._name}: block {block_id} {how} as {block_hash.hex()}, which no request has")
+            self.complain(f"{self._name}: block {block_id} {how} as {block_hash.hex()}, which no request has")
         elif self._model.rows[block_id, : len(content)].tobytes() != content:
-            self._complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
+            self.complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
 
     def _check_asleep(self) -> None:
         """A sleeping engine has nothing to do: the step that it does not make would change nothing and tell nobody anything."""
@@ -215,7 +221,7 @@ class WorkerChecks:
             return  # a lazy tier saves with the next step whatever the last one has computed; an answer wakes the engine
         output = self._scheduler.schedule()
         if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
-            self._complain(f"{self._name}: asleep, although there is a step to make: {output}")
+            self.complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

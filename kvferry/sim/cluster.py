@@ -18,14 +18,16 @@ from core.testing.sim_network import Network
 from core.testing.sim_transport import SimFabric
 from kvferry.sim.checks import Oracle, WorkerChecks
 from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
 from kvferry.sim.excuses import find_unexcused
 from kvferry.sim.host import Host, World
+from kvferry.sim.member import FINGERPRINT
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.repeatable import may_repeat
 from kvferry.sim.router import SimRouter
 from kvferry.sim.tiers import SimTiers
-from kvferry.sim.worker import FINGERPRINT, SimWorker
+from kvferry.sim.worker import SimWorker
 
 MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
 _CHECK_END_S = 0.25
@@ -59,9 +61,10 @@ class SimCluster:
         self.plan = plan
         self.violations: list[str] = []
         self.loop = EventLoop()
-        self.workers: dict[str, SimWorker] = {}
+        self.workers: dict[str, SimWorker | SimEncoder] = {}
         self.routers: dict[str, SimRouter] = {}
         self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
+        self.num_flipped_embeddings = 0
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
@@ -69,7 +72,7 @@ class SimCluster:
         self.tiers = SimTiers(self._world, plan.tier) if plan.tier is not None else None
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_lives: Counter[str] = Counter()
-        self._lives: list[SimWorker] = []
+        self._lives: list[SimWorker | SimEncoder] = []
         self._retries: Counter[str] = Counter()
         self._is_over = False
         self._wait_until = 0.0
@@ -102,7 +105,7 @@ class SimCluster:
             self.tiers.start()
         for name in self.plan.routers:
             self._start_router(name)
-        for spec in self.plan.workers:
+        for spec in (*self.plan.workers, *self.plan.encoders):
             self._start_worker(spec)
         for client in self.clients:
             self.loop.call_later(client.plan.at, lambda client=client: self._submit(client))  # type: ignore[misc]
@@ -113,15 +116,20 @@ class SimCluster:
     def _start_worker(self, spec: WorkerPlan) -> None:
         seed = self._next_life(spec.engine_id)
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
-        checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
-        worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.tiers)
+        worker: SimWorker | SimEncoder
+        if spec.role == "encode":
+            worker = SimEncoder(Host(self._world, process), self.plan, spec, seed, self.complain)
+        else:
+            checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
+            worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.tiers)
         self.workers[spec.engine_id] = worker
         self._lives.append(worker)
 
     def _start_router(self, name: str) -> None:
         seed = self._next_life(name)
         host = Host(self._world, Process(self.loop, name, ProcessClock(self.loop, 5000.0)))
-        self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries)
+        encode_timeout_s = self.plan.images.encode_timeout_s if self.plan.images is not None else 20.0
+        self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries, encode_timeout_s)
 
     def _next_life(self, name: str) -> int:
         """Return a seed that no other life has."""
@@ -133,7 +141,7 @@ class SimCluster:
         return self.routers[name].host.process if name in self.routers else self.workers[name].host.process
 
     def _spec(self, name: str) -> WorkerPlan:
-        return next(spec for spec in self.plan.workers if spec.engine_id == name)
+        return next(spec for spec in (*self.plan.workers, *self.plan.encoders) if spec.engine_id == name)
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
@@ -175,6 +183,8 @@ class SimCluster:
                 self.workers[event.targets[0]].jump(event.seconds)
             case Fault.DRAIN:
                 self._drain(event.targets[0], event.seconds)
+            case Fault.STORE_CORRUPT if isinstance(encoder := self.workers.get(event.targets[0]), SimEncoder):
+                self.num_flipped_embeddings += encoder.host.process.is_alive and encoder.embeddings.corrupt()
             case _ if self.tiers is not None:
                 self._strike_tier(self.tiers, event)
 
@@ -186,6 +196,7 @@ class SimCluster:
                 self._freeze(tiers.process, event.seconds)
             case Fault.STORE_CORRUPT:
                 owner = self.workers.get(event.targets[0])
+                assert not isinstance(owner, SimEncoder), "it has no tier"
                 if owner is None or owner.host.process.is_alive:
                     tiers.corrupt(owner.tier if owner is not None else None)
 
@@ -266,8 +277,12 @@ class SimCluster:
     def _rest_s(self) -> float:
         """Return how long blocks may be held after the last request has ended: lease and deadline, by the slowest clock."""
         connector = self.plan.config.connector
-        slowest = max(1 / spec.clock_rate for spec in self.plan.workers)
-        return slowest * (connector.lease_s + 2 * connector.transfer_deadline_s + connector.handshake_timeout_s + 10.0)
+        images = self.plan.images
+        slowest = max(1 / spec.clock_rate for spec in (*self.plan.workers, *self.plan.encoders))
+        longest_s = connector.lease_s + 2 * connector.transfer_deadline_s + connector.handshake_timeout_s
+        if images is not None:
+            longest_s += images.lease_s + 2 * images.deadline_s + images.encode_timeout_s
+        return slowest * (longest_s + 10.0)
 
     def _leftovers(self) -> list[str]:
         found = [f"{name}: {router.num_requests} requests left" for name, router in self.routers.items() if router.num_requests]
@@ -302,6 +317,7 @@ class SimCluster:
         )
         if self.tiers is not None:
             happened["flipped_bits"] = self.tiers.num_flipped_bits
+        happened["flipped_embeddings"] = self.num_flipped_embeddings
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened.update(self._retries)
         for worker in self._lives:

@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from random import Random
 
 from core.testing.hash_encoder import Image, image_feature
+from core.testing.sim_faults import Fault, FaultEvent
 from core.wire.media import MMFeature
 
 _SHARE = 0.2  # of runs that have images
 _SHOWING_SHARE = 0.7  # of their requests that show some
 _PLACES = (5, 17, 30, 52)  # where an image may begin: the same for all, so that they meet in the prefix cache
 _NUM_IMAGES = 5
+_GENTLE_SHARE = 0.3
+_BEFALLS = (  # kind, how often at most, for how long at most
+    (Fault.CRASH, 2, 3.0),
+    (Fault.FREEZE, 2, 6.0),
+    (Fault.DRAIN, 1, 2.0),
+    (Fault.STORE_CORRUPT, 10, 0.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,22 @@ class ImagePlan:
     images: tuple[Image, ...]
     cache_size: int
     max_embeds_per_step: int
+    num_encoders: int
+    encode_s: float  # of a batch, up to
+    num_encoder_chunks: int  # of memory, on each encode worker; an image takes one
+    num_reader_chunks: int  # and on each worker that fetches
+    deadline_s: float  # of a request's wait for embeddings
+    lease_s: float
+    encode_timeout_s: float  # that a router waits for encode workers
+    is_gentle: bool  # nothing goes wrong with encode workers in particular
 
     def __str__(self) -> str:
         sizes = ", ".join(str(image.num_embeds) for image in self.images)
-        return f"images of {sizes} embeddings; {self.cache_size} are kept, {self.max_embeds_per_step} computed in a step"
+        kept = f"{self.cache_size} are kept, {self.max_embeds_per_step} computed in a step"
+        waits = f"waits of {self.encode_timeout_s:.3g} and {self.deadline_s:.3g} s"
+        times = f"batches of {self.encode_s:.3g} s, {waits}, leases of {self.lease_s:.3g} s"
+        room = f"{self.num_encoder_chunks} and {self.num_reader_chunks} chunks"
+        return f"images of {sizes} embeddings; {kept}; {self.num_encoders} encode workers, {times}, {room}"
 
     def show(self, name: str, prompt_token_ids: Sequence[int]) -> Shown:
         """Return the prompt with images instead of some of its tokens. The same name gets the same ones."""
@@ -57,6 +77,19 @@ class ImagePlan:
             media.append(image.media)
         return Shown(tuple(tokens), tuple(features), tuple(media))
 
+    def draw_events(self, encoders: Sequence[str], moments: Sequence[float]) -> list[FaultEvent]:
+        """Draw what befalls encode workers at fixed times, shortly after something has begun."""
+        random = Random(f"{self.seed}/image events")
+        events: list[FaultEvent] = []
+        if self.is_gentle or not encoders:
+            return events
+        for kind, most, longest_s in _BEFALLS:
+            for _ in range(random.randint(0, most)):
+                at = random.choice(moments) + random.choice((0.05, 0.2, 1.0)) * random.random()
+                seconds = random.uniform(0.1, longest_s) if longest_s else 0.0
+                events.append(FaultEvent(at, kind, (random.choice(encoders),), seconds))
+        return events
+
 
 def draw_images(seed: int) -> ImagePlan | None:
     """Return the images of a seed, if it has some."""
@@ -72,4 +105,12 @@ def draw_images(seed: int) -> ImagePlan | None:
         images=images,
         cache_size=largest + random.choice((0, 5, 100)),
         max_embeds_per_step=largest + random.choice((0, 5, 100)),
+        num_encoders=random.choice((0, 1, 1, 2)),
+        encode_s=random.choice((0.01, 0.05, 0.3, 1.5)),
+        num_encoder_chunks=random.choice((1, 3, 20)),
+        num_reader_chunks=random.choice((1, 3, 20)),
+        deadline_s=random.choice((0.05, 0.5, 3.0)),
+        lease_s=random.choice((0.3, 2.0, 8.0)),
+        encode_timeout_s=random.choice((0.2, 2.0, 20.0)),
+        is_gentle=random.random() < _GENTLE_SHARE,
     )

@@ -19,6 +19,8 @@ from core.testing.sim_network import Link
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from kvferry.sim.host import Host
 
+FINGERPRINT = b"hash-model fingerprint"
+HOST_ID = "sim"
 LINGER_S = 1.0  # for the last replies and the goodbye
 
 

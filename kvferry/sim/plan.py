@@ -117,6 +117,7 @@ class ClusterPlan:
     max_rows_per_read: int
     tier: TierPlan | None = None
     images: ImagePlan | None = None
+    encoders: tuple[WorkerPlan, ...] = ()
 
     @property
     def makes_digests(self) -> bool:
@@ -194,6 +195,9 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
     if tier is not None:
         faults.add(tier.kinds, tier.draw_events(moments))
+    encoders = _draw_encoders(images, kinds) if images is not None else ()
+    if images is not None:
+        faults.add(frozenset(), images.draw_events([encoder.engine_id for encoder in encoders], moments))
     return ClusterPlan(
         seed=seed,
         config=config,
@@ -205,6 +209,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
         max_rows_per_read=random.choice((1, 2, 100)),
         tier=tier,
         images=images,
+        encoders=encoders,
     )
 
 
@@ -316,6 +321,22 @@ def _let_tier_be_used(
         for request in random.sample(requests, max(2, len(requests) // 2))
     ]
     return tuple(map(squeeze, workers)), (*requests, *again)
+
+
+def _draw_encoders(images: ImagePlan, kinds: frozenset[Fault]) -> tuple[WorkerPlan, ...]:
+    random = Random(f"{images.seed}/encoders")
+    return tuple(
+        WorkerPlan(
+            engine_id=f"encode-{index}",
+            role="encode",
+            num_blocks=images.num_encoder_chunks,
+            block_size=64,
+            clock_origin=random.uniform(0.0, 1e5),
+            clock_rate=random.uniform(0.75, 1.3) if Fault.DRIFT in kinds else 1.0,
+            step_s=images.encode_s,
+        )
+        for index in range(images.num_encoders)
+    )
 
 
 def _show_images(images: ImagePlan, request: RequestPlan, attentions: tuple[HashAttention, ...]) -> RequestPlan:

@@ -23,9 +23,11 @@ from router.service import RECONNECT_S
 
 
 class SimRouter:
-    """A router from its start to its end. ``retries`` counts what it does about lost workers."""
+    """A router from its start to its end. ``retries`` counts what it does about lost and encode workers."""
 
-    def __init__(self, host: Host, config: RouterSection, ids_seed: int, retries: Counter[str]) -> None:
+    def __init__(
+        self, host: Host, config: RouterSection, ids_seed: int, retries: Counter[str], encode_timeout_s: float = 20.0
+    ) -> None:
         self.host = host
         self._retries = retries
         limits = RouterLimits(
@@ -35,6 +37,7 @@ class SimRouter:
             max_requests=config.max_requests,
             max_retries=config.max_retries,
             worker_wait_s=config.worker_wait_s,
+            encode_timeout_s=encode_timeout_s,
         )
         self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
@@ -127,6 +130,7 @@ class SimRouter:
                     self._clients.pop(flow.request_id).on_end(flow.error, self.host.loop.now)
                 case EncodeEnded():
                     self.host.log("embeds", action)
+                    self._retries[f"encode_{action.outcome}"] += 1
                 case Retried(kind=kind):
                     self.host.log("retries", action)
                     self._retries[f"retry_{kind}"] += 1

@@ -23,22 +23,22 @@ from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
+from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
 from core.wire.messages import Register
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
+from kvferry.sim.embeddings import SimEmbeddings
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
-from kvferry.sim.member import SimMember
+from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.tier import scheduler_side, worker_side
 from kvferry.sim.tiers import SimTiers
 from prefill.worker import PrefillHands
 
-FINGERPRINT = b"hash-model fingerprint"
-HOST_ID = "sim"
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 
 
@@ -66,6 +66,7 @@ class SimWorker(SimMember):
         config = plan.config
         self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
         self.tier = tiers.open(host, self._layout, ids_seed) if tiers is not None else None
+        self.embeddings = self._make_embeddings(plan, ids_seed)
         self._connector_worker = worker_side(self.connector, self.tier)
         self.model = self._make_model(plan)
         core = self._make_engine(config, plan.images)
@@ -77,6 +78,9 @@ class SimWorker(SimMember):
             self.connector.start(checks, plan.max_rows_per_read)
         if self.tier is not None:
             self.tier.start(checks)
+        if self.embeddings is not None:
+            self.embeddings.worker.set_wakeup(self.engine.wake)
+            self.embeddings.start(checks.complain, plan.max_rows_per_read)
         self.hands = self._make_hands()
         self.state = self._make_state(config, core.scheduler.max_model_len)
         self._join(config.worker.router_addresses)
@@ -95,6 +99,8 @@ class SimWorker(SimMember):
             left |= self.connector.leftovers()
         if self.tier is not None:
             left |= self.tier.leftovers()
+        if self.embeddings is not None:
+            left |= self.embeddings.leftovers()
         found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
         return found + self.checks.leftovers()
 
@@ -108,29 +114,40 @@ class SimWorker(SimMember):
             "known_images": gauges.num_encoder_hits,
             "quarantined_blocks": self.checks.num_quarantined,
         }
-        for part in (self.connector, self.tier):
+        for part in (self.connector, self.tier, self.embeddings):
             happened |= part.count_what_happened() if part is not None else {}
         return happened
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
-        identity = WorkerIdentity(
+    def _identity(self) -> WorkerIdentity:
+        return WorkerIdentity(
             engine_id=self.spec.engine_id,
             incarnation=self.incarnation,
             model_fingerprint=FINGERPRINT,
             layout=self._layout,
             host_id=HOST_ID,
         )
+
+    def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
         address = self.spec.control_address if self.spec.role == "prefill" else ""
-        return SimConnector(self.host, identity, config.connector, ids, address)
+        return SimConnector(self.host, self._identity(), config.connector, ids, address)
+
+    def _make_embeddings(self, plan: ClusterPlan, seed: int) -> SimEmbeddings | None:
+        if plan.images is None or not plan.encoders:
+            return None
+        ids = SeededIds(Random(f"{seed}/embeddings").getrandbits(63))
+        return SimEmbeddings(self.host, self._identity(), plan.images, plan.config.connector, ids, "")
 
     def _make_model(self, plan: ClusterPlan) -> HashModel:
         num_blocks, block_size = self.spec.num_blocks, self.spec.block_size
         digester = BlockDigester(self._layout.block_bytes) if plan.makes_digests else None
         digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
-        return HashModel(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions)
+        encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None)
+        return HashModel(
+            num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder
+        )
 
     def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
         manager = KVCacheManager(
@@ -144,7 +161,10 @@ class SimWorker(SimMember):
             seals=self.model.seals,
         )
         connector = scheduler_side(self.connector, self.tier)
-        encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step) if images is not None else None
+        encoder: EncoderInputs | None = None
+        if images is not None:
+            ec_connector = self.embeddings.scheduler if self.embeddings is not None else None
+            encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step, ec_connector)
         scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 
@@ -166,6 +186,7 @@ class SimWorker(SimMember):
             max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
             connector=config.connector.name if self.connector is not None else "",
             transports=self.connector.transports if self.connector is not None else (),
+            ec_connector="p2p" if self.embeddings is not None else "",
             host_id=HOST_ID,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,
@@ -195,7 +216,11 @@ class SimWorker(SimMember):
 
     def _timers(self) -> list[Callable[[], None]]:
         found = [self.connector.on_timer] if self.connector is not None else []
-        return [*found, self.tier.store.on_timer] if self.tier is not None else found
+        if self.tier is not None:
+            found.append(self.tier.store.on_timer)
+        if self.embeddings is not None:
+            found.append(self.embeddings.on_timer)
+        return found
 
     def _release(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:

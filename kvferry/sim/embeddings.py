@@ -1,0 +1,171 @@
+"""The p2p EC connector under virtual time: its real parts around a simulated node, for a pool of embeddings.
+
+Takes the place of ``connectors.ec.p2p``: scheduler side, worker side, offers and memory are the real ones. A watch sees every
+chunk that a transfer writes: it has to be one that is being filled, or in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from connectors.ec import handover
+from connectors.ec.chunks import ChunkLayout
+from connectors.ec.jobs import FetchingMetadata, PeerSource
+from connectors.ec.memory import ChunkMemory
+from connectors.ec.offers import HeldOffers, OfferTerms
+from connectors.ec.scheduler import FetchingScheduler
+from connectors.ec.worker import FetchingWorker
+from connectors.p2p.actions import Report, SendingEnded
+from connectors.p2p.handshake import WorkerIdentity
+from core.config import ConnectorSection
+from core.encoder import EmbeddingsLayout
+from core.ids import IdSource
+from core.testing.hash_encoder import HASH_EMBEDDINGS, ROW_BYTES
+from core.testing.sim_loop import Timer
+from core.wire.media import ECSource, MMFeature
+from kvferry.sim.host import Host
+from kvferry.sim.image_plan import ImagePlan
+from kvferry.sim.node import SimNode
+
+_RENEWALS_PER_LEASE = 4
+
+
+class SimEmbeddings(SimNode):
+    """Producer on encode workers, consumer on all others. ``config`` is that of KV, for what is common to both."""
+
+    def __init__(
+        self, host: Host, identity: WorkerIdentity, plan: ImagePlan, config: ConnectorSection, ids: IdSource, address: str
+    ) -> None:
+        layout = ChunkLayout(HASH_EMBEDDINGS, identity.model_fingerprint)
+        is_encoder = bool(address)
+        num_chunks = plan.num_encoder_chunks if is_encoder else plan.num_reader_chunks
+        own_identity = WorkerIdentity(
+            engine_id=identity.engine_id,
+            incarnation=identity.incarnation,
+            model_fingerprint=identity.model_fingerprint,
+            layout=layout.as_blocks,
+            host_id=identity.host_id,
+        )
+        super().__init__(host, own_identity, _section(plan, config), ids, address)
+        self.scheduler = FetchingScheduler(
+            handover.NAME, host.process.clock, plan.deadline_s, self._locate, is_consumer=not is_encoder
+        )
+        self.worker = FetchingWorker(_to_bytes, _to_rows, self._on_layout)
+        self._layout = layout
+        self._memory = ChunkMemory(layout, num_chunks * layout.chunk_bytes, identity.incarnation)
+        self._memory.close()  # only the files; simulated transports copy the memory itself
+        self.scheduler.bind(layout, num_chunks)
+        self._offers: HeldOffers | None = None
+        if is_encoder:
+            terms = OfferTerms(
+                engine_id=identity.engine_id, incarnation=identity.incarnation, lease_ms=int(1000 * plan.lease_s)
+            )
+            self._offers = HeldOffers(self._memory, terms, ids, self._grant)
+            self._offers.control_address = address
+        self.worker.bind(self._memory.rows, self._submit, self._offers)
+        self._alarm: Timer | None = None
+
+    def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
+        """Be ready for readers, and to read."""
+        self._start(self._memory.region, _ChunkWatch(self.scheduler, self._identity.engine_id, complain), max_rows_per_read)
+
+    def corrupt(self) -> bool:
+        """Change a bit of embeddings that readers are told of; False if there are none."""
+        held = list(self._offers._held.values()) if self._offers is not None else []
+        for item in held[:1]:
+            self._memory.rows(item.item.first_chunk, 1)[0] ^= 1
+        return bool(held)
+
+    def leftovers(self) -> dict[str, int]:
+        """Count what must be gone once every request has ended."""
+        scheduler, offers = self.scheduler, self._offers
+        left = {f"{what} of embeddings": count for what, count in super().leftovers().items()}
+        return left | {
+            "embeddings on their way": scheduler.num_fetching_items,
+            "chunks that requests want": scheduler.num_wanted_chunks,
+            "quarantined chunks": scheduler.num_quarantined_chunks,
+            "requests that the EC connector knows": len(scheduler._wishes),
+            "leases of embeddings": len(offers._leases) if offers is not None else 0,
+        }
+
+    def count_what_happened(self) -> Counter[str]:
+        """Count what need not happen in a run."""
+        happened = Counter({f"fetch_{name}": count for name, count in self.scheduler.counts.items()})
+        if self._offers is not None:
+            happened["refused_offers"] = self._offers.num_refused
+            happened["evicted_offers"] = self._offers.num_evicted
+        return happened
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def _on_layout(self, layout: EmbeddingsLayout) -> None:
+        assert layout == HASH_EMBEDDINGS, "embeddings of a HashModel"
+
+    def _locate(self, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
+        return handover.locate(self._layout, feature, announced)
+
+    def _submit(self, metadata: FetchingMetadata) -> None:
+        if metadata.has_orders:
+            self._put(self._host.from_engine, lambda node: node.on_metadata(handover.as_p2p(metadata)))
+        if metadata.wake_at is not None:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = self._host.process.call_at(metadata.wake_at, self.worker.wake)
+
+    def _report(self, report: Report) -> None:
+        if not isinstance(report, SendingEnded):
+            self.worker.report(handover.as_report(report))
+        elif self._offers is not None:
+            self._offers.lease_ended(report.request_id)
+            self.worker.wake()
+
+
+class _ChunkWatch:
+    """Sees what transfers write into the chunks of a reader."""
+
+    def __init__(self, scheduler: FetchingScheduler, name: str, complain: Callable[[str], None]) -> None:
+        self._shelf = scheduler._shelf
+        self._name = name
+        self._complain = complain
+
+    def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
+        """Anybody may ask."""
+
+    def on_end(self, handle: int) -> None:
+        """Nothing is kept of a read."""
+
+    def on_conversion(self, block_id: int) -> None:
+        """Never comes: chunks are of one size in the whole cluster."""
+        self._complain(f"{self._name}: chunk {block_id} was filled from the staging area")
+
+    def on_landing(self, handle: int, region: int, local_row: int) -> None:
+        """Check that the chunk is being filled, or belongs to nobody."""
+        if region or local_row in self._shelf._quarantined:
+            return
+        items = [item for item in self._shelf._items.values() if local_row in item.chunks]
+        if not items or items[0].is_here:
+            self._complain(f"{self._name}: a transfer wrote chunk {local_row}, which nobody fills: {items}")
+
+
+def _section(plan: ImagePlan, config: ConnectorSection) -> ConnectorSection:
+    return ConnectorSection(
+        transports=config.transports,
+        kv_verify="digest",
+        transfer_deadline_s=plan.deadline_s,
+        handshake_timeout_s=config.handshake_timeout_s,
+        lease_s=plan.lease_s,
+        lease_renew_interval_s=plan.lease_s / _RENEWALS_PER_LEASE,
+        lease_max_s=4 * plan.lease_s,
+    )
+
+
+def _to_bytes(rows: object) -> memoryview:
+    return memoryview(cast(Any, rows).reshape(-1))
+
+
+def _to_rows(content: memoryview, layout: EmbeddingsLayout) -> Any:  # noqa: ANN401  stands for a tensor
+    return np.frombuffer(content, dtype=np.uint8).copy().reshape(-1, ROW_BYTES)

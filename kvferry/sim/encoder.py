@@ -1,0 +1,158 @@
+"""One life of a simulated encode worker: real protocol, hands, engine and EC connector around the encoder of a ``HashModel``.
+
+Owns what such a worker consists of and its engine thread, as events; how it talks to its routers is ``kvferry.sim.member``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.handshake import WorkerIdentity
+from core.engine.actions import AdmissionLimits, EngineLoad
+from core.engine.inbox import EngineMessage, Wake, take_in
+from core.engine.worker_state import WorkerState
+from core.ids import SeededIds, new_incarnation
+from core.metrics import WorkerMetrics
+from core.request import EngineCoreOutput
+from core.testing.hash_encoder import HashImageEncoder
+from core.testing.hash_model import hash_model_layout
+from core.testing.sim_loop import Process
+from core.wire.messages import RegisterEncoder
+from encode.engine import EncodeEngine
+from encode.hands import EncodeHands
+from encode.metrics import EncodeMetrics
+from kvferry.sim.embeddings import SimEmbeddings
+from kvferry.sim.host import Host
+from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
+from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
+
+_MAX_BATCH_IMAGES = 2
+_TURN_S = 0.0002  # from a message to the turn that takes it in
+
+
+class _EngineThread:
+    """The loop of ``core.engine.thread`` as events. ``step_s`` draws how long a step takes, its outcome is there at the end."""
+
+    def __init__(
+        self,
+        process: Process,
+        engine: EncodeEngine,
+        on_outputs: Callable[[list[EngineCoreOutput]], None],
+        step_s: Callable[[], float],
+    ) -> None:
+        self.core = engine
+        self._process = process
+        self._on_outputs = on_outputs
+        self._step_s = step_s
+        self._inbox: deque[EngineMessage] = deque()
+        self._is_awake = False
+
+    def submit(self, message: EngineMessage) -> None:
+        """Queue a message, and wake the engine."""
+        self._inbox.append(message)
+        if not self._is_awake:
+            self._is_awake = True
+            self._process.call_later(_TURN_S, self._turn)
+
+    def wake(self) -> None:
+        """Say that the connector has something to report."""
+        self.submit(Wake())
+
+    def _turn(self) -> None:
+        outputs: list[EngineCoreOutput] = []
+        while self._inbox:
+            outputs += take_in(self.core, self._inbox.popleft())
+        if outputs:
+            self._on_outputs(outputs)
+        has_images = bool(self.core._queue)
+        self._process.call_later(self._step_s() if has_images else _TURN_S, self._step)
+
+    def _step(self) -> None:
+        outputs = self.core.step() if self.core.has_work() else []
+        if outputs:
+            self._on_outputs(outputs)
+        self._is_awake = self.core.has_work() or bool(self._inbox)
+        if self._is_awake:
+            self._process.call_later(0.0, self._turn)
+
+
+class SimEncoder(SimMember):
+    """An encode worker from its start to its end."""
+
+    engine: _EngineThread
+
+    def __init__(self, host: Host, plan: ClusterPlan, spec: WorkerPlan, ids_seed: int, complain: Callable[[str], None]) -> None:
+        super().__init__(host)
+        assert plan.images is not None, "there are images to embed"
+        self.spec = spec
+        self._random = Random(ids_seed)
+        ids = SeededIds(ids_seed)
+        identity = WorkerIdentity(
+            engine_id=spec.engine_id,
+            incarnation=new_incarnation(ids),
+            model_fingerprint=FINGERPRINT,
+            layout=hash_model_layout(spec.block_size),
+            host_id=HOST_ID,
+        )
+        self.embeddings = SimEmbeddings(host, identity, plan.images, plan.config.connector, ids, spec.control_address)
+        core = EncodeEngine(
+            HashImageEncoder(plan.images.images),
+            self.embeddings.worker,
+            EncodeMetrics(CollectorRegistry()),
+            host.process.clock,
+            max_batch_images=_MAX_BATCH_IMAGES,
+        )
+        self.engine = _EngineThread(host.process, core, self._put_outputs, self._draw_step_s)
+        self.embeddings.worker.set_wakeup(self.engine.wake)
+        self.embeddings.start(complain, plan.max_rows_per_read)
+        worker = plan.config.worker
+        registration = RegisterEncoder(
+            engine_id=spec.engine_id,
+            incarnation=identity.incarnation,
+            model=MODEL,
+            model_fingerprint=FINGERPRINT,
+            ec_connector="p2p",
+            max_num_images=_MAX_BATCH_IMAGES + worker.max_waiting_requests,
+            host_id=HOST_ID,
+        )
+        limits = AdmissionLimits(
+            max_num_seqs=_MAX_BATCH_IMAGES,
+            max_waiting_requests=worker.max_waiting_requests,
+            drain_timeout_s=worker.drain_timeout_s,
+        )
+        self.state = WorkerState(registration, EncodeHands(), limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+        self._join(worker.router_addresses)
+
+    def leftovers(self) -> list[str]:
+        """Return what is left of requests that have all ended."""
+        left = self.embeddings.leftovers() | {
+            "requests in the protocol": self.state.num_requests,
+            "images to embed": len(self.engine.core._images),
+        }
+        return [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
+
+    def count_what_happened(self) -> dict[str, int]:
+        """Count what need not happen in a run."""
+        return {"encode_steps": self.engine.core.gauges.num_steps} | self.embeddings.count_what_happened()
+
+    def _timers(self) -> list[Callable[[], None]]:
+        return [self.embeddings.on_timer]
+
+    def _release(self, transfer_ids: Sequence[str]) -> None:
+        self.embeddings.release(transfer_ids)
+
+    def _load(self) -> EngineLoad:
+        gauges = self.engine.core.gauges
+        return EngineLoad(
+            num_running=gauges.num_running,
+            num_waiting=gauges.num_waiting,
+            num_leased_blocks=self.embeddings.num_leased_blocks(),
+            longest_lease_s=self.embeddings.longest_lease_s(),
+        )
+
+    def _draw_step_s(self) -> float:
+        return self._random.uniform(0.1, 1.0) * self.spec.step_s
