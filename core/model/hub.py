@@ -333,11 +333,14 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of ``chat_template.jinja``, else of the tokenizer config (its "default" if it names several)."""
+    """Return the template of a file of its own, else of the tokenizer config (its "default" if it names several).
+
+    ``chat_template.json`` is what older models that see images have.
+    """
     beside = folder / "chat_template.jinja"
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
+    template = (_read_json(folder / "chat_template.json") or tokenizer_config).get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

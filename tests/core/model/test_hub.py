@@ -258,6 +258,8 @@ def test_chat_template_file_wins_and_named_templates_give_their_default(tmp_path
     named = '{"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}'
     (folder / "tokenizer_config.json").write_text(named)
     assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "D"
+    (folder / "chat_template.json").write_text('{"chat_template": "P"}')
+    assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "P"
     (folder / "chat_template.jinja").write_text("J")
     assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "J"
 
