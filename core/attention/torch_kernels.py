@@ -78,6 +78,13 @@ def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an arr
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def download(tensor: Tensor) -> Tensor:
+    """Return a host tensor that holds ``tensor`` once the device has done what is launched by now; nothing waits for it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def refill(target: Tensor, array: Any) -> None:  # noqa: ANN401
     """Copy a host array into a tensor that a recorded graph reads; as ``upload`` otherwise."""
     host = torch.from_numpy(array)

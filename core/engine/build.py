@@ -131,7 +131,7 @@ def build_engine(
         encoder, encoder_inputs = _encoder_parts(config.scheduler, model.image_encoder, ec_connector)
         runner = _runner(config, model, pool, connector.worker if connector else None, encoder)
         scheduler = Scheduler(
-            config.scheduler,
+            model.config.scheduler,
             _kv_cache_manager(model.config, model.sizing, pool.seals),
             model.sizing.max_model_len,
             connector.scheduler if connector else None,

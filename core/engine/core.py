@@ -6,7 +6,8 @@ a worker, tests and benchmarks call it directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,6 +86,9 @@ class Runner(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; an empty one too."""
 
+    def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Begin one step; return what waits for its result. One more step may be launched in between."""
+
     def shutdown(self) -> None:
         """Stop what belongs to the runner."""
 
@@ -120,6 +124,7 @@ class EngineCore:
         self._hasher = hasher
         self._vocab_size = vocab_size
         self._kv_events = kv_events
+        self._in_flight: deque[tuple[ScheduledStep, Callable[[], ModelRunnerOutput]]] = deque()
         self._is_stalled = False
         self._is_woken = False
         self._is_shut_down = False
@@ -143,9 +148,22 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, run and digest one step; return the news of every request that has any."""
+        """Schedule and launch one step, and digest what need not be waited for; return the news of every request that has any.
+
+        Where the scheduler looks ahead, one step stays in flight while its successor is scheduled and launched: the host works
+        while the device does. A step without tokens has nothing to hide work behind, so it is digested at once.
+        """
+        is_alone = not self._in_flight
         step = self.schedule_step()
-        return self.finish_step(step, self.run_step(step))
+        self._in_flight.append((step, self._runner.launch_model(step.output)))
+        num_kept = 1 if step.output.total_num_scheduled_tokens and self.scheduler.can_look_ahead() else 0
+        outputs: list[EngineCoreOutput] = []
+        while len(self._in_flight) > num_kept:
+            oldest, result = self._in_flight.popleft()
+            outputs += self.finish_step(oldest, result())
+        if not is_alone:  # it was decided before the end of its predecessor was known, which may change everything
+            self._is_stalled = False
+        return outputs
 
     def schedule_step(self) -> ScheduledStep:
         """Decide what the next step computes. ``run_step`` and ``finish_step`` follow, with nothing else in between."""
@@ -181,7 +199,7 @@ class EngineCore:
         False while every request waits for a connector and the last step changed nothing, and without requests: only a new one,
         an abort or ``wake`` can change that, so the caller should block instead of stepping.
         """
-        if self._is_woken or self._runner.failure is not None or self.scheduler.has_pending_push_work():
+        if self._in_flight or self._is_woken or self._runner.failure is not None or self.scheduler.has_pending_push_work():
             return True
         return self.scheduler.has_requests() and not self._is_stalled
 

@@ -131,11 +131,11 @@ class DecodeGraphs:
         self._batch_sizes = tuple(sorted(sizes))
         logger.info(event("decode_graphs", num_graphs=len(self), batch_sizes=",".join(map(str, self._batch_sizes))))
 
-    def run(self, inputs: StepInputs, input_ids: Tensor | None = None) -> Tensor | None:
+    def run(self, inputs: StepInputs, input_ids: Tensor) -> Tensor | None:
         """Return the hidden states ``[num_seqs, hidden_size]`` of a step, in a tensor that the next call overwrites.
 
-        None if the step is not one token per sequence, or larger than what is recorded. ``input_ids``: int32 ``[num_seqs]`` on
-        the device, where the host does not know all of them.
+        None if the step is not one token per sequence, or larger than what is recorded. ``input_ids``: int32 ``[num_tokens]``
+        on the device; the host may not know all of them.
         """
         num_seqs = len(inputs.rows)
         size = next((size for size in self._batch_sizes if size >= num_seqs), None)
@@ -143,9 +143,7 @@ class DecodeGraphs:
             return None
         needed = max(batch.block_tables.shape[1] for batch in inputs.batches)
         graph = self._graphs[size, next(width for width in self._widths if width >= needed)]
-        refill(graph.input_ids, padded(inputs.input_ids, size))
-        if input_ids is not None:
-            graph.input_ids[:num_seqs].copy_(input_ids)
+        graph.input_ids[:num_seqs].copy_(input_ids)  # of padding rows any token will do
         refill(graph.positions, padded(inputs.positions, size))
         for plan, batch in zip(graph.plans, inputs.batches, strict=True):
             self._attention.refill_plan(plan, padded_batch(batch, size))

@@ -59,8 +59,9 @@ class StepInputs:
     """One step's input, sequences in scheduling order.
 
     rows: ``[num_seqs]`` into the batch. input_ids, positions: int32 and int64 ``[num_tokens]``. batches: one per KV cache
-    group. samples: the sequences whose last known token is computed here. fresh_partial_blocks: blocks that this step is the
-    first to write and does not fill.
+    group. samples: the sequences whose last token is computed here. fresh_partial_blocks: blocks that this step is the first to
+    write and does not fill. unknown: the tokens that only the device knows: the newest step chooses them, as its samples
+    ``sampled_slots``.
     """
 
     request_ids: list[str]
@@ -70,6 +71,20 @@ class StepInputs:
     batches: list[AttentionBatch]
     samples: IntArray
     fresh_partial_blocks: list[int]
+    unknown: IntArray
+    sampled_slots: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Tokens that a step chooses and that are counted already, by request, with the place of each.
+
+    ``tenures`` tell a request from an earlier stay of the same in the batch.
+    """
+
+    request_ids: list[str]
+    tenures: list[int]
+    positions: list[int]
 
 
 class InputBatch:
@@ -79,7 +94,11 @@ class InputBatch:
         self.request_ids: list[str] = []
         self.sampling = SamplingRows(max_num_seqs)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # untouched pages cost no memory
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # with those that are promised
+        self.num_known = np.zeros(max_num_seqs, dtype=np.int64)
+        self._sampled_slots = np.zeros(max_num_seqs, dtype=np.int64)  # of the promised token, in the newest step that chose one
+        self._tenures = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_tenures = 0
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [BlockTable(group.spec.block_size, max_num_seqs, max_model_len) for group in config.groups]
         self._row_of: dict[str, int] = {}
@@ -102,8 +121,10 @@ class InputBatch:
             self.request_ids.append(new.request_id)
         count = len(new.token_ids)
         self.token_ids[row, :count] = new.token_ids
-        self.num_tokens[row] = count
+        self.num_tokens[row] = self.num_known[row] = count
         self.num_computed[row] = new.num_computed_tokens
+        self._num_tenures += 1
+        self._tenures[row] = self._num_tenures
         for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
             table.put(row, block_ids)
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
@@ -139,13 +160,27 @@ class InputBatch:
                 for table, block_ids in zip(self.block_tables, new_blocks, strict=True):
                     table.append(row_of[request_id], block_ids)
 
-    def append_tokens(self, rows: IntArray, token_ids: Sequence[int]) -> None:
-        """Append one sampled token per row; ``rows`` are distinct. A token past the longest length is never fed back."""
-        columns = self.num_tokens[rows]
-        fits = columns < self.token_ids.shape[1]
-        self.token_ids[rows[fits], columns[fits]] = np.asarray(token_ids, dtype=np.int32)[fits]
+    def promise(self, rows: IntArray) -> Promised:
+        """Count one more token per row, chosen by the step that is being launched; ``rows`` are distinct, in its order."""
+        positions = self.num_tokens[rows]
         self.num_tokens[rows] += 1
-        self.sampling.append(rows, token_ids)
+        self._sampled_slots[rows] = np.arange(len(rows))
+        self.sampling.advance(rows)
+        request_ids = [self.request_ids[row] for row in rows.tolist()]
+        return Promised(request_ids, self._tenures[rows].tolist(), positions.tolist())
+
+    def keep(self, promised: Promised, token_ids: Sequence[int]) -> None:
+        """Fill in promised tokens, but of requests that have left. A token past the longest length is never fed back."""
+        for request_id, tenure, position, token_id in zip(
+            promised.request_ids, promised.tenures, promised.positions, token_ids, strict=True
+        ):
+            row = self._row_of.get(request_id)
+            if row is None or self._tenures[row] != tenure:
+                continue
+            if position < self.token_ids.shape[1]:
+                self.token_ids[row, position] = token_id
+            self.num_known[row] = position + 1
+            self.sampling.append(row, token_id)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Build the input of a step that computes at least one token."""
@@ -168,6 +203,7 @@ class InputBatch:
             slots = _slots(table, token_rows, positions)
             assert int(slots.min()) >= table.block_size, "a token without a block of its own: block 0 is the null block"
             batches.append(AttentionBatch(query_start_loc, seq_lens, tables, slots, group_id))
+        unknown = np.flatnonzero(positions >= self.num_known[token_rows])
         return StepInputs(
             request_ids=request_ids,
             rows=rows,
@@ -176,6 +212,8 @@ class InputBatch:
             batches=batches,
             samples=np.flatnonzero(ends == self.num_tokens[rows]),
             fresh_partial_blocks=self._fresh_partial_blocks(rows, starts, ends),
+            unknown=unknown,
+            sampled_slots=self._sampled_slots[token_rows[unknown]],
         )
 
     def _fresh_partial_blocks(self, rows: IntArray, starts: IntArray, ends: IntArray) -> list[int]:
@@ -197,6 +235,8 @@ class InputBatch:
         self.token_ids[target, :count] = self.token_ids[source, :count]
         self.num_tokens[target] = self.num_tokens[source]
         self.num_computed[target] = self.num_computed[source]
+        for column in (self.num_known, self._sampled_slots, self._tenures):
+            column[target] = column[source]
         for table in self.block_tables:
             table.move(source, target)
         self.sampling.move(source, target)

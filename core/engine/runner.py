@@ -8,6 +8,8 @@ moved (``connector_steps``). Called by ``core.engine.core``, on the engine threa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +22,28 @@ from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
 from core.engine.encoder_runner import EncoderRunner
 from core.engine.graphs import DecodeGraphs, GraphRecorder
-from core.engine.inputs import InputBatch, StepInputs
+from core.engine.inputs import InputBatch, Promised, StepInputs
 from core.engine.kv_cache import KVPool
 from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
-from core.engine.sampler import sample
+from core.engine.sampler import LaunchedSamples, launch_sampling
 from core.kv.spec import ceil_div
 from core.model.decoder import Decoder, attention_spec
 from core.request import ModelRunnerOutput, SchedulerOutput
 from core.wire.messages import ErrorInfo
+
+
+def _done() -> None:
+    """Wait for a step that is done when it is launched."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step between its launch and its result. ``promised`` is None once ``samples`` have been taken."""
+
+    output: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
+    samples: LaunchedSamples | None = None
+    promised: Promised | None = None
+    wait: Callable[[], None] = field(default=_done)
 
 
 class ModelRunner:
@@ -52,7 +68,7 @@ class ModelRunner:
         self._encoder = encoder
         self._prompt_logprobs = PromptLogprobs()
         self._device = device
-        self._synchronize = _synchronizer(device)
+        self._newest = _Launched()  # the newest step that has sampled
         self._graphs: DecodeGraphs | None = None
 
     @property
@@ -70,12 +86,17 @@ class ModelRunner:
         self._graphs = DecodeGraphs(self._compute, self._attention, recorder, specs, max_blocks)
         self._graphs.record(sizes)
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; an empty one only takes the connector through its sequence.
+        """Run one step and wait for it; see ``launch_model``."""
+        return self.launch_model(scheduler_output)()
 
-        When this returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are
-        given to loads whose bytes come from elsewhere.
+    @torch.inference_mode()
+    def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Begin one step; an empty one only takes the connectors through their sequence. Return what waits for its result.
+
+        When that returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are given
+        to loads whose bytes come from elsewhere. The results of steps are asked for in the order of their launches, each before
+        the next step but one is launched.
 
         Raises: whatever a connector raised, here or behind the last step's forward pass.
         """
@@ -83,16 +104,13 @@ class ModelRunner:
         if self._encoder is not None:
             self._encoder.start_step(scheduler_output)
         self._update_batch(scheduler_output)
-        output = ModelRunnerOutput()
+        launched = _Launched()
         if scheduler_output.total_num_scheduled_tokens:
-            self._run_tokens(scheduler_output, output)
-            self._synchronize()  # sampling has waited for the device already, but an unfinished prompt chunk samples nothing
+            self._run_tokens(scheduler_output, launched)
+            launched.wait = self._mark()
         else:
             self._connector.after_launch(scheduler_output)
-        output.kv_connector_output = self._connector.finish(scheduler_output)
-        if self._encoder is not None:
-            self._encoder.finish_step(scheduler_output, output)
-        return output
+        return partial(self._collect, scheduler_output, launched)
 
     def shutdown(self) -> None:
         """Stop the connectors' worker sides. The pool stays: peers may still be reading."""
@@ -111,7 +129,17 @@ class ModelRunner:
         cached = scheduler_output.scheduled_cached_reqs
         self._batch.advance(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
 
-    def _run_tokens(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    @torch.inference_mode()
+    def _collect(self, scheduler_output: SchedulerOutput, launched: _Launched) -> ModelRunnerOutput:
+        """Wait for a step, then take the connectors through the end of theirs; return its result."""
+        launched.wait()
+        self._settle(launched)
+        launched.output.kv_connector_output = self._connector.finish(scheduler_output)
+        if self._encoder is not None:
+            self._encoder.finish_step(scheduler_output, launched.output)
+        return launched.output
+
+    def _run_tokens(self, scheduler_output: SchedulerOutput, launched: _Launched) -> None:
         inputs = self._batch.prepare(scheduler_output.num_scheduled_tokens)
         self._kv_pool.zero_blocks(inputs.fresh_partial_blocks)
         prompt_parts = self._prompt_logprobs.select(inputs)
@@ -119,8 +147,8 @@ class ModelRunner:
         hidden = self._forward(inputs, np.concatenate((last_rows, *(part.rows for part in prompt_parts))))
         self._connector.after_launch(scheduler_output)
         if len(last_rows):
-            self._sample(inputs, hidden[: len(last_rows)], output)
-        self._take_prompt_logprobs(prompt_parts, hidden[len(last_rows) :], output)
+            self._sample(inputs, hidden[: len(last_rows)], launched)
+        self._take_prompt_logprobs(prompt_parts, hidden[len(last_rows) :], launched.output)
 
     def _forward(self, inputs: StepInputs, output_rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the hidden states of ``output_rows``, in this order."""
@@ -128,11 +156,12 @@ class ModelRunner:
         is_every_row = len(output_rows) == num_tokens and bool((output_rows == np.arange(num_tokens)).all())
         rows = None if is_every_row else upload(output_rows, self._device)
         embedded = None if self._encoder is None else self._encoder.merge(inputs)
-        replayed = None if self._graphs is None or embedded is not None else self._graphs.run(inputs)
+        input_ids = self._input_ids(inputs)
+        replayed = None if self._graphs is None or embedded is not None else self._graphs.run(inputs, input_ids)
         if replayed is not None:
             return replayed if rows is None else replayed[rows]
         return self._decoder.forward(
-            upload(inputs.input_ids, self._device),
+            input_ids,
             upload(inputs.positions, self._device),
             self._attention,
             [self._attention.plan(batch) for batch in inputs.batches],
@@ -143,11 +172,32 @@ class ModelRunner:
     def _compute(self, input_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
         return self._decoder.forward(input_ids, positions, self._attention, plans)
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
+    def _input_ids(self, inputs: StepInputs) -> Tensor:
+        """Return the tokens of the step, int32 ``[num_tokens]``; what the host does not know comes from the newest step."""
+        input_ids = upload(inputs.input_ids, self._device)
+        if len(inputs.unknown):
+            assert self._newest.samples is not None
+            chosen = self._newest.samples.on_device[upload(inputs.sampled_slots, self._device)]
+            input_ids[upload(inputs.unknown, self._device)] = chosen.to(torch.int32)
+        return input_ids
+
+    def _sample(self, inputs: StepInputs, hidden: Tensor, launched: _Launched) -> None:
         rows = inputs.rows[inputs.samples]
-        sampled = sample(self._decoder.compute_logits(hidden), self._batch.sampling, rows)
-        self._batch.append_tokens(rows, sampled.token_ids)
-        request_ids = [inputs.request_ids[number] for number in inputs.samples]
+        if self._batch.sampling.has_edits[rows].any():  # penalties count the tokens of the step before
+            self._newest.wait()
+            self._settle(self._newest)
+        launched.samples = launch_sampling(self._decoder.compute_logits(hidden), self._batch.sampling, rows)
+        launched.promised = self._batch.promise(rows)
+        self._newest = launched
+
+    def _settle(self, launched: _Launched) -> None:
+        """Take what a step has chosen, which is on the host by now: into the batch, and into its result. Once."""
+        promised, launched.promised = launched.promised, None
+        if promised is None or launched.samples is None:
+            return
+        sampled, output = launched.samples.finish(), launched.output
+        self._batch.keep(promised, sampled.token_ids)
+        request_ids = promised.request_ids
         output.sampled_token_ids = {
             request_id: [token_id] for request_id, token_id in zip(request_ids, sampled.token_ids, strict=True)
         }
@@ -158,6 +208,14 @@ class ModelRunner:
             output.failed[request_ids[slot]] = ErrorInfo.of(error)
             del output.sampled_token_ids[request_ids[slot]]
 
+    def _mark(self) -> Callable[[], None]:
+        """Return what waits for all that is launched by now; the CPU is done when a launch returns."""
+        if self._device.type == "cpu":
+            return _done
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
     def _take_prompt_logprobs(self, parts: list[PromptRows], hidden: Tensor, output: ModelRunnerOutput) -> None:
         start = 0
         for part in parts:
@@ -166,8 +224,3 @@ class ModelRunner:
             if entries is not None:
                 output.prompt_logprobs[part.request_id] = entries
             start = end
-
-
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    """Return what waits until everything launched on the device is done; the CPU is done when a launch returns."""
-    return (lambda: None) if device.type == "cpu" else torch.cuda.current_stream(device).synchronize

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.attention.torch_kernels import download, upload
 from core.engine.sampling_state import SamplingRows
 from core.errors import InvalidRequest, KVFerryError
 from core.wire.messages import TokenLogprobs
@@ -43,85 +44,148 @@ class SampledTokens:
     failures: dict[int, KVFerryError] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """Log-probabilities on their way to the host: of the rows ``slots``, with ``counts[i]`` most likely tokens each."""
+
+    slots: list[int]
+    counts: list[int]
+    own: Tensor
+    ranks: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+    def entries(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Return one entry for each of ``token_ids``, the chosen ones."""
+        columns = (column.tolist() for column in (self.own, self.ranks, self.top_ids, self.top_values))
+        found = zip(token_ids, *columns, strict=True)
+        return [
+            TokenLogprobs((token_id, *ids[:count]), (value, *values[:count]), rank)
+            for (token_id, value, rank, ids, values), count in zip(found, self.counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSamples:
+    """Tokens that the device is choosing. ``on_device`` int64 ``[num_rows]`` may be used at once by what is launched later.
+
+    The others are on their way to the host. highest: ``[num_rows]``, the largest logits; edited: the rows with edits, and their
+    largest logits behind these.
+    """
+
+    on_device: Tensor
+    token_ids: Tensor
+    highest: Tensor
+    edited: list[tuple[int, Tensor]]
+    logprobs: LaunchedLogprobs | None
+
+    def finish(self) -> SampledTokens:
+        """Return the tokens; the caller has waited for the device."""
+        failures = _rows_without_numbers(self.highest)
+        for slot, highest in self.edited:
+            if slot not in failures and not bool(highest.isfinite()):
+                failures[slot] = InvalidRequest("allowed_token_ids, logit_bias and min_tokens leave no token to choose")
+        token_ids: list[int] = self.token_ids.tolist()
+        if self.logprobs is None:
+            return SampledTokens(token_ids, [], failures)
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        slots = self.logprobs.slots
+        for slot, entry in zip(slots, self.logprobs.entries([token_ids[slot] for slot in slots]), strict=True):
+            logprobs[slot] = entry
+        return SampledTokens(token_ids, logprobs, failures)
+
+
 def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> SampledTokens:
-    """Choose the next token of each row; ``rows`` is read, not advanced.
+    """Choose the next token of each row, and wait for it; see ``launch_sampling``."""
+    launched = launch_sampling(logits, rows, index)
+    if logits.is_cuda:
+        torch.cuda.current_stream(logits.device).synchronize()
+    return launched.finish()
+
+
+def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> LaunchedSamples:
+    """Begin to choose the next token of each row; ``rows`` is read, not advanced. A CUDA device is not waited for.
 
     ``logits``: ``[num_rows, vocab_size]``, overwritten. ``index``: the row of ``rows`` behind each row of logits.
     Log-probabilities are those of the model itself, before temperature, penalties and filters.
     """
     logits = logits.float()
-    failures = _rows_without_numbers(logits)
+    highest = download(_highest(logits))
     wants_logprobs = np.flatnonzero(rows.num_logprobs[index] >= 0)
-    raw = logits[torch.from_numpy(wants_logprobs).to(logits.device)].log_softmax(-1) if wants_logprobs.size else None
+    raw = logits[upload(wants_logprobs, logits.device)].log_softmax(-1) if wants_logprobs.size else None
+    edited = []
     for slot in np.flatnonzero(rows.has_edits[index]).tolist():
         edits = rows.edits[index[slot]]
         if edits is not None:
             edits.apply(logits[slot], int(rows.num_output_tokens[index[slot]]))
-            if slot not in failures and not bool(logits[slot].amax().isfinite()):
-                failures[slot] = InvalidRequest("allowed_token_ids, logit_bias and min_tokens leave no token to choose")
+            edited.append((slot, download(logits[slot].amax())))
     token_ids = _choose(logits, rows, index)
-    if raw is None:
-        return SampledTokens(token_ids, [], failures)
-    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-    chosen = [token_ids[slot] for slot in wants_logprobs.tolist()]
-    found = gather_logprobs(raw, chosen, rows.num_logprobs[index[wants_logprobs]].tolist())
-    for slot, entry in zip(wants_logprobs.tolist(), found, strict=True):
-        logprobs[slot] = entry
-    return SampledTokens(token_ids, logprobs, failures)
+    logprobs = None
+    if raw is not None:
+        chosen = token_ids[upload(wants_logprobs, logits.device)]
+        logprobs = _launch_logprobs(raw, chosen, rows.num_logprobs[index[wants_logprobs]].tolist(), wants_logprobs.tolist())
+    return LaunchedSamples(token_ids, download(token_ids), highest, edited, logprobs)
 
 
-def _rows_without_numbers(logits: Tensor) -> dict[int, KVFerryError]:
+def _highest(logits: Tensor) -> Tensor:
+    """Return the largest entry of each row; NaN if any is."""
+    return torch.from_numpy(np.max(logits.numpy(), axis=-1)) if logits.device.type == "cpu" else logits.amax(-1)
+
+
+def _rows_without_numbers(highest: Tensor) -> dict[int, KVFerryError]:
     """Return the rows that no token can be chosen from: the largest entry is NaN if any is, or infinite."""
-    highest = np.max(logits.numpy(), axis=-1) if logits.device.type == "cpu" else logits.amax(-1).cpu().numpy()
-    broken = np.flatnonzero(~np.isfinite(highest)).tolist()
+    broken = np.flatnonzero(~np.isfinite(highest.numpy())).tolist()
     return {slot: KVFerryError("the model's logits are not finite: its weights or its KV cache are damaged") for slot in broken}
 
 
 def gather_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return for each row the given token with its rank (1 = most likely) and the ``num_top[row]`` most likely ones.
 
-    ``logprobs``: ``[num_rows, vocab_size]``.
+    ``logprobs``: ``[num_rows, vocab_size]``. Waits for the device.
     """
-    chosen = torch.tensor(token_ids, device=logprobs.device)[:, None]
-    own = logprobs.gather(1, chosen)
-    ranks = ((logprobs > own).sum(-1) + 1).tolist()
-    own_values = own[:, 0].tolist()
+    launched = _launch_logprobs(logprobs, torch.tensor(token_ids, device=logprobs.device), list(num_top), [])
+    if logprobs.is_cuda:
+        torch.cuda.current_stream(logprobs.device).synchronize()
+    return launched.entries(token_ids)
+
+
+def _launch_logprobs(logprobs: Tensor, chosen: Tensor, num_top: list[int], slots: list[int]) -> LaunchedLogprobs:
+    """Begin to look up the tokens ``chosen`` ``[num_rows]`` and the most likely ones."""
+    own = logprobs.gather(1, chosen[:, None])
     width = min(max(num_top, default=0), logprobs.shape[1])
-    top = logprobs.topk(width) if width else None
-    top_values = top.values.tolist() if top else [[]] * len(token_ids)
-    top_ids = top.indices.tolist() if top else [[]] * len(token_ids)
-    return [
-        TokenLogprobs((token_id, *ids[:count]), (value, *values[:count]), rank)
-        for token_id, value, rank, ids, values, count in zip(
-            token_ids, own_values, ranks, top_ids, top_values, num_top, strict=True
-        )
-    ]
+    top = logprobs.topk(width)
+    return LaunchedLogprobs(
+        slots=slots,
+        counts=num_top,
+        own=download(own[:, 0]),
+        ranks=download((logprobs > own).sum(-1) + 1),
+        top_values=download(top.values),
+        top_ids=download(top.indices),
+    )
 
 
-def _choose(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> list[int]:
-    """Return the argmax of greedy rows and a draw for the others."""
+def _choose(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
+    """Return the argmax of greedy rows and a draw for the others, int64 ``[num_rows]`` on the device."""
     is_random = rows.temperature[index] > 0.0
     if not is_random.any():
         return _argmax(logits)
     if is_random.all():
         return _draw(logits, rows, index)
-    token_ids = np.empty(len(index), dtype=np.int64)
-    for slots, choose in ((np.flatnonzero(~is_random), None), (np.flatnonzero(is_random), _draw)):
-        part = logits[torch.from_numpy(slots).to(logits.device)]
-        token_ids[slots] = choose(part, rows, index[slots]) if choose else _argmax(part)
-    result: list[int] = token_ids.tolist()
-    return result
+    greedy, random = (upload(np.flatnonzero(mask), logits.device) for mask in (~is_random, is_random))
+    token_ids = torch.empty(len(index), dtype=torch.int64, device=logits.device)
+    token_ids[greedy] = _argmax(logits[greedy])
+    token_ids[random] = _draw(logits[random], rows, index[is_random])
+    return token_ids
 
 
-def _draw(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> list[int]:
+def _draw(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
     """Return one draw per row. ``logits`` ``[num_rows, vocab_size]`` is overwritten."""
     device = logits.device
-    logits.div_(torch.from_numpy(rows.temperature[index]).to(device)[:, None])
+    logits.div_(upload(rows.temperature[index], device)[:, None])
     _filter_by_logit(logits, rows.top_k[index], rows.min_p[index])
     probabilities = logits.softmax(-1)
     _filter_by_mass(probabilities, rows.top_p[index])
-    result: list[int] = _invert(probabilities, torch.from_numpy(rows.uniforms(index)).to(device)).tolist()
-    return result
+    return _invert(probabilities, upload(rows.uniforms(index), device))
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -154,10 +218,10 @@ def _filter_by_logit(logits: Tensor, top_k: npt.NDArray[np.int64], min_p: npt.ND
     if not limited.size and not min_p.any():
         return
     with np.errstate(divide="ignore"):  # -inf where min-p is off
-        floor = logits.amax(-1) + torch.from_numpy(np.log(min_p)).to(logits.device)
+        floor = logits.amax(-1) + upload(np.log(min_p), logits.device)
     if limited.size:
-        counts = torch.from_numpy(top_k[limited]).to(logits.device)
-        part = torch.from_numpy(limited).to(logits.device)
+        counts = upload(top_k[limited], logits.device)
+        part = upload(limited, logits.device)
         best = logits[part].topk(int(top_k[limited].max())).values
         floor[part] = torch.maximum(floor[part], best.gather(1, counts[:, None] - 1)[:, 0])
     logits.masked_fill_(logits < floor[:, None], -torch.inf)
@@ -168,16 +232,26 @@ def _filter_by_mass(probabilities: Tensor, top_p: npt.NDArray[np.float64]) -> No
     limited = np.flatnonzero(top_p < 1.0)
     if not limited.size:
         return
-    part = torch.from_numpy(limited).to(probabilities.device)
-    mass = torch.from_numpy(top_p[limited]).to(probabilities.device)
+    part, mass = upload(limited, probabilities.device), upload(top_p[limited], probabilities.device)
     rows = probabilities[part]
+    cutoff = _cutoffs(rows, mass) if probabilities.device.type == "cpu" else _cutoffs_by_sort(rows, mass)
+    probabilities[part] = rows.masked_fill_(rows < cutoff[:, None], 0.0)
+
+
+def _cutoffs_by_sort(rows: Tensor, mass: Tensor) -> Tensor:
+    """Return what ``_cutoffs`` does; on CUDA a sort takes less time than to wait for whether it can be spared."""
+    return _mass_cutoff(rows.sort(-1, descending=True).values, mass[:, None])[0]
+
+
+def _cutoffs(rows: Tensor, mass: Tensor) -> Tensor:
+    """Return the smallest probability of each row that is kept: ``mass`` ``[num_rows]`` lies in it and the larger ones."""
     cutoff, is_found = _mass_cutoff(rows.topk(min(_TOP_P_CANDIDATES, rows.shape[1])).values, mass[:, None])
     for slot in torch.nonzero(~is_found)[:, 0].tolist():
         # Tokens below this bound have a mass of less than 1 - top-p together, so none of them is kept.
         bound = 0.5 * (1.0 - float(mass[slot])) / rows.shape[1]
         kept = _sort_descending(rows[slot][rows[slot] >= bound])
         cutoff[slot] = _mass_cutoff(kept[None], mass[slot, None, None])[0]
-    probabilities[part] = rows.masked_fill_(rows < cutoff[:, None], 0.0)
+    return cutoff
 
 
 def _mass_cutoff(descending: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,11 +265,9 @@ def _mass_cutoff(descending: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 # On the CPU numpy's kernels for these two are vectorised and torch's are not.
 
 
-def _argmax(logits: Tensor) -> list[int]:
+def _argmax(logits: Tensor) -> Tensor:
     """Return the position of each row's largest entry, the first of equal ones."""
-    positions = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
-    result: list[int] = positions.tolist()
-    return result
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _sort_descending(values: Tensor) -> Tensor:

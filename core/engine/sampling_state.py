@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from core.attention.torch_kernels import upload
 from core.wire.sampling import SamplingParams
 
 _PERSON = b"kvferry-sample"
@@ -97,22 +98,22 @@ class LogitsEdits:
         """Change ``logits`` ``[vocab_size]`` (float32) in place."""
         device = logits.device
         if self._allowed is not None:
-            allowed = torch.from_numpy(self._allowed).to(device)
+            allowed = upload(self._allowed, device)
             kept = logits[allowed]
             logits.fill_(-torch.inf)
             logits[allowed] = kept
         if num_output_tokens < self._params.min_tokens and self._stop_ids.size:
-            logits[torch.from_numpy(self._stop_ids).to(device)] = -torch.inf
+            logits[upload(self._stop_ids, device)] = -torch.inf
         if self._bias_ids.size:
-            logits[torch.from_numpy(self._bias_ids).to(device)] += torch.from_numpy(self._bias_values).to(device)
+            logits[upload(self._bias_ids, device)] += upload(self._bias_values, device)
         if self._history is not None and self._history.token_ids.size:
             self._penalize(logits, self._history)
 
     def _penalize(self, logits: Tensor, history: TokenHistory) -> None:
         """Repetition over prompt and output (arXiv 1909.05858), frequency and presence over the output (OpenAI)."""
         params = self._params
-        token_ids = torch.from_numpy(history.token_ids).to(logits.device)
-        counts = torch.from_numpy(history.output_counts).to(logits.device)
+        token_ids = upload(history.token_ids, logits.device)
+        counts = upload(history.output_counts, logits.device)
         seen = logits[token_ids]
         factor = params.repetition_penalty
         if factor != 1.0:
@@ -188,13 +189,15 @@ class SamplingRows:
         self.has_edits[row] = False
         self.edits[row] = None
 
-    def append(self, rows: npt.NDArray[np.int64], token_ids: Sequence[int]) -> None:
-        """Count one new output token per row; ``rows`` are distinct."""
+    def advance(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count one new output token per row; ``rows`` are distinct. ``append`` follows once it is known."""
         self.num_output_tokens[rows] += 1
-        for slot in np.flatnonzero(self.has_edits[rows]).tolist():
-            edits = self.edits[rows[slot]]
-            if edits is not None:
-                edits.append(token_ids[slot])
+
+    def append(self, row: int, token_id: int) -> None:
+        """Let the edits of a row know a token that is counted already."""
+        edits = self.edits[row]
+        if edits is not None:
+            edits.append(token_id)
 
     def uniforms(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the random number of each row's next token, ``[len(rows)]``."""

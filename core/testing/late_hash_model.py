@@ -13,7 +13,7 @@ from core.testing.hash_model import HashModel
 
 
 class LateHashModel(HashModel):
-    """Takes connectors through a step at its launch, and computes it when the result is asked for, in order of launch."""
+    """Begins a connector's step at its launch; computes it, and ends the connector's, when the result is asked for."""
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See ``HashModel.launch_model``."""
@@ -24,13 +24,14 @@ class LateHashModel(HashModel):
             (request_id, self._batch[request_id], self._batch[request_id].num_computed_tokens, num_tokens)
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         ]
-        output = ModelRunnerOutput(kv_connector_output=self._finish_connector_step(scheduler_output))
+        output = ModelRunnerOutput()
 
         def compute() -> ModelRunnerOutput:
             for request_id, row, start, num_tokens in work:
                 token_id = self._compute(request_id, row, start, num_tokens)
                 if token_id is not None:
                     output.sampled_token_ids[request_id] = [token_id]
+            output.kv_connector_output = self._finish_connector_step(scheduler_output)
             output.ec_connector_output, output.failed_embeddings = self.encoder.finish_step(scheduler_output)
             return output
 

@@ -324,7 +324,7 @@ def test_writes_of_every_step_with_tokens_are_awaited_before_the_connector_ends_
     connector = copy_connector()
     engine = build_tiny(connector).engine
     happened = []
-    engine._runner._synchronize = lambda: happened.append("synchronized")
+    engine._runner._mark = lambda: lambda: happened.append("synchronized")
     engine._runner._connector._worker.wait_for_save = lambda: happened.append("ended")
     engine.add_request(NewRequest(request_id="r", prompt_token_ids=list(range(10, 80)), sampling=SamplingParams(max_tokens=2)))
     engine.step()

@@ -138,7 +138,7 @@ class InputBatchMachine(RuleBasedStateMachine):
             self.oracle[name].computed += count
         if len(inputs.samples):
             tokens = [7000 + len(self.oracle[names[number]].tokens) for number in inputs.samples]
-            self.batch.append_tokens(inputs.rows[inputs.samples], tokens)
+            self.batch.keep(self.batch.promise(inputs.rows[inputs.samples]), tokens)
             for number, token in zip(inputs.samples, tokens, strict=True):
                 self.oracle[names[number]].tokens.append(token)
 
@@ -201,7 +201,7 @@ def test_a_token_past_the_longest_length_is_counted_and_not_stored():
     batch = InputBatch(cache_config(), MAX_SEQS, MAX_LEN)
     batch.add(new_request("a", range(MAX_LEN), 1, (list(range(1, 6)),), MAX_LEN - 1))
     inputs = batch.prepare({"a": 1})
-    batch.append_tokens(inputs.rows, [5])
+    batch.keep(batch.promise(inputs.rows), [5])
     assert batch.num_tokens[0] == MAX_LEN + 1
     assert batch.token_ids[0, -1] == MAX_LEN - 1
 

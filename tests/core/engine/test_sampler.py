@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.engine import sampler
 from core.engine.sampler import gather_logprobs, sample
 from core.engine.sampling_state import SamplingRows, build_edits, uniform
 from core.wire.sampling import SamplingParams
@@ -223,7 +224,8 @@ def test_stop_tokens_come_back_once_min_tokens_are_out(sampling_rows):
     seen = []
     for _ in range(3):
         token = sample(logits.clone(), rows, every(1)).token_ids
-        rows.append(every(1), token)
+        rows.advance(every(1))
+        rows.append(0, token[0])
         seen += token
     assert seen == [0, 0, 4]
 
@@ -270,7 +272,8 @@ def test_another_worker_continues_the_stream_where_the_first_stopped(sampling_ro
         found = []
         for logits in wanted:
             token = sample(logits.clone(), rows, every(1)).token_ids
-            rows.append(every(1), token)
+            rows.advance(every(1))
+            rows.append(0, token[0])
             found += token
         return found
 
@@ -355,3 +358,11 @@ def test_a_row_whose_tokens_are_all_excluded_fails_alone(sampling_rows, temperat
     found = sample(logits_of(1, 2), rows, every(2))
     assert list(found.failures) == [1]
     assert found.failures[1].http_status == 400
+
+
+def test_cutoffs_by_a_whole_sort_are_those_of_the_candidates():
+    """What CUDA computes and what the CPU computes, with masses that need more tokens than the first candidates."""
+    rows = torch.stack([logits_of(seed, vocab=3000).mul(scale).softmax(-1)[0] for seed, scale in enumerate((5.0, 1.0, 0.01))])
+    for mass in (0.1, 0.5, 0.9, 0.999):
+        wanted = torch.full((3,), mass, dtype=torch.float64)
+        assert torch.equal(sampler._cutoffs(rows, wanted), sampler._cutoffs_by_sort(rows, wanted))

@@ -265,7 +265,7 @@ class World:
         encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector)
         self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy, encoder=encoder)
         self.last = SchedulerOutput()
-        self.in_flight: deque[tuple[SchedulerOutput, Callable, KVConnectorOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, Callable]] = deque()
         self.outputs: list[EngineCoreOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
@@ -300,18 +300,12 @@ class World:
 
     def finish_step(self) -> list[EngineCoreOutput]:
         """Run what was scheduled and apply it; with look-ahead, apply the step before, and all if nothing was scheduled."""
-        report = self.script.report
-        self.in_flight.append((self.last, self.model.launch_model(self.last), report))
+        self.in_flight.append((self.last, self.model.launch_model(self.last)))
         num_kept = 1 if self.scheduler.can_look_ahead() and self.last.total_num_scheduled_tokens else 0
         self.outputs = []
         while len(self.in_flight) > num_kept:
             self.outputs += self.finish_oldest()
         return self.outputs
-
-    @property
-    def unapplied_reports(self) -> list[KVConnectorOutput]:
-        """The connector's reports that the scheduler has not seen."""
-        return [self.script.report, *(report for _, _, report in self.in_flight)]
 
     def drain(self) -> list[EngineCoreOutput]:
         """Apply all that is in flight."""
@@ -319,7 +313,7 @@ class World:
 
     def finish_oldest(self) -> list[EngineCoreOutput]:
         """Apply the oldest step in flight."""
-        step, result, _ = self.in_flight.popleft()
+        step, result = self.in_flight.popleft()
         outputs = self.scheduler.update_from_output(step, result())
         for output in outputs:
             assert output.request_id not in self.ends, f"{output.request_id} speaks after its end"

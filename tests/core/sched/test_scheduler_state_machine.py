@@ -289,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_hold_what_their_seals_say(self):
         pool, model = self.world.manager.block_pool, self.world.model
-        known_to_be_bad = set().union(*(report.invalid_block_ids for report in self.world.unapplied_reports))
+        known_to_be_bad = self.world.script.report.invalid_block_ids
         for block in pool.blocks:
             if pool.seals.sealed_generation(block.block_id) == BROKEN or block.block_id in known_to_be_bad:
                 continue
