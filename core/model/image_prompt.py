@@ -154,5 +154,6 @@ def processing_key(arch: VisionArch, processor: ImageProcessor) -> bytes:
 
 
 def _named_token(tokenizer_config: Mapping[str, Any], name: str, default: str) -> str:
-    token = tokenizer_config.get(name, default)
+    extra = tokenizer_config.get("extra_special_tokens")
+    token = tokenizer_config.get(name) or (extra.get(name) if isinstance(extra, dict) else None) or default
     return str(token["content"]) if isinstance(token, dict) else str(token)

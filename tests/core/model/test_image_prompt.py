@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -138,6 +139,16 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(tiny_smolvlm, tmp_path,
         load("preprocessor_config.json", max_image_size={"longest_edge": 36})
     with pytest.raises(ConfigError, match="the tokenizer has no image token 499"):
         load("config.json", image_token_id=499, text_config={**files.config["text_config"], "vocab_size": 500})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tags_are_spelled_as_the_tokenizer_says(files, tokenizer, nested):
+    names = {"fake_image_token": {"content": "<|edge|>"}, "global_image_token": "<|whole|>"}
+    spelled = {"extra_special_tokens": names} if nested else names
+    prompts = load_image_prompts(replace(files, tokenizer_config=spelled), tokenizer)
+    expanded = prompts.expand("<image>", [read_image_size(IMAGES[0])])
+    assert expanded.startswith("<|edge|><row_1_col_1><image>")
+    assert expanded.endswith("\n\n<|edge|><|whole|>" + "<image>" * 16 + "<|edge|>")
 
 
 def test_the_image_processing_may_lie_inside_processor_config(tmp_path, files, tokenizer, prompts):
