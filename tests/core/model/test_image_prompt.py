@@ -1,12 +1,16 @@
 import itertools
 import json
 from dataclasses import replace
+from io import BytesIO
 
 import pytest
+import torch
+from PIL import Image
 
 from core.errors import ConfigError, InvalidRequest
 from core.kv.hashing import hash_media
 from core.model.hub import read_model_folder
+from core.model.image_encoder import load_image_encoder
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
@@ -77,6 +81,18 @@ def test_features_span_the_image_tokens_of_their_image(tiny_smolvlm, files, toke
         assert span[0] == span[-1] == image_token_id
         assert span.count(image_token_id) == feature.num_embeds == prompts.num_embeds(image.size)
     assert all(one.end < other.offset for one, other in itertools.pairwise(features))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_the_router_counts_as_many_embeddings_as_the_worker_makes(files, prompts, file_format, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = BytesIO()
+    Image.new("RGB", (70, 20), "green").save(file, file_format, **({} if file_format == "GIF" else {"exif": exif}))
+    content = file.getvalue()
+    embeddings = load_image_encoder(files, torch.float32).encode(content)
+    assert prompts.num_embeds(read_image_size(content)) == len(embeddings)
 
 
 def test_equal_images_are_one_file_and_one_identifier(tiny_smolvlm, tokenizer, prompts):
