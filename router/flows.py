@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 
 from core.errors import (
     Cancelled,
-    ConnectorUnavailable,
     DeadlineExceeded,
     InvalidRequest,
     KVFerryError,
@@ -44,7 +43,7 @@ from router.encode_legs import EncodeLegs
 from router.flow import Deliver, EncodeEnded, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
 from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, name_image, successor_message
 from router.news import Submission, Update
-from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, mismatch
+from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, why_not_read
 
 _MAX_REMEMBERED = 4096  # ended tries whose late tokens are expected
 _ABORT_AGAIN_S = 2.0  # a worker that still sends tokens so long after an abort has not got it
@@ -198,7 +197,7 @@ class Flows:
             sender.is_refusing = True
         if retries.is_worth_a_retry(error):
             return self._retry(flow, error, now, is_gone=True)
-        return self._fail_with(flow, error, now, gone=sender.key)
+        return self._fail_with(flow, name_image(flow.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[FlowAction]:
         """Fail what the worker may have been sent in vain: requests of which it has not shown a token."""
@@ -218,7 +217,6 @@ class Flows:
     def on_timer(self, now: float) -> list[FlowAction]:
         """End requests that are out of time; keep hand-overs alive until they are accepted; try those that wait again."""
         actions: list[FlowAction] = []
-        renewals: dict[WorkerKey, list[str]] = {}
         for flow in list(self._flows.values()):
             if now >= flow.deadline:
                 error = DeadlineExceeded(f"the request took longer than {flow.deadline - flow.arrival:g} s")
@@ -226,11 +224,15 @@ class Flows:
             elif flow.phase is Phase.ENCODE and flow.encoding is not None and now >= flow.encoding.deadline:
                 actions += self._encode_legs.give_up_all(flow, TransferTimeout.code)
                 actions += self._end_encode_leg(flow, now)
-            elif flow.phase is Phase.HANDOVER and flow.handoff and flow.prefill and now >= flow.renew_at:
-                renewals.setdefault(flow.prefill, []).append(flow.handoff.transfer_id)
+        return [*actions, *self._renewals(now), *self.place_waiting(now)]
+
+    def _renewals(self, now: float) -> list[Send]:
+        due: dict[WorkerKey, list[str]] = {}
+        for flow in self._flows.values():
+            if flow.phase is Phase.HANDOVER and flow.handoff and flow.prefill and now >= flow.renew_at:
+                due.setdefault(flow.prefill, []).append(flow.handoff.transfer_id)
                 flow.renew_at = now + _renew_interval(flow.handoff)
-        actions += [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in renewals.items()]
-        return actions + self.place_waiting(now)
+        return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
 
     def place_waiting(self, now: float) -> list[FlowAction]:
         """Give requests that wait to decode workers that have room by now; call it when there may be some."""
@@ -297,7 +299,7 @@ class Flows:
         """Release the hand-over if the worker that goes on cannot read it."""
         if flow.handoff is None:
             return []
-        problem = _why_not_read(self._cluster.get(flow.prefill), decode)
+        problem = why_not_read(self._cluster.get(flow.prefill), decode)
         if problem is None:
             return []
         releases = _release(flow.prefill, flow.handoff)
@@ -474,15 +476,6 @@ class Flows:
 
 def _demand(flow: Flow) -> Demand:
     return Demand(num_tokens=flow.submission.num_tokens, num_choices=len(flow.live_choices), avoid=frozenset(flow.avoid))
-
-
-def _why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
-    """Return why a worker that goes on cannot read what a prefill worker holds; None if it can."""
-    if prefill is None:
-        return PeerUnreachable("the prefill worker was lost")
-    if successor.role != "decode":
-        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no hand-overs")
-    return mismatch(prefill, successor)
 
 
 def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:

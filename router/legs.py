@@ -6,6 +6,8 @@ worker comes next: ``router.flows`` calls it.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from core.errors import ProtocolError
@@ -14,6 +16,8 @@ from router.accounting import HandoverReport, first_token_timing, second_token_t
 from router.cluster import Worker
 from router.flow import Flow, Phase
 from router.news import ChoiceUpdate, PromptReport, Submission, Update
+
+_FEATURE = re.compile(r"images\[(\d{1,4})\]")
 
 
 class TokensLost(ProtocolError):
@@ -56,12 +60,19 @@ def _message(flow: Flow, now: float) -> Generate:
     )
 
 
-def name_image(submission: Submission, error: ErrorInfo, media_index: int | None) -> ErrorInfo:
-    """Return an error of a worker as the client understands it: it knows its images by their places."""
+def name_image(submission: Submission, error: ErrorInfo, media_index: int | None = None) -> ErrorInfo:
+    """Return an error of a worker as the client understands it: it knows its images by their places.
+
+    An encode worker says which file was bad; who computes prompts names a feature in the error, as ``images[0]``.
+    """
+    feature = _FEATURE.fullmatch(error.param or "")
+    if feature is not None and int(feature[1]) < len(submission.mm_features):
+        media_index = submission.mm_features[int(feature[1])].media_index
     if media_index is None or media_index >= len(submission.media_places):
         return error
     place = submission.media_places[media_index]
-    return msgspec.structs.replace(error, message=f"{place}: the image cannot be used: {error.message}", param=place)
+    reason = error.message.removeprefix(f"image {feature[1]} cannot be used: ") if feature else error.message
+    return msgspec.structs.replace(error, message=f"{place}: the image cannot be used: {reason}", param=place)
 
 
 # ---- the prefill leg's answer --------------------------------------------------------------------------------------------

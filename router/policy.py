@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.errors import ConnectorUnavailable, ContextTooLong, InvalidRequest, KVFerryError, NoWorker, Overloaded
+from core.errors import (
+    ConnectorUnavailable,
+    ContextTooLong,
+    InvalidRequest,
+    KVFerryError,
+    NoWorker,
+    Overloaded,
+    PeerUnreachable,
+)
 from core.wire.pairing import check_compatible, choose_transport
 from router.cluster import Worker, WorkerKey
 
@@ -70,6 +78,15 @@ def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
     except KVFerryError as error:
         return type(error)(f"{names} cannot hand over: {error.message}")
     return None
+
+
+def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
+    """Return why a worker that goes on cannot read what a prefill worker holds; None if it can."""
+    if prefill is None:
+        return PeerUnreachable("the prefill worker was lost")
+    if successor.role != "decode":
+        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no hand-overs")
+    return mismatch(prefill, successor)
 
 
 def routes(workers: Iterable[Worker]) -> Iterator[Route]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("core", "router", "prefill", "decode", "connectors", "kvstore", "kvferry")
+PACKAGES = ("core", "router", "encode", "prefill", "decode", "connectors", "kvstore", "kvferry")
 
 
 @pytest.fixture(scope="module")

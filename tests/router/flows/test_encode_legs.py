@@ -215,6 +215,16 @@ def test_a_bad_image_ends_the_request_and_is_named_as_the_client_did(bench):
     bench.assert_idle()
 
 
+def test_a_bad_image_that_a_prefill_worker_finds_is_named_as_the_client_did(make_bench):
+    bench = make_bench("p0", "d0")
+    submit(bench, CAT, DOG)
+    bad = InvalidRequest("image 1 cannot be used: it is cut off", param="images[1]")
+    bench.fails("p0", ErrorInfo.of(bad))
+    error = bench.error()
+    assert (error.http_status, error.param) == (400, "messages[0].content[1]")
+    assert error.message == "messages[0].content[1]: the image cannot be used: it is cut off"
+
+
 def test_an_abort_reaches_the_encode_workers(bench):
     submit(bench, CAT)
     bench.do(bench.machine.abort("r1", "client", 0.0))
