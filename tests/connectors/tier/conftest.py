@@ -142,6 +142,7 @@ class TierEngine:
         attentions=FULL,
         max_tokens=64,
         make_model=HashModel,
+        looks_ahead=False,
         open_pool=lambda model: open_pool(model.region),
         **settings,
     ):
@@ -162,10 +163,11 @@ class TierEngine:
             max_model_len=500,
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=HASH_BLOCK_SIZE,
-            max_in_flight_tokens=max_tokens,
+            max_in_flight_tokens=max_tokens * (2 if looks_ahead else 1),
             seals=self.model.seals,
         )
-        config = SchedulerSection(max_num_batched_tokens=max_tokens, max_num_seqs=6)
+        async_scheduling = "on" if looks_ahead else "off"
+        config = SchedulerSection(max_num_batched_tokens=max_tokens, max_num_seqs=6, async_scheduling=async_scheduling)
         core_scheduler = Scheduler(config, self.manager, 500, self.scheduler, self.clock)
         self.core = EngineCore(core_scheduler, self.model, BlockHasher(FINGERPRINT), self.model.vocab_size)
         self.prompts = {}

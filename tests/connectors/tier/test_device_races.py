@@ -22,11 +22,13 @@ from core.engine.pinning import pin_for_cuda
 from core.kv.seals import each_by_itself
 from core.testing.delayed_device import DelayedDevice
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel
+from core.testing.late_hash_model import LateHashModel
 
 HYBRID = (HashAttention(window=20), HashAttention())
 BLOCK_BYTES = 16 * SLOT_BYTES
 NUM_SLOTS = 5
 NUM_REQUESTS = 24
+LATE = {"make_model": LateHashModel, "looks_ahead": True}
 
 
 class CudaHashModel(HashModel):
@@ -140,11 +142,11 @@ def way_to(device, slots=None):
     return open_pool
 
 
-def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False):
+def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False, **settings):
     device = DelayedDevice(seed, share=(0.02, 0.1, 0.4)[seed % 3])  # slow ones and fast ones
     slots = SlotStore(store) if is_pinned else None
     open_pool = way_to(device, slots)
-    history = History(partial(tier_engine, store=store), store, seed, attentions=attentions, open_pool=open_pool)
+    history = History(partial(tier_engine, store=store), store, seed, attentions=attentions, open_pool=open_pool, **settings)
     happened = history.run(device.go_on)
     happened["late copies"] += device.num_late
     happened["pinned blocks"] += 0 if slots is None else slots.num_pinned
@@ -155,7 +157,7 @@ def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False)
 @pytest.mark.parametrize("attentions", [(HashAttention(),), HYBRID], ids=["full", "sliding"])
 def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, is_pinned):
     happened = Counter()
-    for seed in range(8):
+    for seed in range(6):
         happened += run_on_delayed_device(tier_engine, scripted_store(), seed, attentions, is_pinned)
     assert (happened["pinned blocks"] > 0) == is_pinned
     assert not happened["blocks_copied_again"], "what landed was not what was stored"
@@ -164,10 +166,21 @@ def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, 
         assert happened[what] > 0, f"no {what}: the histories show nothing"
 
 
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
+def test_no_copy_is_ever_early_or_late_beside_a_step_of_look_ahead(tier_engine, scripted_store, is_pinned):
+    happened = Counter()
+    for seed in range(6):
+        happened += run_on_delayed_device(tier_engine, scripted_store(), seed, HYBRID, is_pinned, **LATE)
+    assert not happened["failed_blocks"] + happened["blocks_copied_again"], "what came back was not what was saved"
+    for what in ("saved_blocks", "loaded_blocks", "aborted_loads", "preemptions", "aborts", "late copies"):
+        assert happened[what] > 0, f"no {what}: the histories show nothing"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 300))
 def test_no_copy_is_ever_early_or_late_in_many_histories(tier_engine, store, seed):
-    run_on_delayed_device(tier_engine, store, seed, HYBRID if seed % 2 else (HashAttention(),), is_pinned=seed % 4 < 2)
+    attentions, late = HYBRID if seed % 2 else (HashAttention(),), LATE if seed % 3 else {}
+    run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=seed % 4 < 2, **late)
 
 
 def nobody_waits_for_writes(access):
