@@ -80,11 +80,18 @@ def run_all(run_engine, router, built, conversations, **how):
     return finished
 
 
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
 @pytest.mark.parametrize("chunk", [256, 24])
-def test_answers_are_those_of_transformers_in_any_chunks(build, router, run_engine, chunk):
-    built = build(scheduler__max_num_batched_tokens=chunk)
+def test_answers_are_those_of_transformers_in_any_chunks(build, router, run_engine, chunk, async_scheduling):
+    built = build(scheduler__max_num_batched_tokens=chunk, scheduler__async_scheduling=async_scheduling)
+    run_all(run_engine, router, built, CONVERSATIONS, per_step=1)  # images come while others decode
+    assert built.engine.gauges.num_encoder_computed >= 4
+
+
+def test_an_image_that_several_show_at_a_time_is_computed_once(build, router, run_engine):
+    built = build()
     run_all(run_engine, router, built, CONVERSATIONS)
-    assert built.engine.gauges.num_encoder_computed == 4  # every image once, however often it is shown
+    assert built.engine.gauges.num_encoder_computed == 4
 
 
 def test_each_conversation_alone_is_answered_alike(build, router, run_engine):
@@ -179,9 +186,10 @@ def bad_requests(router):
     }
 
 
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
 @pytest.mark.parametrize("kind", ["cut off", "exchanged", "miscounted", "missing"])
-def test_a_bad_image_ends_its_request_alone(build, router, run_engine, kind):
-    built = build()
+def test_a_bad_image_ends_its_request_alone(build, router, run_engine, kind, async_scheduling):
+    built = build(scheduler__async_scheduling=async_scheduling)
     bad, message = bad_requests(router)[kind]
     others = {"other": (IMAGES[3], "what is in this image?"), "text": CONVERSATIONS["text"]}
     finished = run_engine(built.engine, [bad, *(router.request(name, parts) for name, parts in others.items())])
