@@ -343,7 +343,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_order("router.max_body_bytes", router.max_body_bytes, "<=", "router.max_upload_bytes", router.max_upload_bytes)
         _check_connectors(connector)
         _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
-        _check_ec_connector(self.ec_connector, has_store=bool(self.kvstore.address) or self.local.kvstore)
+        _check_ec_connector(self)
         _check_lmcache(connector.lmcache)
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
@@ -395,15 +395,22 @@ def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> 
         raise ConfigError(f"{path}: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}", param=path)
 
 
-def _check_ec_connector(ec_connector: ECConnectorSection, *, has_store: bool) -> None:
-    """Refuse a way of embeddings that leads nowhere."""
+def _check_ec_connector(config: KVFerryConfig) -> None:
+    """Refuse a way of embeddings that leads nowhere, or that could take the store away from KV blocks."""
+    ec_connector, kvstore = config.ec_connector, config.kvstore
     _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
     if ec_connector.kvstore_address:
         _check_address("ec_connector.kvstore_address", ec_connector.kvstore_address, lowest_port=1)
-    elif ec_connector.name == "shared" and not has_store:
+    elif ec_connector.name == "shared" and not (kvstore.address or config.local.kvstore):
         raise ConfigError(
             "ec_connector.name = shared needs a store that workers share: set kvstore.address, or ec_connector.kvstore_address",
             param="ec_connector.kvstore_address",
+        )
+    elif ec_connector.name == "shared" and "store" in config.connector.names and not kvstore.block_bytes:
+        raise ConfigError(
+            "ec_connector.name = shared with connector store: set kvstore.block_bytes to the size of a KV block, or the store "
+            "has room for whichever comes first; or give embeddings a store of their own, ec_connector.kvstore_address",
+            param="kvstore.block_bytes",
         )
 
 

@@ -12,13 +12,14 @@ from core.clock import Clock
 
 
 class Alarm:
-    """Calls ``ring`` once, at the time that was set last. For one event loop; ``set_soon`` may be called by any thread."""
+    """Calls ``ring`` once, at the time that was set last. For one event loop; ``set_soon`` is called by one other thread."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock = clock
         self._ring = ring
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._set_at = 0.0
 
     def start(self) -> None:
         """Use the running event loop from now on."""
@@ -33,7 +34,8 @@ class Alarm:
     def set_soon(self, at: float) -> None:
         """Ring at a time, and not at the one that was set before."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
+        if at != self._set_at and loop is not None and not loop.is_closed():  # said anew in each step
+            self._set_at = at
             loop.call_soon_threadsafe(self._set, at)
 
     def _set(self, at: float) -> None:

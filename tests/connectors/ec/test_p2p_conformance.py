@@ -68,3 +68,8 @@ class TestShm(P2PConformance):
 
 class TestTcp(P2PConformance):
     transport = "tcp"
+
+
+@pytest.mark.full
+class TestNixl(P2PConformance):
+    transport = "nixl"
