@@ -157,7 +157,7 @@ def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False,
 @pytest.mark.parametrize("attentions", [(HashAttention(),), HYBRID], ids=["full", "sliding"])
 def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, is_pinned):
     happened = Counter()
-    for seed in range(6):
+    for seed in range(8):
         happened += run_on_delayed_device(tier_engine, scripted_store(), seed, attentions, is_pinned)
     assert (happened["pinned blocks"] > 0) == is_pinned
     assert not happened["blocks_copied_again"], "what landed was not what was stored"
@@ -169,7 +169,7 @@ def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
 def test_no_copy_is_ever_early_or_late_beside_a_step_of_look_ahead(tier_engine, scripted_store, is_pinned):
     happened = Counter()
-    for seed in range(6):
+    for seed in range(8):
         happened += run_on_delayed_device(tier_engine, scripted_store(), seed, HYBRID, is_pinned, **LATE)
     assert not happened["failed_blocks"] + happened["blocks_copied_again"], "what came back was not what was saved"
     for what in ("saved_blocks", "loaded_blocks", "aborted_loads", "preemptions", "aborts", "late copies"):
