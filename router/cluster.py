@@ -9,6 +9,7 @@ process was doing is lost. If the old process turns out to be alive, two process
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class WorkerKey(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class Member(ABC):
     """A live process of the cluster as the router sees it.
 
     ``num_inflight`` counts what it was given for this router's own requests (choices, or images) and is moved by the flows.
@@ -62,9 +63,23 @@ class Member:
     last_picked: int = 0
 
     @property
+    @abstractmethod
     def role(self) -> Role:
         """What the process does."""
-        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """How much of what it holds it works on at a time, or may hold where that is not said."""
+
+    @property
+    @abstractmethod
+    def transports(self) -> tuple[str, ...]:
+        """How others read what it has."""
+
+    @abstractmethod
+    def has_room(self, count: int) -> bool:
+        """Say whether it would admit so much more, as far as is known here."""
 
     @property
     def num_held(self) -> int:
@@ -84,19 +99,29 @@ class Worker(Member):
         return self.facts.role
 
     @property
+    def num_slots(self) -> int:
+        """Choices in its batch."""
+        return self.facts.max_num_seqs
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Of KV blocks."""
+        return self.facts.transports
+
+    @property
     def load(self) -> float:
         """Choices per slot."""
-        return self.num_held / self.facts.max_num_seqs
+        return self.num_held / self.num_slots
 
     def may_hold(self, num_choices: int) -> bool:
         """Say whether so many choices would fit if it had no others."""
         limit = self.facts.max_num_choices
         return not limit or num_choices <= limit
 
-    def has_room(self, num_choices: int) -> bool:
+    def has_room(self, count: int) -> bool:
         """Say whether it would admit so many choices more, as far as is known here."""
         limit = self.facts.max_num_choices
-        return not self.is_refusing and (not limit or self.num_held + num_choices <= limit)
+        return not self.is_refusing and (not limit or self.num_held + count <= limit)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,9 +135,19 @@ class Encoder(Member):
         """What the worker does."""
         return "encode"
 
-    def has_room(self, num_images: int) -> bool:
+    @property
+    def num_slots(self) -> int:
+        """Images that it holds at most."""
+        return self.facts.max_num_images
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The connector that embeddings are read by."""
+        return (self.facts.ec_connector,)
+
+    def has_room(self, count: int) -> bool:
         """Say whether it would admit so many images more, as far as is known here."""
-        return not self.is_refusing and self.num_held + num_images <= self.facts.max_num_images
+        return not self.is_refusing and self.num_held + count <= self.num_slots
 
 
 @dataclass(frozen=True, slots=True)

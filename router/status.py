@@ -12,13 +12,13 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from router.cluster import Worker
+from router.cluster import Member
 from router.endpoints import Endpoints
 from router.metrics import PREFIX
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
-    """One live worker, as its last heartbeat told."""
+    """One live worker, as its last heartbeat told; an encode worker holds images instead of choices, and no KV."""
 
     engine_id: str
     role: str
@@ -68,7 +68,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         reason=reason or "",
         num_requests=endpoints.service.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
-        workers=[_worker_status(worker) for worker in endpoints.service.machine.cluster.workers],
+        workers=[_worker_status(member) for member in endpoints.service.machine.cluster.members],
         handovers=metrics.by_label("kv_handovers_total", "outcome"),
         failures=metrics.by_label("request_failure_total", "code"),
         finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),
@@ -79,7 +79,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
     )
 
 
-def _worker_status(worker: Worker) -> WorkerStatus:
+def _worker_status(worker: Member) -> WorkerStatus:
     state = "draining" if worker.is_draining else "ready" if worker.has_room(1) else "full"
     return WorkerStatus(
         engine_id=worker.key.engine_id,
@@ -87,10 +87,10 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         state=state,
         num_running=worker.num_running,
         num_waiting=worker.num_waiting,
-        max_num_seqs=worker.facts.max_num_seqs,
+        max_num_seqs=worker.num_slots,
         kv_cache_usage=worker.kv_cache_usage,
         num_leased_blocks=worker.num_leased_blocks,
-        transports=worker.facts.transports,
+        transports=worker.transports,
     )
 
 

@@ -22,7 +22,7 @@ def test_version_is_printed():
     assert (result.exit_code, result.stdout.strip()) == (0, __version__)
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "kvstore", "demo", "models"])
+@pytest.mark.parametrize("command", ["serve", "router", "encode", "prefill", "decode", "kvstore", "demo", "models"])
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0
@@ -30,7 +30,7 @@ def test_every_command_explains_itself(command):
     assert "--ready-fd" not in result.stdout
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode"])
+@pytest.mark.parametrize("command", ["serve", "router", "encode", "prefill", "decode"])
 def test_every_process_of_a_cluster_can_be_told_the_served_name(command, monkeypatch):
     seen = []
     monkeypatch.setattr("kvferry.serve.serve_forever", lambda config: seen.append(config) or 0)

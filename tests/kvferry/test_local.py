@@ -17,6 +17,15 @@ def test_half_a_cluster_is_refused(assignments):
         LocalCluster(load_config(assignments=assignments))
 
 
+def test_encode_workers_are_read_by_a_connector_even_if_none_was_named():
+    cluster = LocalCluster(load_config(assignments=["local.num_encode=2"]))
+    assert list(cluster._roles) == ["encode-0", "encode-1", "prefill-0", "decode-0"]
+    assert cluster._config.ec_connector.name == "p2p"
+    assert LocalCluster(load_config())._config.ec_connector.name == "none"
+    named = load_config(assignments=["local.num_encode=1", "ec_connector.name=shared", "local.kvstore=true"])
+    assert LocalCluster(named)._config.ec_connector.name == "shared"
+
+
 @pytest.mark.parametrize(
     "assignment",
     [

@@ -9,6 +9,7 @@ from kvferry.roles import check_exposure
 KEY = "security.cluster_key=0123456789abcdef0123456789abcdef"
 EXPOSED = {
     "router": "router.worker_address=tcp://0.0.0.0:5570",
+    "encode": "worker.control_address=tcp://0.0.0.0:5571",
     "prefill": "worker.control_address=tcp://*:5571",
     "kvstore": "kvstore.bind_address=tcp://10.0.0.1:5580",
 }
@@ -32,7 +33,7 @@ def test_a_key_or_the_word_for_it_permits_it(role, setting, permission):
     check_exposure(role, load_config(assignments=[setting, permission]))
 
 
-@pytest.mark.parametrize("role", ["router", "prefill", "decode", "aggregated", "kvstore"])
+@pytest.mark.parametrize("role", ["router", "encode", "prefill", "decode", "aggregated", "kvstore"])
 def test_defaults_are_for_this_machine(role):
     check_exposure(role, load_config())
 

@@ -25,6 +25,13 @@ async def test_report_names_workers_and_counts_what_was_served(served):
     assert {part["num_requests"] for part in parts.values()} == {1}
 
 
+async def test_report_names_encode_workers_too(served):
+    await served.add("encode")
+    report = (await get(served, "/status.json")).json()
+    (found,) = (worker for worker in report["workers"] if worker["role"] == "encode")
+    assert (found["state"], found["max_num_seqs"], found["transports"]) == ("ready", 8, ["shared"])
+
+
 async def test_report_says_why_nothing_can_be_served(start_router):
     report = (await get(await start_router(has_http=False), "/status.json")).json()
     assert report["is_ready"] is False
