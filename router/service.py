@@ -21,7 +21,7 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import ErrorInfo, Generate, RouterMessage
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.cluster import Joined, Left, Member, WorkerKey
 from router.flow import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
@@ -332,6 +332,7 @@ class RouterService:
                     self._deliver(action)
                 case EncodeEnded():
                     self._metrics.count_encodes(action.outcome, action.num_images, action.num_cached)
+                    self._traces.end_encode_leg(action, self._clock.now())
                 case Retried():
                     self._on_retried(action)
                 case Ended():
@@ -360,7 +361,7 @@ class RouterService:
         """Return the message of an action, with the span of the leg that it begins."""
         message = action.message
         worker = self.machine.cluster.by_peer(action.peer)
-        if not self._traces.is_on or not isinstance(message, Generate) or worker is None:
+        if not self._traces.is_on or not isinstance(message, Generate | EncodeRequest) or worker is None:
             return message
         (request_id,) = self.machine.flows.find_requests([message.request_id])
         return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())

@@ -8,17 +8,18 @@ every call returns at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from core.tracing import Attributes, Span, TraceContext, Tracer
-from core.wire.messages import ErrorInfo, Generate
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from router.cluster import WorkerKey
-from router.flow import Flow, Retried
+from router.flow import EncodeEnded, Flow, Retried
 from router.news import Submission
 
 REQUEST = "kvferry.request"
+ENCODE_LEG = "kvferry.leg.encode"
 PREFILL_LEG = "kvferry.leg.prefill"
 DECODE_LEG = "kvferry.leg.decode"
 WHOLE_LEG = "kvferry.leg.aggregated"
@@ -30,6 +31,7 @@ class _Open:
 
     span: Span
     leg: Span | None = None
+    encodes: dict[WorkerKey, Span] = field(default_factory=dict)  # legs beside each other
 
 
 class RequestTraces:
@@ -61,19 +63,31 @@ class RequestTraces:
         """Whether anything is recorded."""
         return self._tracer is not None
 
-    def begin_leg(self, request_id: str, message: Generate, worker: WorkerKey, now: float) -> Generate:
+    def begin_leg(
+        self, request_id: str, message: Generate | EncodeRequest, worker: WorkerKey, now: float
+    ) -> Generate | EncodeRequest:
         """Open the span of a leg and return its message with the span's context; one that is open has ended."""
         found = self._open.get(request_id)
         if self._tracer is None or found is None or found.span.context is None:
             return message
-        self._end_leg(found, now)
-        attributes: Attributes = {
-            "kvferry.engine_id": worker.engine_id,
-            "kvferry.wire_id": message.request_id,
-            "kvferry.has_handover": message.kv_handoff is not None,
-        }
-        found.leg = self._tracer.start(_leg_name(message), now, found.span.context, attributes, "client")
-        return msgspec.structs.replace(message, trace=found.leg.context)
+        attributes: dict[str, str | int] = {"kvferry.engine_id": worker.engine_id, "kvferry.wire_id": message.request_id}
+        if isinstance(message, Generate):
+            self._end_legs(found, now)
+            attributes["kvferry.has_handover"] = message.kv_handoff is not None
+        leg = self._tracer.start(_leg_name(message), now, found.span.context, attributes, "client")
+        if isinstance(message, Generate):
+            found.leg = leg
+        else:
+            found.encodes[worker] = leg
+        return msgspec.structs.replace(message, trace=leg.context)
+
+    def end_encode_leg(self, ended: EncodeEnded, now: float) -> None:
+        """Close the span of an encode leg with what became of it."""
+        found = self._open.get(ended.request_id)
+        leg = found.encodes.pop(ended.worker, None) if found is not None else None
+        if leg is not None:
+            leg.add({"kvferry.num_images": ended.num_images, "kvferry.num_cached_images": ended.num_cached})
+            leg.end(now, "" if ended.outcome == "done" else ended.outcome)
 
     def note_first_token(self, request_id: str, now: float) -> None:
         """Note when the client got its first token."""
@@ -86,7 +100,7 @@ class RequestTraces:
         found = self._open.get(retried.request_id)
         if found is None:
             return
-        self._end_leg(found, now, retried.error.code)
+        self._end_legs(found, now, retried.error.code)
         attributes = {
             "kvferry.retry.kind": retried.kind,
             "kvferry.retry.code": retried.error.code,
@@ -101,7 +115,7 @@ class RequestTraces:
         if found is None:
             return ""
         error = flow.error.code if flow.error else ""
-        self._end_leg(found, now, error)
+        self._end_legs(found, now, error)
         found.span.add(
             {
                 "gen_ai.usage.output_tokens": flow.num_output_tokens,
@@ -116,17 +130,21 @@ class RequestTraces:
         """Close the spans of a request that was refused, or that the state machine has lost."""
         found = self._open.pop(request_id, None)
         if found is not None:
-            self._end_leg(found, now, error.code)
+            self._end_legs(found, now, error.code)
             found.span.add({"kvferry.outcome": error.code})
             found.span.end(now, f"{error.code}: {error.message}")
 
-    def _end_leg(self, found: _Open, now: float, error: str = "") -> None:
-        if found.leg is not None:
-            found.leg.end(now, error)
-            found.leg = None
+    def _end_legs(self, found: _Open, now: float, error: str = "") -> None:
+        for leg in (found.leg, *found.encodes.values()):
+            if leg is not None:
+                leg.end(now, error)
+        found.leg = None
+        found.encodes.clear()
 
 
-def _leg_name(message: Generate) -> str:
+def _leg_name(message: Generate | EncodeRequest) -> str:
+    if isinstance(message, EncodeRequest):
+        return ENCODE_LEG
     if message.handoff:
         return PREFILL_LEG
     return DECODE_LEG if message.choices else WHOLE_LEG

@@ -13,8 +13,21 @@ from dataclasses import dataclass, field
 
 from core.engine.hands import split_choice_id
 from core.tracing import Attributes, TraceContext, Tracer
-from core.wire.messages import Abort, Generate, PrefillDone, RequestFailed, RouterMessage, Tokens, TransferUsage, WorkerMessage
+from core.wire.messages import (
+    Abort,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
+    Generate,
+    PrefillDone,
+    RequestFailed,
+    RouterMessage,
+    Tokens,
+    TransferUsage,
+    WorkerMessage,
+)
 
+ENCODE = "kvferry.encode"
 PREFILL = "kvferry.prefill"
 DECODE = "kvferry.decode"
 MAX_OPEN = 8192  # beyond it the oldest is forgotten: its router is gone and nothing was sent of it
@@ -25,7 +38,7 @@ class _Open:
     """A request whose last reply has not been sent."""
 
     parent: TraceContext
-    message: Generate
+    message: Generate | EncodeRequest
     arrival: float
     live_choices: set[int]
     num_output_tokens: int = 0
@@ -49,9 +62,9 @@ class WorkerTraces:
         match message:
             case Generate() if message.trace is not None:
                 choices = {choice.index for choice in message.choices} or set(range(message.n))
-                self._open[message.request_id] = _Open(message.trace, message, now, choices)
-                if len(self._open) > MAX_OPEN:
-                    self._open.popitem(last=False)
+                self._hold(_Open(message.trace, message, now, choices))
+            case EncodeRequest() if message.trace is not None:
+                self._hold(_Open(message.trace, message, now, set()))
             case Abort():
                 for name in message.request_ids:
                     self._abort(name, message.reason, now)
@@ -63,23 +76,45 @@ class WorkerTraces:
         match message:
             case PrefillDone():
                 self._on_prefill_done(message, now)
-            case RequestFailed():
+            case EncodeDone():
+                self._on_encode_done(message, now)
+            case RequestFailed() | EncodeFailed():
                 self._end(message.request_id, now, message.error.code)
             case list():
                 for item in message:
                     self._on_tokens(item, now)
 
+    def _hold(self, begun: _Open) -> None:
+        self._open[begun.message.request_id] = begun
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+
+    def _on_encode_done(self, message: EncodeDone, now: float) -> None:
+        found = self._open.pop(message.request_id, None)
+        if found is not None:
+            attributes = {
+                **self._attributes(found),
+                "kvferry.num_images": len(message.ec_sources),
+                "kvferry.num_cached_images": message.num_cached,
+            }
+            self._record_computed(ENCODE, found, attributes, message.queue_ms, now)
+
     def _on_prefill_done(self, message: PrefillDone, now: float) -> None:
         found = self._open.pop(message.request_id, None)
-        if found is None or self.tracer is None:
+        if found is None:
             return
         attributes = {
             **self._attributes(found),
             "kvferry.cached_tokens": message.num_cached_tokens,
             "kvferry.num_blocks": sum(len(group.block_ids) for group in message.kv_handoff.groups) if message.kv_handoff else 0,
         }
-        span = self.tracer.start(PREFILL, found.arrival, found.parent, attributes, "server")
-        computing = min(now, found.arrival + message.queue_ms / 1e3)
+        self._record_computed(PREFILL, found, attributes, message.queue_ms, now)
+
+    def _record_computed(self, name: str, found: _Open, attributes: Attributes, queue_ms: float, now: float) -> None:
+        """Record a request that first waits and then is computed."""
+        assert self.tracer is not None, "nothing is open without one"
+        span = self.tracer.start(name, found.arrival, found.parent, attributes, "server")
+        computing = min(now, found.arrival + queue_ms / 1e3)
         self.tracer.record("kvferry.queue", found.arrival, computing, span.context, {})
         self.tracer.record("kvferry.compute", computing, now, span.context, {})
         span.end(now)
@@ -114,14 +149,11 @@ class WorkerTraces:
         found = self._open.pop(request_id, None)
         if found is None or self.tracer is None:
             return
-        attributes = {
-            **self._attributes(found),
-            "gen_ai.usage.output_tokens": found.num_output_tokens,
-            "kvferry.cached_tokens": found.num_cached_tokens,
-        }
-        span = self.tracer.start(
-            PREFILL if found.message.handoff else DECODE, found.arrival, found.parent, attributes, "server"
-        )
+        attributes = self._attributes(found)
+        if isinstance(found.message, Generate):
+            attributes["gen_ai.usage.output_tokens"] = found.num_output_tokens
+            attributes["kvferry.cached_tokens"] = found.num_cached_tokens
+        span = self.tracer.start(_name_of(found.message), found.arrival, found.parent, attributes, "server")
         if found.cost is not None and found.first_token_at is not None:
             self._record_parts(found, found.cost, found.first_token_at, span.context)
         span.end(now, error)
@@ -149,8 +181,10 @@ class WorkerTraces:
         attributes: dict[str, str | int] = {
             "kvferry.engine_id": self.engine_id,
             "kvferry.wire_id": found.message.request_id,
-            "gen_ai.usage.input_tokens": len(found.message.prompt_token_ids),
         }
+        if isinstance(found.message, EncodeRequest):
+            return attributes
+        attributes["gen_ai.usage.input_tokens"] = len(found.message.prompt_token_ids)
         handoff, cost = found.message.kv_handoff, found.cost
         if handoff is not None:
             attributes["kvferry.prefill_engine_id"] = handoff.engine_id
@@ -158,3 +192,9 @@ class WorkerTraces:
             attributes["kvferry.fallback_reason"] = cost.fallback_reason
             attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens
         return attributes
+
+
+def _name_of(message: Generate | EncodeRequest) -> str:
+    if isinstance(message, EncodeRequest):
+        return ENCODE
+    return PREFILL if message.handoff else DECODE

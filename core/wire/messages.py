@@ -300,6 +300,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_d
     media: MediaFiles
     priority: int = 0
     deadline_ms: WholeMilliseconds = 0
+    trace: TraceContext | None = None  # as that of ``Generate``
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):

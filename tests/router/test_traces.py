@@ -3,8 +3,14 @@
 import pytest
 
 from core.clock import SystemClock
+from core.testing.clock import FakeClock
 from core.testing.trace_collector import memory_tracer
-from core.wire.messages import ErrorInfo, Generate
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate
+from core.wire.sampling import SamplingParams
+from router.cluster import WorkerKey
+from router.flow import EncodeEnded
+from router.news import Submission
+from router.traces import RequestTraces
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "p", "max_tokens": 50}
@@ -98,3 +104,28 @@ async def test_a_refused_request_and_one_that_fails_end_their_spans_with_the_rea
 async def test_without_tracing_the_workers_are_told_nothing(served):
     assert (await complete(served, traceparent=f"00-{TRACE}-{SPAN}-01")).status_code == 200
     assert all(message.trace is None for worker in served.workers for message in worker.messages(Generate))
+
+
+def test_images_have_legs_beside_each_other_before_the_prompt_s():
+    tracer, spans = memory_tracer(FakeClock(1000.0))
+    traces = RequestTraces(tracer, "tiny")
+    sampling = SamplingParams()
+    traces.begin([Submission(request_id="r", prompt_token_ids=(1,), sampling=sampling)], None, 1000.0)
+    first, second = (WorkerKey(name, 1) for name in ("e0", "e1"))
+    sent = [
+        traces.begin_leg("r", EncodeRequest(request_id="r", mm_features=(), media=()), worker, 1000.0)
+        for worker in (first, second)
+    ]
+    assert sent[0].trace.trace_id == sent[1].trace.trace_id
+    assert sent[0].trace != sent[1].trace
+    traces.end_encode_leg(EncodeEnded("r", first, "done", num_images=2, num_cached=1), 1000.1)
+    leg = spans()["kvferry.leg.encode"]
+    assert (leg.attributes["kvferry.engine_id"], leg.attributes["kvferry.num_cached_images"]) == ("e0", 1)
+    assert leg.status.is_ok
+    traces.end_encode_leg(EncodeEnded("r", second, "peer_lost", num_images=1), 1000.2)
+    assert spans()["kvferry.leg.encode"].status.description == "peer_lost"
+    traces.end_encode_leg(EncodeEnded("r", second, "peer_lost", num_images=1), 1000.2)  # told twice
+    generate = Generate(request_id="r", prompt_token_ids=(1,), sampling=sampling, handoff=True)
+    assert traces.begin_leg("r", generate, WorkerKey("p0", 1), 1000.2).trace.trace_id == sent[0].trace.trace_id
+    traces.fail("r", ErrorInfo(code="peer_lost", message="?"), 1000.3)
+    assert set(spans()) == {"kvferry.leg.encode", "kvferry.leg.prefill", "kvferry.request"}

@@ -7,9 +7,13 @@ from core.testing.clock import FakeClock
 from core.testing.trace_collector import memory_tracer
 from core.tracing import TraceContext
 from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
+from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import (
     Abort,
     ChoiceStart,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
     ErrorInfo,
     Generate,
     PrefillChoice,
@@ -137,6 +141,24 @@ def test_a_failure_and_an_abort_end_a_span_as_failed(bench, fields, name):
     bench.generate("s", **fields)
     bench.traces.on_message(Abort(request_ids=("s",), reason="client"), 1000.2)
     assert bench.spans()[name].status.description == "aborted:client"
+
+
+def test_images_that_are_embedded_are_a_span_of_their_own(bench):
+    feature = MMFeature(identifier=bytes(16), offset=0, length=1, num_embeds=1, media_index=0)
+    seal = ECSeal(identifier=bytes(16), num_embeds=1, hidden_size=4, dtype="float32", digest=1)
+    source = ECSource(seal=seal, connector="p2p", engine_id="e0", incarnation=1, lease_ms=1, payload=b"")
+    for name in ("r", "s"):
+        message = EncodeRequest(request_id=name, mm_features=(feature,), media=(b"file",), trace=LEG)
+        bench.traces.on_message(message, 1000.0)
+    bench.traces.on_reply(EncodeDone(request_id="r", ec_sources=(source,), queue_ms=20.0), 1000.05)
+    spans = bench.spans()
+    assert bench.interval_ms("kvferry.encode") == (0, 50)
+    assert bench.interval_ms("kvferry.compute") == (20, 50)
+    assert spans["kvferry.encode"].attributes["kvferry.num_images"] == 1
+    assert spans["kvferry.encode"].parent.span_id == int("b" * 16, 16)
+    error = ErrorInfo(code="invalid_request", message="no image")
+    bench.traces.on_reply(EncodeFailed(request_id="s", error=error), 1000.1)
+    assert bench.spans()["kvferry.encode"].status.description == "invalid_request"
 
 
 def test_what_is_not_traced_leaves_nothing(bench):

@@ -93,6 +93,7 @@ TRANSFER = TransferUsage(
     recomputed_tokens=7,
     fallback_reason="stale",
 )
+TRACE = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="vendor=1")
 FEATURE = MMFeature(identifier=b"i" * 16, offset=1, length=2, num_embeds=2, media_index=1)
 SOURCE = ECSource(
     seal=ECSeal(identifier=b"i" * 16, num_embeds=2, hidden_size=4, dtype="float32", digest=2**64 - 1),
@@ -189,13 +190,13 @@ ROUTER_MESSAGES = {
         cache_salt="salt",
         deadline_ms=1000,
         kv_load_failure_policy="fail",
-        trace=TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="vendor=1"),
+        trace=TRACE,
         mm_features=(FEATURE,),
         media=(b"", b"file"),
         ec_sources=(SOURCE,),
     ),
     "encode_request": EncodeRequest(
-        request_id="r1", mm_features=(FEATURE,), media=(b"", b"file"), priority=-1, deadline_ms=1000
+        request_id="r1", mm_features=(FEATURE,), media=(b"", b"file"), priority=-1, deadline_ms=1000, trace=TRACE
     ),
     "abort": Abort(request_ids=("r1",), reason="timeout"),
     "release": Release(transfer_ids=("t1",)),
