@@ -107,26 +107,28 @@ class EncoderInputs:
         its blocks, ``release_computed`` lets go of them.
         """
         plan = EncoderPlan(num_new_tokens)
-        new: set[bytes] = set()
-        num_embeds = 0
         for index, feature in enumerate(request.mm_features):
             if feature.end <= num_computed_tokens:
                 continue
             if feature.offset >= num_computed_tokens + plan.num_new_tokens:
                 break
-            if feature.identifier in new:
-                plan.duplicates.append(index)
-            elif self.cache.holds(request, index):
-                continue
-            elif self.cache.check_and_update_cache(request, index):
-                self.counts.num_hits += 1
-            elif self._schedule_item(request, index, num_embeds, plan):
-                new.add(feature.identifier)
-                num_embeds += feature.num_embeds
-            else:
+            if not self._plan_item(request, index, plan):
                 plan.num_new_tokens = max(0, feature.offset - num_computed_tokens)
                 break
         return plan
+
+    def _plan_item(self, request: Request, index: int, plan: EncoderPlan) -> bool:
+        """Say where the embeddings of an item come from; False if nowhere, in this step."""
+        new = [*plan.computed, *plan.loaded]
+        if request.mm_features[index].identifier in {request.mm_features[other].identifier for other in new}:
+            plan.duplicates.append(index)
+            return True
+        if self.cache.holds(request, index):
+            return True
+        if self.cache.check_and_update_cache(request, index):
+            self.counts.num_hits += 1
+            return True
+        return self._schedule_item(request, index, sum_embeds(request, new), plan)
 
     def _schedule_item(self, request: Request, index: int, num_embeds_to_schedule: int, plan: EncoderPlan) -> bool:
         """Add an item that is not cached to the plan, if it finds room and can be had at all."""
