@@ -1,0 +1,69 @@
+"""How an encode worker is put together, and what it tells routers of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from core.config import load_config
+from core.encoder import EmbeddingsLayout
+from core.engine.assembly import WorkerContext
+from core.engine.registration import admission_limits, registration
+from core.errors import ConfigError
+from core.ids import RandomIds
+from core.testing.clock import FakeClock
+from core.wire.messages import RegisterEncoder
+from encode import worker
+from encode.hands import EncodeHands
+
+
+@pytest.fixture
+def put_together(monkeypatch):
+    """Assemble a worker whose model files and weights are played."""
+    encoder = SimpleNamespace(layout=EmbeddingsLayout(hidden_size=2, dtype="float32"), model_fingerprint=b"weights")
+    monkeypatch.setattr(worker, "resolve_model", lambda name, folder: SimpleNamespace(name=name))
+    monkeypatch.setattr(worker, "apply_cpu_threads", lambda section: 1)
+    monkeypatch.setattr(worker, "device_of", lambda section: torch.device("cpu"))
+
+    def put(*assignments: str, sees: bool = True):
+        monkeypatch.setattr(worker, "load_image_encoder", lambda files, dtype, device: encoder if sees else None)
+        context = WorkerContext(
+            config=load_config(assignments=["model.served_name=tiny", *assignments]),
+            role="encode",
+            engine_id="e0",
+            incarnation=7,
+            clock=FakeClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+        )
+        return context, worker.put_together(context)
+
+    return put
+
+
+def test_it_introduces_itself_by_what_it_holds_and_how_it_is_read(put_together):
+    context, assembled = put_together("ec_connector.name=p2p", "encode.max_batch_images=3", "worker.max_waiting_requests=5")
+    facts = registration(context, assembled, "http://here:1")
+    assert isinstance(facts, RegisterEncoder)
+    assert (facts.engine_id, facts.incarnation, facts.model) == ("e0", 7, "tiny")
+    assert (facts.model_fingerprint, facts.ec_connector, facts.max_num_images) == (b"weights", "p2p", 8)
+    assert facts.host_id
+    limits = admission_limits(context, assembled)
+    assert limits.max_num_seqs + limits.max_waiting_requests == 8
+    assert isinstance(assembled.hands, EncodeHands)
+    assert assembled.connector is None
+    assembled.built.engine.shutdown()
+
+
+def test_a_model_that_reads_text_only_needs_no_encode_worker(put_together):
+    with pytest.raises(ConfigError, match="reads text only"):
+        put_together("ec_connector.name=p2p", sees=False)
+
+
+def test_without_a_connector_nobody_could_read_its_work(put_together):
+    with pytest.raises(ConfigError, match="nobody could read") as refused:
+        put_together()
+    assert refused.value.param == "ec_connector.name"
