@@ -78,7 +78,7 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generation_config: Literal["auto", "none"] = "auto"  # auto: sampling defaults of the model's generation_config.json
     max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
-    attention: Literal["auto", "paged_cpu", "varlen", "gather", "sdpa"] = "auto"  # auto: the first that passes its probe here
+    attention: Literal["auto", "paged_cpu", "varlen", "pages", "gather", "sdpa"] = "auto"  # auto: the first to pass its probe
     cuda_graphs: bool = True  # record decode steps on CUDA; takes seconds at start
 
 

@@ -3,7 +3,7 @@
 Owns: the order of preference per device, and the probe that a kernel must pass before it serves. Does not know: how kernels
 work. Called by ``core.engine`` before it allocates the pool, because the pool's layout depends on the answer.
 
-The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered pages, partly filled last pages)
+The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered, shared and partly filled pages)
 with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares with the reference. The
 slots that no query sees hold NaN, so a kernel that lets them leak fails, too.
 """
@@ -27,6 +27,7 @@ from core.attention.base import (
 )
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError, KVFerryError
@@ -51,7 +52,13 @@ class AttentionProblem:
     block_size: int
 
 
-CANDIDATES: tuple[type[AttentionBackend], ...] = (PagedCpuBackend, VarlenBackend, BatchedSdpaBackend, SdpaBackend)
+CANDIDATES: tuple[type[AttentionBackend], ...] = (
+    PagedCpuBackend,
+    VarlenBackend,
+    PagesBackend,
+    BatchedSdpaBackend,
+    SdpaBackend,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +171,20 @@ def _tightened(spec: AttentionSpec, block_size: int) -> AttentionSpec:
 
 
 def _probe_batch(block_size: int) -> tuple[AttentionBatch, npt.NDArray[np.int64]]:
-    """Return two decode rows around a prefill chunk of three tokens, and the slots of the tokens cached before them.
+    """Return three decode rows around a prefill chunk of three tokens, and the slots of the tokens cached before them.
 
-    Blocks, out of order: [3] with 1 token, [2, 1] with block_size + 5 tokens, [4] with block_size - 1 tokens.
+    Blocks, out of order: [3] with 1 token, [2, 1] with block_size + 5 tokens, [4] with block_size - 1 tokens, and [2] again,
+    shared, with block_size - 2 tokens.
     """
     slots_of_block = [np.arange(block * block_size, (block + 1) * block_size) for block in range(5)]
     chunk = np.concatenate((slots_of_block[2], slots_of_block[1][:5]))
     batch = AttentionBatch(
-        query_start_loc=np.array([0, 1, 4, 5], dtype=np.int32),
-        seq_lens=np.array([1, block_size + 5, block_size - 1], dtype=np.int32),
-        block_tables=np.array([[3, 0], [2, 1], [4, 0]], dtype=np.int32),
-        slot_mapping=np.concatenate((slots_of_block[3][:1], chunk[-3:], slots_of_block[4][-2:-1])),
+        query_start_loc=np.array([0, 1, 4, 5, 6], dtype=np.int32),
+        seq_lens=np.array([1, block_size + 5, block_size - 1, block_size - 2], dtype=np.int32),
+        block_tables=np.array([[3, 0], [2, 1], [4, 0], [2, 0]], dtype=np.int32),
+        slot_mapping=np.concatenate(
+            (slots_of_block[3][:1], chunk[-3:], slots_of_block[4][-2:-1], slots_of_block[2][-3:-2]),
+        ),
     )
     return batch, np.concatenate((chunk[:-3], slots_of_block[4][:-2]))
 

@@ -40,6 +40,26 @@ def varlen_kernel() -> Callable[..., Any]:
     return kernel
 
 
+def varlen_kernel_with_sums() -> Callable[..., Any]:
+    """Return torch's ``varlen_attn`` as a function that gives its output and the log-sum-exps ``[num_queries, num_heads]``.
+
+    Raises:
+        ConfigError: this torch has none that takes ``seqused_k``.
+    """
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+        kernel, aux = module.varlen_attn, module.AuxRequest(lse=True)
+    except (ImportError, AttributeError):
+        raise ConfigError(f"torch {torch.__version__} has no varlen_attn") from None
+    if "seqused_k" not in inspect.signature(kernel).parameters:
+        raise ConfigError(f"varlen_attn of torch {torch.__version__} lacks seqused_k")
+
+    def attend(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's parameters
+        return kernel(*args, return_aux=aux, **kwargs)
+
+    return attend
+
+
 def activate_paged_kernel(device: torch.device) -> str | None:
     """Put the FlashAttention that takes block tables in the place of torch's own; return its name, None if there is none.
 
@@ -73,9 +93,9 @@ def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an arr
     To a CUDA device it goes through pinned memory and without waiting: what is launched later sees it.
     """
     host = torch.from_numpy(array)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return host.clone()
-    return host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True) if host.numel() else host.to(device)
 
 
 def download(tensor: Tensor) -> Tensor:

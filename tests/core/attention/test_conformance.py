@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from core.attention.base import KVLayout
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
-from core.testing.varlen_kernel import documented_varlen_attn
+from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 
 class StandInVarlenBackend(VarlenBackend):
     kernel = documented_varlen_attn
+
+
+class StandInPagesBackend(PagesBackend):
+    kernel = documented_varlen_attn_with_sums
 
 
 BACKENDS = [
@@ -29,6 +34,7 @@ BACKENDS = [
     pytest.param(PagedCpuBackend, KVLayout.HND, id="paged_cpu-HND"),
     pytest.param(PagedCpuBackend, KVLayout.NHD, id="paged_cpu-NHD"),
     pytest.param(StandInVarlenBackend, KVLayout.NHD, id="varlen-NHD"),
+    pytest.param(StandInPagesBackend, KVLayout.NHD, id="pages-NHD"),
     pytest.param(BatchedSdpaBackend, KVLayout.NHD, id="gather-NHD"),
 ]
 pytestmark = pytest.mark.parametrize(("backend_type", "layout"), BACKENDS)

@@ -8,9 +8,10 @@ import torch
 from core.attention.base import KVLayout
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.pages import PagesBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
-from core.testing.varlen_kernel import documented_varlen_attn
+from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 LENGTHS = ((1, 15, 16, 17), (33, 64, 65, 31), (2, 90, 48, 5))
 MASKS = [{}, {"sliding_window": 20}, {"chunk_size": 32}]
@@ -20,9 +21,13 @@ class StandInVarlenBackend(VarlenBackend):
     kernel = documented_varlen_attn
 
 
-@pytest.fixture(params=["varlen", "gather"])
+class StandInPagesBackend(PagesBackend):
+    kernel = documented_varlen_attn_with_sums
+
+
+@pytest.fixture(params=[StandInVarlenBackend, StandInPagesBackend, BatchedSdpaBackend], ids=["varlen", "pages", "gather"])
 def backend_type(request):
-    return StandInVarlenBackend if request.param == "varlen" else BatchedSdpaBackend
+    return request.param
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])

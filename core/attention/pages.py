@@ -1,0 +1,270 @@
+"""The CUDA backend on torch's own FlashAttention 2, which takes no block table: each page of a sequence is one of its own.
+
+Owns: that translation, and the merge of the pages' results. Does not know: whether the kernel agrees; ``core.attention.select``
+probes that. Called through ``core.attention.base``. It needs no package beside torch.
+
+The whole pool is one run of rows of keys (or values), and a page is a piece of it, so nothing is gathered to decode:
+
+    pool rows  ... | page 7: k k k k | v v v v | ... | page 3: k k . . | v v . . | ...
+    cu_seq_k          ^ start of page 7                 ^ start of page 3            seqused_k  4, 2
+
+The query heads that share a KV head are the queries of each of these short sequences; the kernel's log-sum-exp weighs the pages
+against each other. Tables are dense, ``[N, pages]``: where a sequence has no page, one slot of the null block is read and
+weighs nothing. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two.
+
+Prefill chunks gather their keys and values, which is little beside what is computed with them, and run as one causal batch.
+
+Not run on a GPU so far: the tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from core.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+    BatchedSequence,
+    KVLayout,
+    PagedKVCache,
+    split_sequences,
+)
+from core.attention.torch_kernels import refill, upload, varlen_kernel_with_sums
+from core.errors import ConfigError
+
+IntArray = npt.NDArray[np.int64]
+
+
+def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's parameters
+    """Call torch's kernel; return its output and log-sum-exps. Raises: ConfigError where there is none."""
+    output, sums = varlen_kernel_with_sums()(*args, **kwargs)
+    return output, sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Intervals:
+    """What decode rows see, page by page: the first pool row and the number of rows, int32; bool ``[N, pages]`` which count."""
+
+    starts: Tensor  # [N * pages + 1]
+    lengths: Tensor  # [N * pages]
+    is_used: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Prefill chunks under one mask. rows: their query rows; slots: the pool rows of their keys; both int64, in order."""
+
+    rows: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    max_query_len: int
+    max_key_len: int
+
+
+@dataclass(slots=True)
+class PagesPlan(AttentionPlan):
+    """The decode rows on the device, the prefill chunks on the host, and what a layer's mask makes of both, once it has asked.
+
+    decode_rows: int64, their query rows, None if all rows are. seq_lens: int64 ``[N]``. block_tables: int64 ``[N, pages]``.
+    """
+
+    decode_rows: Tensor | None
+    seq_lens: Tensor
+    block_tables: Tensor
+    prefills: list[BatchedSequence] = field(default_factory=list)
+    intervals: dict[AttentionSpec, _Intervals] = field(default_factory=dict)
+    chunks: dict[AttentionSpec, _Chunks] = field(default_factory=dict)
+
+
+class PagesBackend(AttentionBackend):
+    """FlashAttention over the pages of a pool as so many sequences. Raises: ConfigError if the pool is not NHD."""
+
+    name = "pages"
+    preferred_layout = KVLayout.NHD
+    device_types = frozenset({"cuda"})
+    kernel: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = _varlen_attn
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        super().__init__(cache)
+        if cache.layout is not KVLayout.NHD:
+            raise ConfigError(f"attention backend pages needs KV layout NHD, got {cache.layout}")
+        rows = cache.pool.view(-1, cache.num_kv_heads, cache.head_dim)
+        self._rows_per_block = 2 * cache.num_layers * cache.block_size
+        # From the layer's first row on one index serves all layers; all tables have one length.
+        length = rows.shape[0] - self._rows_per_block + cache.block_size
+        planes = [rows[plane * cache.block_size :][:length] for plane in range(2 * cache.num_layers)]
+        self._keys, self._values = planes[0::2], planes[1::2]
+
+    def plan(self, batch: AttentionBatch) -> PagesPlan:
+        """See ``AttentionBackend.plan``."""
+        num_queries = np.diff(batch.query_start_loc)
+        decoding = np.flatnonzero(num_queries == 1)
+        tables, seq_lens = self._decode_arrays(batch, decoding)
+        device, is_mixed = self.cache.device, len(decoding) < len(num_queries)
+        prefills = [s for s in split_sequences(batch, self.cache.block_size) if s.num_queries > 1] if is_mixed else []
+        return PagesPlan(
+            write_rows=self._write_rows(batch),
+            decode_rows=upload(batch.query_start_loc[decoding].astype(np.int64), device) if is_mixed else None,
+            seq_lens=upload(seq_lens, device),
+            block_tables=upload(tables, device),
+            prefills=prefills,
+        )
+
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        assert isinstance(plan, PagesPlan)
+        if plan.decode_rows is None:
+            return self._attend_decode(layer, query, spec, plan)
+        output = query.new_empty(query.shape)
+        chunks = plan.chunks.get(spec)
+        if chunks is None:
+            chunks = plan.chunks[spec] = self._chunks(plan.prefills, spec)
+        output.index_copy_(0, chunks.rows, self._attend_chunks(layer, query[chunks.rows], spec, chunks))
+        if len(plan.seq_lens):
+            output.index_copy_(0, plan.decode_rows, self._attend_decode(layer, query[plan.decode_rows], spec, plan))
+        return output
+
+    def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
+        """Powers of two up to the widest."""
+        widths: list[int] = []
+        while not widths or widths[-1] < max_blocks:
+            widths.append(min(1 << len(widths), max_blocks))
+        return tuple(widths)
+
+    def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> PagesPlan:
+        """See ``AttentionBackend.static_plan``."""
+        device = self.cache.device
+        plan = PagesPlan(
+            write_rows=self.cache.rows_of_slots(np.zeros(num_seqs, dtype=np.int64)),
+            decode_rows=None,
+            seq_lens=torch.ones(num_seqs, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(num_seqs, num_blocks, dtype=torch.int64, device=device),
+        )
+        plan.intervals = {spec: self._intervals(plan, spec) for spec in specs}
+        return plan
+
+    def refill_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.refill_plan``."""
+        assert isinstance(plan, PagesPlan)
+        tables, seq_lens = self._decode_arrays(batch, np.arange(len(batch.seq_lens)))
+        refill(plan.write_rows, self.cache.row_indices(batch.slot_mapping))
+        refill(plan.seq_lens, seq_lens)
+        # What stands to the right of it counts for nothing, by the lengths, and names blocks of this pool.
+        refill(plan.block_tables[:, : tables.shape[1]], tables)
+        for spec, intervals in plan.intervals.items():
+            fresh = self._intervals(plan, spec)
+            intervals.starts.copy_(fresh.starts)
+            intervals.lengths.copy_(fresh.lengths)
+            intervals.is_used.copy_(fresh.is_used)
+
+    def _decode_arrays(self, batch: AttentionBatch, decoding: IntArray) -> tuple[npt.NDArray[np.int64], IntArray]:
+        """Return block tables and lengths of the decode rows; entries past a sequence's end name the null block."""
+        seq_lens = batch.seq_lens[decoding].astype(np.int64)
+        num_pages = -(-int(seq_lens.max(initial=0)) // self.cache.block_size)
+        tables = batch.block_tables[decoding, :num_pages].astype(np.int64)
+        tables[np.arange(num_pages) >= -(-seq_lens[:, None] // self.cache.block_size)] = 0
+        return tables, seq_lens
+
+    def _intervals(self, plan: PagesPlan, spec: AttentionSpec) -> _Intervals:
+        """Cut what the last token of each sequence sees at the borders of pages."""
+        size = self.cache.block_size
+        ends = plan.seq_lens[:, None]
+        firsts = torch.zeros_like(ends)
+        if spec.sliding_window is not None:
+            firsts = (ends - spec.sliding_window).clamp_(min=0)
+        elif spec.chunk_size is not None:
+            firsts = (ends - 1) // spec.chunk_size * spec.chunk_size
+        page_starts = torch.arange(plan.block_tables.shape[1], device=ends.device)[None, :] * size
+        lows = torch.maximum(firsts, page_starts)
+        lengths = torch.minimum(ends, page_starts + size) - lows
+        is_used = lengths > 0
+        starts = torch.where(is_used, plan.block_tables * self._rows_per_block + lows - page_starts, 0)
+        # The kernel wants one start more than there are sequences; ``lengths`` tell it where each of them ends.
+        starts = torch.cat((starts.flatten(), starts.new_full((1,), len(self._keys[0]))))
+        return _Intervals(starts.to(torch.int32), torch.where(is_used, lengths, 1).flatten().to(torch.int32), is_used)
+
+    def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: PagesPlan) -> Tensor:
+        intervals = plan.intervals.get(spec)
+        if intervals is None:
+            intervals = plan.intervals[spec] = self._intervals(plan, spec)
+        num_seqs, num_pages = intervals.is_used.shape
+        group = spec.num_heads // spec.num_kv_heads
+        folded = query.view(num_seqs, 1, spec.num_kv_heads, group, -1).transpose(2, 3)
+        folded = folded.expand(-1, num_pages, -1, -1, -1).reshape(-1, spec.num_kv_heads, query.shape[-1])
+        query_starts = torch.arange(num_seqs * num_pages + 1, dtype=torch.int32, device=query.device) * group
+        output, sums = type(self).kernel(
+            folded,
+            self._keys[layer],
+            self._values[layer],
+            query_starts,
+            intervals.starts,
+            group,
+            self.cache.block_size,
+            scale=spec.scale,
+            window_size=(-1, -1),
+            enable_gqa=False,
+            seqused_k=intervals.lengths,
+        )
+        sums = sums.float().view(num_seqs, num_pages, group, spec.num_kv_heads)
+        weights = sums.masked_fill(~intervals.is_used[:, :, None, None], -torch.inf).softmax(1)
+        output = output.view(*sums.shape, -1).float()
+        # Weight 0 would not do for a slot that no query sees: 0 * NaN is NaN.
+        output = output.masked_fill_(~intervals.is_used[:, :, None, None, None], 0.0)
+        merged = (output * weights[..., None]).sum(1)
+        return merged.transpose(1, 2).reshape(query.shape).to(query.dtype)
+
+    def _chunks(self, prefills: Sequence[BatchedSequence], spec: AttentionSpec) -> _Chunks:
+        """Lay the prefill chunks side by side; a chunk of local attention ends where its next one begins."""
+        rows, slots, num_queries, num_keys = [], [], [], []
+        for sequence in prefills:
+            position = sequence.first_position
+            while position < sequence.seq_len:
+                limit = sequence.seq_len
+                if spec.chunk_size is not None:
+                    limit = min(limit, (position // spec.chunk_size + 1) * spec.chunk_size)
+                seen = np.arange(spec.first_visible(position), limit)
+                slots.append(
+                    sequence.block_ids[seen // self.cache.block_size] * self._rows_per_block + seen % self.cache.block_size
+                )
+                first_row = sequence.query_start + position - sequence.first_position
+                rows.append(np.arange(first_row, first_row + limit - position))
+                num_queries.append(limit - position)
+                num_keys.append(len(seen))
+                position = limit
+        device = self.cache.device
+        return _Chunks(
+            rows=upload(np.concatenate(rows), device),
+            slots=upload(np.concatenate(slots), device),
+            query_starts=upload(np.cumsum([0, *num_queries], dtype=np.int32), device),
+            key_starts=upload(np.cumsum([0, *num_keys], dtype=np.int32), device),
+            max_query_len=max(num_queries),
+            max_key_len=max(num_keys),
+        )
+
+    def _attend_chunks(self, layer: int, query: Tensor, spec: AttentionSpec, chunks: _Chunks) -> Tensor:
+        # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.
+        left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        output, _ = type(self).kernel(
+            query,
+            self._keys[layer][chunks.slots].to(query.dtype),
+            self._values[layer][chunks.slots].to(query.dtype),
+            chunks.query_starts,
+            chunks.key_starts,
+            chunks.max_query_len,
+            chunks.max_key_len,
+            scale=spec.scale,
+            window_size=(left, 0),
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
+            seqused_k=None,
+        )
+        return output
