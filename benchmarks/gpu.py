@@ -38,7 +38,7 @@ from gpu_ceilings import Ceilings, CeilingSize, measure_ceilings
 from gpu_engine import EngineBench, EngineSize
 from gpu_models import LLAMA_8B, NUMERICS, SMOLLM2, TINY, Shape, write_model, write_small
 from gpu_pair import PairSize, measure_pair, transports_here
-from gpu_reference import compare_numbers, generation_rate
+from gpu_reference import compare_numbers, generation_rates
 
 SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handover", "transformers")
 AIMS = {"decode": 0.75, "prefill": 0.55, "handover": 0.70, "idle": 0.05}
@@ -182,12 +182,17 @@ class GpuBenchmark:
                 with report.part("handover", f"{shape.name} {transport}") as is_wanted:
                     if is_wanted:
                         self._handover(model, shape, transport)
-            for batch, context in plan.generate:
-                with report.part("transformers", f"{shape.name} {batch} x {context}") as is_wanted:
-                    if is_wanted:
-                        rate = generation_rate(model, plan.device, plan.dtype, batch, context, plan.generate_tokens)
-                        report.add("transformers", f"{shape.name} {batch} x {context}", f"{rate:,.0f} tokens/s")
-                        report.keep("transformers", f"{shape.name} {batch} x {context}", rate)
+            with report.part("transformers", shape.name) as is_wanted:
+                if is_wanted:
+                    self._transformers(model, shape)
+
+    def _transformers(self, model: Path, shape: Shape) -> None:
+        plan, report = self._plan, self._report
+        rates = generation_rates(model, plan.device, plan.dtype, plan.generate, plan.generate_tokens)
+        for batch, context, rate in rates:
+            case = f"{shape.name} {batch} x {context}"
+            report.add("transformers", case, f"{rate:,.0f} tokens/s")
+            report.keep("transformers", case, rate)
 
     def _numerics(self) -> None:
         plan = self._plan

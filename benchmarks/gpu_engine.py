@@ -49,6 +49,7 @@ def settings(model: Path, size: EngineSize, device: str) -> dict[str, object]:
         "model.max_model_len": size.max_context,
         "scheduler.max_num_seqs": size.max_num_seqs,
         "scheduler.max_num_batched_tokens": size.step_tokens,
+        "scheduler.async_scheduling": "on",  # as on a GPU, on a CPU too
         "cache.gpu_memory_utilization": size.memory_share,
     }
     return found | ({"cache.num_blocks": size.num_blocks} if size.num_blocks else {})

@@ -7,10 +7,13 @@ token's log-probability is held against the first. What is allowed is what trans
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from gpu_ceilings import wait_for
 from gpu_engine import EngineSize, Prompts, release_memory, settings
 from gpu_models import Shape
 
@@ -61,27 +64,34 @@ def compare_numbers(folder: Path, shape: Shape, device: str, dtype: str, num_pro
     return _compare(texts, found, exact, theirs)
 
 
-def generation_rate(folder: Path, device: str, dtype: str, batch: int, context: int, num_tokens: int) -> float:
-    """Return output tokens per second of transformers' ``generate`` behind the first, with its default attention and cache."""
+def generation_rates(
+    folder: Path, device: str, dtype: str, cases: Sequence[tuple[int, int]], num_tokens: int
+) -> Iterator[tuple[int, int, float]]:
+    """Yield batch, context, and output tokens per second of transformers' ``generate`` behind the first token.
+
+    With its default attention and cache; the time to the first token is measured apart, behind one that does not count.
+    """
     model = _load(folder, device, dtype)
     generation = model.generation_config
     for name in ("eos_token_id", "temperature", "top_p", "top_k"):
         setattr(generation, name, None)
     generation.pad_token_id = 0
-    ids = torch.tensor([Prompts(model.config.vocab_size).kept(number, context) for number in range(batch)], device=device)
-    elapsed = []
-    with torch.inference_mode():
-        for length in (1, 1 + num_tokens):
-            begin = time.perf_counter()
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, do_sample=False
-            )
-            if device == "cuda":
-                torch.cuda.synchronize()
-            elapsed.append(time.perf_counter() - begin)
+    for batch, context in cases:
+        prompts = [Prompts(model.config.vocab_size).kept(number, context) for number in range(batch)]
+        ids = torch.tensor(prompts, device=device)
+        _, first_s, all_s = (_generate_s(model, ids, length) for length in (1, 1, 1 + num_tokens))
+        yield batch, context, batch * num_tokens / max(1e-9, all_s - first_s)
     del model
     release_memory()
-    return batch * num_tokens / max(1e-9, elapsed[1] - elapsed[0])
+
+
+def _generate_s(model: Any, ids: torch.Tensor, num_tokens: int) -> float:  # noqa: ANN401
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
+    wait_for(ids.device.type)
+    return time.perf_counter() - begin
 
 
 def _compare(
@@ -108,7 +118,7 @@ def _logprobs(folder: Path, device: str, dtype: str, prompt: list[int], text: li
     return torch.log_softmax(logits.float(), dim=-1).cpu()
 
 
-def _load(folder: Path, device: str, dtype: str):  # noqa: ANN202 - transformers is untyped here
+def _load(folder: Path, device: str, dtype: str) -> Any:  # noqa: ANN401 - transformers is untyped here
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
