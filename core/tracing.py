@@ -11,6 +11,7 @@ Sources: W3C Trace Context, OpenTelemetry's trace API and OTLP/HTTP.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -158,6 +159,7 @@ def open_tracer(section: TracingSection, role: str, instance: str, clock: Clock)
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)), resource=resource, shutdown_on_exit=False
     )
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # that a batch is lost, not each attempt to send it
     exporter = OTLPSpanExporter(traces_url(section.endpoint), timeout=section.timeout_s)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=section.export_interval_s * 1e3))
     return Tracer(provider, clock)

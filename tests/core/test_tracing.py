@@ -167,9 +167,10 @@ def test_times_are_those_of_the_wall_clock_that_go_with_the_process_s_own():
     assert (spans()["past"].start_time, spans()["past"].end_time) == (7_000_000_000, 8_500_000_000)
 
 
-def test_a_collector_that_is_not_there_holds_nobody_up(collector):
+def test_a_collector_that_is_not_there_holds_nobody_up_and_is_told_once(collector, caplog):
     section = TracingSection(endpoint="http://127.0.0.1:9", timeout_s=0.1)
     tracer = open_tracer(section, "router", "r", FakeClock())
     tracer.start("s", 1000.0).end(1001.0)
     tracer.close()  # within the test's time limit
+    assert [record.levelname for record in caplog.records if record.name.startswith("opentelemetry")] == ["ERROR"]
     assert collector.spans == []
