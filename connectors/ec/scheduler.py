@@ -95,7 +95,7 @@ class FetchingScheduler(ECConnectorScheduler):
         self._layout = layout
         self._shelf = Shelf(num_chunks)
 
-    # ---- gauges ------------------------------------------------------------------------------------------------------
+    # ---- gauges, for any thread ----------------------------------------------------------------------------------------
 
     @property
     def num_fetching_items(self) -> int:
@@ -115,7 +115,7 @@ class FetchingScheduler(ECConnectorScheduler):
     @property
     def num_waiting_requests(self) -> int:
         """Requests that were told to wait when they last asked."""
-        return sum(wishes.is_waiting for wishes in self._wishes.values())
+        return sum(wishes.is_waiting for wishes in list(self._wishes.values()))
 
     # ---- what the scheduler asks -------------------------------------------------------------------------------------
 

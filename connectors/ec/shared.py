@@ -60,8 +60,8 @@ class StoredOffers:
 
     @property
     def num_saving_bytes(self) -> int:
-        """Copies of embeddings that are on their way to the store."""
-        return sum(self._saving.values())
+        """Copies of embeddings that are on their way to the store. Any thread may ask."""
+        return sum(list(self._saving.values()))
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
         """Copy the rows and have them stored. While an earlier copy is on its way that one counts."""

@@ -51,8 +51,8 @@ class Shelf:
 
     @property
     def num_wanted_chunks(self) -> int:
-        """Chunks of items that somebody wants, or that are being filled."""
-        return sum(item.num_chunks for item in self._items.values() if not _can_go(item))
+        """Chunks of items that somebody wants, or that are being filled. Any thread may ask."""
+        return sum(item.num_chunks for item in list(self._items.values()) if not _can_go(item))
 
     @property
     def num_quarantined_chunks(self) -> int:
