@@ -112,6 +112,7 @@ class SimWorker(SimMember):
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
             "embedded_images": gauges.num_encoder_computed,
             "known_images": gauges.num_encoder_hits,
+            "waiting_for_embeddings": gauges.num_encoder_deferrals,
             "quarantined_blocks": self.checks.num_quarantined,
         }
         for part in (self.connector, self.tier, self.embeddings):

@@ -8,6 +8,7 @@ import pytest
 
 from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import SimWorker
@@ -28,14 +29,22 @@ SCHEDULER = (
     "empty_handed",
     "quarantined",
     "claims",
-    "synchronous_loads",
+    "in_flight",
 )
 
 
-def tables_of_worker(worker: SimWorker) -> Iterator[tuple[object, str]]:
+def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, str]]:
+    yield from ((worker.state, name) for name in ("_served", "_num_choices"))
+    yield worker.state._deadlines, "_live"
+    if isinstance(worker, SimEncoder):
+        yield from ((worker.engine.core, name) for name in ("_images", "_requests", "_queue"))
+        return
     core = worker.engine.core
     yield from ((core.scheduler._state, name) for name in SCHEDULER)
-    yield from ((worker.state, name) for name in ("_served", "_num_choices", "_num_live_deadlines"))
+    encoder = core.scheduler._state.encoder
+    yield encoder, "_unavailable"
+    yield encoder.cache, "_held"
+    yield worker.model.encoder, "_requests"
     yield from ((worker.hands, name) for name in ("_live", "_followers") if hasattr(worker.hands, name))
     yield worker.model, "_batch"
     connector = worker.connector

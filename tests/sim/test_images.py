@@ -1,0 +1,125 @@
+"""Clusters whose prompts show images: late, lost and corrupt embeddings cost time, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import core.request
+import kvferry.sim.checks
+from connectors.ec.scheduler import FetchingScheduler
+from connectors.ec.worker import FetchingWorker
+from core.sched.encoder_inputs import EncoderInputs
+from core.testing.hash_encoder import HashEncoder
+from kvferry.sim.image_plan import draw_images
+from kvferry.sim.plan import draw_plan
+from kvferry.sim.runs import Summary, run_seed, run_seeds
+
+NUM_RUNS = 20
+WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.num_encoders][:NUM_RUNS]
+RELEASED_LATE = 179  # a fetch ends when no request is left
+
+
+@pytest.fixture(scope="module")
+def runs() -> Summary:
+    return run_seeds(WITH_IMAGES)
+
+
+def test_what_becomes_of_embeddings_changes_no_answer_and_leaves_nothing_behind(runs):
+    assert not runs.failures, [(failure.seed, failure.violations) for failure in runs.failures]
+
+
+def test_no_request_ends_for_want_of_embeddings_while_its_images_are_at_hand(runs):
+    assert runs.outcomes["ok"]
+    assert "encoder_input_missing" not in runs.outcomes
+
+
+@pytest.mark.parametrize(
+    "happening",
+    [
+        "embedded_images",
+        "encode_deadline",
+        "encode_done",
+        "encode_peer_lost",
+        "fetch_deadline",
+        "fetch_ok",
+        "fetch_peer_lost",
+        "fetch_stale",
+        "flipped_embeddings",
+        "known_images",
+        "refused_offers",
+        "waiting_for_embeddings",
+    ],
+)
+def test_what_is_to_be_survived_does_happen(happening, runs):
+    assert runs.happened[happening] > 0
+
+
+@pytest.mark.parametrize("seed", WITH_IMAGES[:1])
+def test_same_seed_gives_the_same_events(seed):
+    assert run_seed(seed, keeps_log=True).log == run_seed(seed, keeps_log=True).log
+
+
+def test_some_seeds_have_images_and_some_of_these_encode_workers():
+    plans = [draw_plan(seed) for seed in range(60)]
+    with_images = [plan for plan in plans if plan.images is not None]
+    assert 0 < len(with_images) < len(plans) / 2
+    assert {bool(plan.encoders) for plan in with_images} == {True, False}
+
+
+# ---- defects that must be noticed ------------------------------------------------------------------------------------
+
+Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
+
+
+def forget_images_in_block_hashes(patch: Patch) -> None:
+    def salt_alone(mm_features, cache_salt):
+        return (("cache_salt", cache_salt),) if cache_salt else ()
+
+    patch(core.request, "extra_keys_of", salt_alone)
+    patch(kvferry.sim.checks, "extra_keys_of", salt_alone)
+
+
+def load_other_embeddings(patch: Patch) -> None:
+    real = FetchingWorker.start_load_caches
+
+    def start_load_caches(worker, encoder_cache, metadata):
+        real(worker, encoder_cache, metadata)
+        for load in metadata.loads:
+            encoder_cache[load.identifier] = encoder_cache[load.identifier] ^ 1
+
+    patch(FetchingWorker, "start_load_caches", start_load_caches)
+
+
+def never_let_go_of_embeddings(patch: Patch) -> None:
+    patch(EncoderInputs, "release_computed", lambda *_: None)
+
+
+def sleep_on_orders(patch: Patch) -> None:
+    patch(FetchingScheduler, "has_pending_push_work", lambda _: False)
+
+
+def merge_embeddings_one_row_too_late(patch: Patch) -> None:
+    real = HashEncoder.merge
+
+    def merge(encoder, request_id, token_ids, start, end):
+        inputs = real(encoder, request_id, token_ids, start, end)
+        return inputs if inputs is token_ids else [inputs[0], *inputs[:-1]]
+
+    patch(HashEncoder, "merge", merge)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        forget_images_in_block_hashes,
+        load_other_embeddings,
+        merge_embeddings_one_row_too_late,
+        never_let_go_of_embeddings,
+        sleep_on_orders,
+    ],
+)
+def test_a_defect_is_noticed(defect, monkeypatch):
+    defect(monkeypatch.setattr)
+    assert any(not run_seed(seed).is_good for seed in [RELEASED_LATE, *WITH_IMAGES])
