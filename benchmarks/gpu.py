@@ -281,6 +281,9 @@ class GpuBenchmark:
         quiet = f"{found.itl_alone_p50_ms:.1f} / {found.itl_alone_p99_ms:.1f} ms"
         busy = f"{found.itl_busy_p50_ms:.1f} / {found.itl_busy_p99_ms:.1f} ms while the other prefills"
         report.add("handover", f"{case}, between tokens", f"p50 / p99 {quiet}; {busy}")
+        fallbacks = f", {found.num_fallbacks} FALLBACKS" if found.num_fallbacks else ""
+        text = f"{found.num_same_texts} of {found.num_texts} as computed by one worker{fallbacks}"
+        report.add("handover", f"{case}, texts", text)
         report.keep("handover", case, asdict(found))
 
     def _has_room(self, shape: Shape) -> bool:

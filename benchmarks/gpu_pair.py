@@ -37,6 +37,7 @@ from core.wire.messages import Role, TransferUsage
 from core.wire.sampling import SamplingParams
 
 TIMEOUT_S = 120.0
+TEXT_TOKENS = 16  # behind the first one, of a prompt that is handed over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,8 @@ class PairResult:
     itl_busy_p50_ms: float
     itl_busy_p99_ms: float
     num_fallbacks: int
+    num_texts: int
+    num_same_texts: int  # of those, as the decode worker computes them by itself
 
 
 @dataclass(slots=True)
@@ -228,6 +231,7 @@ class _Pair:
     """The measurements, as the decode worker makes them."""
 
     def __init__(self, host: Host, pipe: Connection, shape: Shape, size: PairSize, device: str) -> None:
+        self._same_texts: list[bool] = []
         self._host, self._pipe, self._size, self._device = host, pipe, size, device
         self._vocab = shape.vocab
         self._prompts = Prompts(shape.vocab)
@@ -259,6 +263,8 @@ class _Pair:
             itl_busy_p50_ms=statistics.median(busy),
             itl_busy_p99_ms=_quantile(busy, 0.99),
             num_fallbacks=sum(bool(usage.fallback_reason) for usage in usages),
+            num_texts=len(self._same_texts),
+            num_same_texts=sum(self._same_texts),
         )
 
     def _hand_over(self) -> tuple[float, float, TransferUsage]:
@@ -268,10 +274,13 @@ class _Pair:
         self._pipe.send(("prefill", prompt))
         tokens, handoff = _expect(self._pipe, "done")
         middle = time.perf_counter()
-        (heard,) = self._host.submit(self._request(prompt, 3, output_token_ids=tokens, kv_handoff=handoff))
+        (heard,) = self._host.submit(self._request(prompt, 1 + TEXT_TOKENS, output_token_ids=tokens, kv_handoff=handoff))
         self._host.wait([heard])
         if heard.usage is None:
             raise RuntimeError("nothing was handed over")
+        (alone,) = self._host.submit(self._request(prompt, 1 + TEXT_TOKENS, cache_salt="alone"))  # nothing of it is cached
+        self._host.wait([alone])
+        self._same_texts.append(tokens + heard.tokens == alone.tokens)
         return 1e3 * (middle - begin), 1e3 * (heard.times[0] - middle), heard.usage
 
     def _first_token_ms(self) -> float:

@@ -29,9 +29,22 @@ def test_smoke_run_measures_everything_and_fails_nowhere(run_benchmark, tmp_path
     pair = figures["handover"]["tiny shm"]
     assert pair["transport"] == "shm"
     assert pair["num_fallbacks"] == 0
+    assert pair["num_same_texts"] == pair["num_texts"] > 0
     assert pair["transferred_bytes"] > 0
     assert "does not fit" in printed
     assert "mean nothing" in printed
+
+
+@pytest.mark.gpu
+def test_two_processes_on_a_gpu_hand_over_what_one_would_compute(run_benchmark, tmp_path):
+    path = tmp_path / "gpu.json"
+    run_benchmark("gpu", "--only", "numerics", "handover", "--models", "smollm2", "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert figures["notes"] == []
+    assert figures["numerics"]["bfloat16"]["is_good"]
+    for pair in figures["handover"].values():
+        assert pair["num_fallbacks"] == 0
+        assert 2 * pair["num_same_texts"] > pair["num_texts"], "bfloat16 may leave a text at a close choice, not most of them"
 
 
 def test_shape_counts_weights_and_work_of_llama_8b(load_gpu):
