@@ -32,12 +32,12 @@ from common import Machine, Outcome, Spread, Table, make_parser, publish
 from prometheus_client import CollectorRegistry
 
 from connectors.offload.arena import offload_connector
+from connectors.pool_access import HostPoolAccess
 from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
 from connectors.tier.bundle import TierConnector
 from connectors.tier.jobs import LoadJob, SaveItem, TierConnectorMetadata
 from connectors.tier.mover import TierMover
-from connectors.pool_access import HostPoolAccess
 from core.clock import SystemClock
 from core.config import KVFerryConfig, KVStoreSection, load_config
 from core.digest import BlockDigester
