@@ -276,7 +276,10 @@ class FetchingScheduler(ECConnectorScheduler):
 
     def _on_fetch_ended(self, ended: FetchEnded) -> None:
         source = self._fetches.pop(ended.identifier)
-        self._ending.discard(ended.identifier)
+        if ended.identifier in self._ending:
+            self._ending.remove(ended.identifier)
+            if ended.identifier in self._metadata.aborts:  # not told yet: it would hit the next fetch of this item
+                self._metadata.aborts.remove(ended.identifier)
         self._release([source])
         item = self._shelf.get(ended.identifier)
         assert item is not None, "a fetch has its place on the shelf until it is over"

@@ -183,6 +183,18 @@ def test_image_that_is_asked_for_while_its_fetch_is_aborted_is_fetched_anew(desk
     assert [fetch.source.transfer_id for fetch in desk.orders().fetches] == ["2"]
 
 
+def test_abort_that_comes_too_late_does_not_hit_the_next_fetch(desk):
+    first = request_of("first", [A], [source(A, "e/1")])
+    desk.ask(first)
+    desk.orders()
+    desk.scheduler.request_finished(first)
+    desk.end(A, CORRUPT)
+    desk.ask(request_of("second", [A], [source(A, "e/2")]))
+    orders = desk.orders()
+    assert [fetch.source.transfer_id for fetch in orders.fetches] == ["2"]
+    assert orders.aborts == []
+
+
 def test_failed_fetch_is_computed_where_the_image_is_at_hand(desk):
     request = request_of("r", [A], [source(A, "e/1")])
     desk.ask(request)
