@@ -37,7 +37,8 @@ def run(cluster: SimCluster) -> RunResult:
 
 
 def alive(cluster: SimCluster) -> list[SimWorker]:
-    return [worker for worker in cluster.workers.values() if worker.host.process.is_alive]
+    """Return the workers with a KV pool that run now."""
+    return [worker for worker in cluster.workers.values() if isinstance(worker, SimWorker) and worker.host.process.is_alive]
 
 
 def test_what_a_client_leaves_behind_is_free_within_a_second():
