@@ -43,6 +43,7 @@ class History:
         self.live = {}
         self.asked_at = {}
         self.running = set()
+        self.kept = set()  # requests that have run, and not got beyond their images
         self.lost = set()
         self.open = {}  # fetches by identifier
         self.aborted = set()
@@ -85,6 +86,7 @@ class History:
             unavailable = self.scheduler.take_unavailable_requests()
             self.lost |= unavailable.keys()
             assert is_free or not is_late or name in self.lost, "a wait does not end"
+            assert not self.kept & unavailable.keys(), "what nobody can compute was not kept"
             for other in unavailable:
                 self.finish(other)
         self._carry_out(self.scheduler.build_connector_meta(SchedulerOutput()))
@@ -97,6 +99,7 @@ class History:
         self.running.add(request.request_id)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = self.random.choice([request.num_computed_tokens, request.mm_end])
+        (self.kept.add if request.num_computed_tokens < request.mm_end else self.kept.discard)(request.request_id)
 
     def _carry_out(self, orders):
         self.holds.update(source.transfer_id for source in orders.holds)
