@@ -104,7 +104,7 @@ class Host:
             ids=ids,
             metrics=CollectorRegistry(),
         )
-        build = connector_builder("p2p")
+        build = connector_builder("connectors.p2p:connector")
 
         def factory(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
             self._connector = build(context, layout, fingerprint)

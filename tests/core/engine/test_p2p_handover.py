@@ -42,7 +42,7 @@ class Worker:
         )
 
         def build(layout, fingerprint):
-            self.connector = connector_builder("p2p")(context, layout, fingerprint)
+            self.connector = connector_builder("connectors.p2p:connector")(context, layout, fingerprint)
             return self.connector
 
         self.built = build_tiny(build, has_readers=role == "prefill", connector__transports=[transport], **settings)
