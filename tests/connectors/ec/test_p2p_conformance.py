@@ -51,6 +51,7 @@ class P2PConformance(ECConformance):
         return scheduler.num_wanted_chunks + scheduler.num_quarantined_chunks + scheduler.num_fetching_items
 
 
+@pytest.mark.full
 class TestInproc(P2PConformance):
     transport = "inproc"
 

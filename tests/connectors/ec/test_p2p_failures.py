@@ -16,6 +16,8 @@ from core.testing.ec_engine import Image
 from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, ECSide, poll_until
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 
+ANY = "tcp://127.0.0.1:0"
+
 
 @pytest.fixture
 def fabric():
@@ -26,13 +28,13 @@ def fabric():
 async def new_side(fabric):
     sides = []
 
-    async def make(name, incarnation, *, late_bytes=False, address="tcp://127.0.0.1:0", **changed):
+    async def make(name, incarnation, *, late_bytes=False, address=ANY, model_fingerprint=b"model", **changed):
         settings = msgspec.structs.replace(SETTINGS, name="p2p", transports=("inproc",), **changed)
         context = ECContext(
             is_encoder=name == "encoder",
             engine_id=name,
             incarnation=incarnation,
-            model_fingerprint=b"model",
+            model_fingerprint=model_fingerprint,
             config=settings,
             control_address=address,
             clock=SystemClock(),
@@ -167,13 +169,13 @@ async def test_frozen_encoder_costs_no_more_than_the_time_there_is(new_side, fab
     assert value(reader, "ec_fetches_total", result="deadline") == 1
 
 
-async def test_reader_of_another_model_is_refused(new_side, fabric):
+async def test_reader_of_another_model_is_refused(new_side):
     encoder = await new_side("encoder", 1)
     source = await encoder.engine.save(Image("a"))
-    reader = await new_side("reader", 2)
-    object.__setattr__(reader.connector._layout, "model_fingerprint", b"another")
+    reader = await new_side("reader", 2, model_fingerprint=b"another")
     await reader.engine.run(reader.engine.add("r", [Image("a")], [source]))
     assert reader.engine.computed == [Image("a").identifier]
+    assert reader.connector.scheduler.counts == {"layout": 1}
 
 
 async def test_bug_in_taking_something_in_ends_the_worker(new_side):

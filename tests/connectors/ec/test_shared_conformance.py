@@ -70,5 +70,6 @@ class TestOnThisHost(ECConformance):
         return scheduler.num_wanted_chunks + scheduler.num_fetching_items + side.connector.num_saving_bytes
 
 
+@pytest.mark.full
 class TestElsewhere(TestOnThisHost):
     maps_arena = False
