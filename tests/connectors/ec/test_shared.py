@@ -1,0 +1,146 @@
+"""EC connector "shared": who finds what others have computed, from which tier, and what becomes of it with the store."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.ec.registry import ECContext
+from connectors.ec.shared import SharedECConnector
+from core.clock import SystemClock
+from core.config import KVStoreSection
+from core.errors import Full
+from core.ids import RandomIds
+from core.testing.ec_engine import Image, embed
+from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, ECSide, poll_until
+from kvstore.arena import round_slot_bytes
+from kvstore.build import machine_options, make_tiers
+from kvstore.server import StoreServer
+
+SLOT_BYTES = round_slot_bytes(CHUNK_BYTES)
+
+
+def never(error):
+    raise AssertionError("the store has died") from error
+
+
+@pytest.fixture
+async def new_store():
+    servers = []
+
+    async def start(address="tcp://127.0.0.1:0", **changed):
+        config = KVStoreSection(request_timeout_s=0.5, heartbeat_interval_s=0.1, **changed)
+        server = StoreServer(machine_options(config, RandomIds()), make_tiers(config, RandomIds()), SystemClock(), never)
+        servers.append(server)
+        return server, msgspec.structs.replace(config, address=server.start(address))
+
+    async def stop(server):
+        servers.remove(server)
+        await asyncio.to_thread(server.stop)
+
+    start.stop = stop
+    yield start
+    for server in list(servers):
+        await stop(server)
+
+
+@pytest.fixture
+async def new_side():
+    sides = []
+
+    async def make(name, config, **changed):
+        context = ECContext(
+            is_encoder=name == "encoder",
+            engine_id=name,
+            incarnation=1,
+            model_fingerprint=b"model",
+            config=msgspec.structs.replace(SETTINGS, name="shared", **changed),
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+            kvstore=config,
+        )
+        side = ECSide(SharedECConnector(context))
+        sides.append(side)
+        return await side.start()
+
+    yield make
+    for side in reversed(sides):
+        await side.connector.stop()
+
+
+async def stored(side):
+    """Wait until nothing of a worker is on its way to the store."""
+
+    def is_stored():
+        side.engine.step()
+        return not side.connector.num_saving_bytes
+
+    await poll_until(is_stored)
+
+
+async def test_what_one_reader_has_computed_another_finds(new_store, new_side):
+    _, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    first, second = await new_side("first", config), await new_side("second", config)
+    image = Image("a", 100)
+    await first.engine.run(first.engine.add("r", [image]))
+    await stored(first)
+    await second.engine.run(second.engine.add("r", [image], has_images=False))
+    assert (first.engine.computed, second.engine.loaded) == ([image.identifier], [image.identifier])
+
+
+async def test_embeddings_come_back_from_disk(new_store, new_side, tmp_path):
+    """The arena has room for four chunks; what was stored first is on disk only."""
+    _, config = await new_store(memory_bytes=5 * SLOT_BYTES, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20)
+    encoder, reader = await new_side("encoder", config), await new_side("reader", config)
+    images = [Image(str(number), 2 * 64) for number in range(6)]
+    for image in images:
+        await encoder.engine.save(image)
+    for image in images:
+        await reader.engine.run(reader.engine.add(image.name, [image], has_images=False))
+    assert reader.engine.loaded == [image.identifier for image in images]
+
+
+async def test_embeddings_that_the_store_has_lost_are_offered_once_more_and_no_longer(new_store, new_side):
+    server, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    encoder = await new_side("encoder", config)
+    image = Image("a")
+    source = await encoder.engine.save(image)
+    assert encoder.engine.worker.find_source(image.identifier) == source
+    (key,) = server.machine.memory._residents
+    server.machine.memory.drop(key)
+    encoder.engine.worker.find_source(image.identifier)
+    await poll_until(lambda: encoder.engine.worker.find_source(image.identifier) is None)
+    await encoder.engine.save(image)
+    assert encoder.engine.computed == [image.identifier] * 2
+
+
+async def test_store_that_is_started_again_is_used_again(new_store, new_side):
+    server, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    encoder, reader = await new_side("encoder", config), await new_side("reader", config)
+    await encoder.engine.save(Image("a"))
+    await new_store.stop(server)
+    lost = reader.engine.add("lost", [Image("a")])
+    await reader.engine.run(lost)
+    assert reader.engine.computed == [Image("a").identifier]
+    await new_store(config.address, memory_bytes=64 * SLOT_BYTES)
+    await poll_until(lambda: encoder.connector._store.is_connected and reader.connector._store.is_connected)
+    await encoder.engine.save(Image("b"))
+    await reader.engine.run(reader.engine.add("found", [Image("b")]))
+    assert reader.engine.loaded == [Image("b").identifier]
+
+
+async def test_copies_for_the_store_are_bounded(new_store, new_side):
+    _, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    encoder = await new_side("encoder", config, memory_bytes=2 * CHUNK_BYTES)
+    encoder.connector._offers._submit = lambda order: None  # nothing is ever stored
+    for name in "abc":
+        encoder.engine.encoder_cache[Image(name).identifier] = embed(Image(name).identifier, 64)
+        encoder.engine.worker.save_caches(encoder.engine.encoder_cache, Image(name).identifier)
+    report = encoder.engine.worker.get_finished(set())
+    assert list(report.failed_saving) == [Image("c").identifier]
+    assert report.failed_saving[Image("c").identifier].code == Full.code
+    assert encoder.connector.num_saving_bytes == 2 * CHUNK_BYTES
