@@ -1,9 +1,10 @@
 """Where a request's time went and what its hand-over cost, as clients and metrics are told.
 
-Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay. From there to
-the second one, which comes from the decode worker, it is relay + queue + transfer + verification + first step. Workers report
-their own durations, the router measures the totals, and *relay* is the difference: network, this router, and tries elsewhere.
-Clocks are never compared. Knows nothing of phases (``router.flows``) or JSON (``router.responses``).
+Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay, and before
+them the wait for encode workers, if any had images. From there to the second one, which comes from the decode worker, it is
+relay + queue + transfer + verification + first step. Workers report their own durations, the router measures the totals, and
+*relay* is the difference: network, this router, and tries elsewhere. Clocks are never compared. Knows nothing of phases
+(``router.flows``) or JSON (``router.responses``).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import msgspec
 from core.wire.messages import TransferUsage
 
 
-class FirstTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
+class FirstTokenTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """From submission to the first token, in ms; the parts add up to ``total_ms``."""
 
     total_ms: float
+    encode_ms: float | None = None  # until encode workers had answered, or were waited for no more; None without them
     queue_ms: float  # on the prefill worker
     prefill_ms: float
     relay_ms: float
@@ -51,10 +53,16 @@ class HandoverReport:
     num_refusals: int = 0
 
 
-def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float) -> FirstTokenTiming:
-    """Split the measured time to the first token by what the prefill worker reports."""
-    queue, prefill, relay = _split(total_s * 1e3, queue_ms, prefill_ms)
-    return FirstTokenTiming(total_ms=total_s * 1e3, queue_ms=queue, prefill_ms=prefill, relay_ms=relay)
+def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float, encode_s: float | None = None) -> FirstTokenTiming:
+    """Split the measured time to the first token by what the prefill worker reports, and what was waited for before it."""
+    encode, queue, prefill, relay = _split(total_s * 1e3, (encode_s or 0.0) * 1e3, queue_ms, prefill_ms)
+    return FirstTokenTiming(
+        total_ms=total_s * 1e3,
+        encode_ms=None if encode_s is None else encode,
+        queue_ms=queue,
+        prefill_ms=prefill,
+        relay_ms=relay,
+    )
 
 
 def second_token_timing(total_s: float, cost: TransferUsage) -> SecondTokenTiming:

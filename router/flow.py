@@ -56,6 +56,7 @@ class Accounts:
     """What is measured of one request."""
 
     arrival: float
+    encode_s: float | None = None  # how long encode workers were waited for; None without them
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None

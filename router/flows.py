@@ -348,6 +348,7 @@ class Flows:
 
     def _end_encode_leg(self, flow: Flow, now: float) -> list[FlowAction]:
         """Begin with the prompt: on the reserved route, or on another if its workers have left meanwhile."""
+        flow.accounts.encode_s = now - flow.arrival
         workers = [self._cluster.get(key) for key in (flow.prefill, flow.decode) if key is not None]
         if workers and all(worker is not None and not worker.is_draining for worker in workers):
             return [self._begin_prompt(flow, now)]

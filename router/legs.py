@@ -98,7 +98,7 @@ def apply_first_tokens(flow: Flow, message: PrefillDone, now: float) -> Update:
     """Note the first tokens and return the news."""
     accounts = flow.accounts
     accounts.first_token_at = now
-    accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms)
+    accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms, accounts.encode_s)
     flow.has_report = True
     updates = []
     for choice in message.choices:

@@ -166,5 +166,5 @@ class RouterMetrics:
 
 def _observe_parts(histogram: Histogram, timing: FirstTokenTiming | SecondTokenTiming) -> None:
     for name, milliseconds in msgspec.structs.asdict(timing).items():
-        if name != "total_ms":
+        if name != "total_ms" and milliseconds is not None:
             histogram.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)

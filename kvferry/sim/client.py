@@ -113,7 +113,7 @@ class Client:
     def _check_report(self, report: HandoverReport) -> None:
         """The parts of both times add up, and no count exceeds what there was to count."""
         first, second, cost = report.first_token, report.second_token, report.cost
-        parts = [first.queue_ms, first.prefill_ms, first.relay_ms]
+        parts = [first.encode_ms or 0.0, first.queue_ms, first.prefill_ms, first.relay_ms]
         more_parts = [second.relay_ms, second.queue_ms, second.transfer_ms, second.verify_ms, second.first_step_ms]
         for name, total_ms, found in (("first", first.total_ms, parts), ("second", second.total_ms, more_parts)):
             if min(found) < 0 or abs(sum(found) - total_ms) > _ROUNDING_MS:

@@ -172,6 +172,19 @@ def test_what_an_encode_worker_cannot_read_as_a_message_is_not_waited_for(bench)
     assert bench.generated("p0").media == (b"cat",)
 
 
+def test_the_wait_for_embeddings_is_a_part_of_the_time_to_the_first_token(bench):
+    submit(bench, CAT)
+    bench.now = 0.75
+    done(bench, CAT)
+    bench.now = 1.0
+    bench.prefill_done(queue_ms=50.0, prefill_ms=150.0)
+    timing = next(update.prompt.timing for update in bench.updates["r1"] if update.prompt)
+    assert (timing.encode_ms, timing.queue_ms, timing.prefill_ms, timing.relay_ms) == (750.0, 50.0, 150.0, 50.0)
+    bench.submit("r2")
+    bench.prefill_done("r2")
+    assert next(update.prompt.timing for update in bench.updates["r2"] if update.prompt).encode_ms is None
+
+
 def test_a_lost_encode_worker_is_not_waited_for(bench):
     submit(bench, CAT)
     bench.leave("e0")
