@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from core.kv.integrity import find_violations
 from core.request import Request, RequestStatus
 from core.testing.hash_encoder import BAD_IMAGE, Image
 
@@ -37,6 +36,7 @@ class ImageMachine(RuleBasedStateMachine):
         enable_caching=st.booleans(),
         encoder_cache_size=st.sampled_from([5, 8, 20]),
         max_embeds_per_step=st.sampled_from([5, 7, 20]),
+        looks_ahead=st.booleans(),
     )
     def build(self, **config):
         self.world = self.make_world(block_size=4, hash_block_size=4, max_model_len=40, with_ec_connector=True, **config)
@@ -111,7 +111,7 @@ class ImageMachine(RuleBasedStateMachine):
     def everything_is_right(self):
         if not hasattr(self, "world"):
             return
-        assert find_violations(self.world.manager) == []
+        self.world.assert_sound()
         for name, tokens in self.world.tokens.items():
             assert tokens == self.world.expected(self.world.inputs[name], len(tokens)), name
         for name, end in self.world.ends.items():
