@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
@@ -19,6 +21,8 @@ from router.image_hosts import DEFAULT_PORTS, Address, HostRules, as_address
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
+
+_RESOLVER_THREADS = 4  # names that take their time make each other wait, and nobody else
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
 
@@ -39,7 +43,8 @@ class ImageFetcher:
     def __init__(self, rules: HostRules, limits: FetchLimits, resolve: Resolve | None = None) -> None:
         self._rules = rules
         self._limits = limits
-        self._resolve = resolve or resolve_host
+        self._resolver = Resolver()
+        self._resolve = resolve or self._resolver.resolve
         self._places = asyncio.Semaphore(limits.max_fetches)
         self._client: httpx.AsyncClient | None = None
 
@@ -59,6 +64,7 @@ class ImageFetcher:
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
+        self._resolver.close()
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -125,11 +131,22 @@ class ImageFetcher:
         return self._client
 
 
-async def resolve_host(host: str, port: int) -> list[Address]:
-    """Return the addresses of a name, in the system's order. Raises OSError if it has none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [as_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-    return [address for address in addresses if address is not None]
+class Resolver:
+    """Asks the system for addresses, on threads of its own: those of the event loop tokenize."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # they start with the first name
+
+    async def resolve(self, host: str, port: int) -> list[Address]:
+        """Return the addresses of a name, in the system's order. Raises OSError if it has none."""
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        addresses = [as_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+        return [address for address in addresses if address is not None]
+
+    def close(self) -> None:
+        """End the threads; one that waits for an answer ends with it. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _parse(text: str) -> httpx.URL:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import ip_address
 
 import pytest
 
 from core.errors import InvalidRequest
-from router.image_fetch import FetchLimits, ImageFetcher, resolve_host
+from router.image_fetch import FetchLimits, ImageFetcher, Resolver
 from router.image_hosts import HostRules
 
 LIMITS = FetchLimits(max_bytes=1000, max_redirects=2, timeout_s=5.0, max_fetches=8)
@@ -162,7 +165,39 @@ async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
     assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
 
 
-async def test_the_systems_names_are_resolved():
-    assert ip_address("127.0.0.1") in await resolve_host("localhost", 80) or ip_address("::1") in await resolve_host(
-        "localhost", 80
-    )
+async def test_names_are_those_of_the_system():
+    resolver = Resolver()
+    found = await resolver.resolve("localhost", 80)
+    assert not {ip_address("127.0.0.1"), ip_address("::1")}.isdisjoint(found)
+    resolver.close()
+    resolver.close()
+
+
+async def test_names_that_take_their_time_keep_no_thread_from_others(make_fetcher: Make, monkeypatch):
+    gate, asked = threading.Event(), threading.Semaphore(0)
+
+    def slow(*address, **options):
+        asked.release()
+        gate.wait(20)
+        return []
+
+    monkeypatch.setattr("router.image_fetch.socket.getaddrinfo", slow)
+    fetcher = ImageFetcher(HostRules(["*.example"], "x"), replace(LIMITS, max_fetches=50, timeout_s=0.5))
+    fetches = [asyncio.create_task(refusal(fetcher, f"http://n{number}.example/")) for number in range(50)]
+    try:
+        assert await asyncio.to_thread(asked.acquire, timeout=10)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+        assert all("longer than" in message for message in await asyncio.gather(*fetches))
+    finally:
+        gate.set()
+        await fetcher.close()
+
+
+async def test_a_name_that_does_not_exist_is_said_not_to_be_had(monkeypatch):
+    def unknown(*address, **options):
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr("router.image_fetch.socket.getaddrinfo", unknown)
+    fetcher = ImageFetcher(HostRules(["cats.example"], "x"), LIMITS)
+    assert "could not be fetched" in await refusal(fetcher, "http://cats.example/")
+    await fetcher.close()
