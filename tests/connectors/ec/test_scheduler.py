@@ -129,6 +129,19 @@ def test_lease_is_released_once_its_fetch_is_over(desk):
     assert not desk.scheduler.has_cache_item(A.identifier), "it may be evicted at any time from now on"
 
 
+def test_it_asks_for_a_step_while_it_has_orders_even_without_requests(desk):
+    request = request_of("r", [A], [source(A, "e/1")])
+    desk.ask(request)
+    desk.orders()
+    desk.scheduler.request_finished(request)
+    desk.orders()
+    assert not desk.scheduler.has_pending_push_work()
+    desk.end(A, was_aborted=True)
+    assert desk.scheduler.has_pending_push_work()
+    assert [released.transfer_id for released in desk.orders().releases] == ["1"]
+    assert not desk.scheduler.has_pending_push_work()
+
+
 def test_what_is_allocated_is_loaded(desk):
     request = request_of("r", [A], [source(A, "e/1")])
     desk.ask(request)
