@@ -69,19 +69,10 @@ class AttentionChoice:
     block_size: int  # tokens
 
 
-def select_backend(
-    problem: AttentionProblem, name: str = "auto", candidates: tuple[type[AttentionBackend], ...] = CANDIDATES
-) -> type[AttentionBackend]:
-    """Return the backend to use for blocks of the problem's size; see ``choose_attention``."""
-    return choose_attention(problem, name, candidates, may_enlarge=False).backend
-
-
 def choose_attention(
     problem: AttentionProblem,
     name: str = "auto",
     candidates: tuple[type[AttentionBackend], ...] = CANDIDATES,
-    *,
-    may_enlarge: bool = True,
 ) -> AttentionChoice:
     """Return the backend to use, and the size of a block: the problem's, or a multiple of it where the kernel demands one.
 
@@ -96,9 +87,8 @@ def choose_attention(
         raise ConfigError(f"no attention backend {name!r}; known: auto, {', '.join(c.name for c in candidates)}")
     failures = []
     for candidate in eligible:
-        sizes = [problem.block_size]
-        if may_enlarge:
-            sizes += [n for n in candidate.larger_block_sizes if n > problem.block_size and n % problem.block_size == 0]
+        larger = (n for n in candidate.larger_block_sizes if n > problem.block_size and n % problem.block_size == 0)
+        sizes = [problem.block_size, *larger]
         refused: list[str] = []
         for size in sizes:
             failure = probe(candidate, replace(problem, block_size=size))

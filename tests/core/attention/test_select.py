@@ -11,11 +11,16 @@ import torch
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
-from core.attention.select import AttentionChoice, AttentionProblem, choose_attention, probe, select_backend
+from core.attention.select import AttentionChoice, AttentionProblem, choose_attention, probe
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
 
 SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+
+
+def select_backend(*args, **options):
+    """Return the backend of the choice."""
+    return choose_attention(*args, **options).backend
 
 
 def problem(dtype=torch.float32, specs=(SPEC,), block_size=64):
