@@ -199,6 +199,9 @@ async def test_a_folder_that_cannot_be_made_is_told_at_start(folder_connector, c
         await folder_connector.connector(context("prefill")).start()
 
 
+AS_ONE_WORKER_GOES_ON = " port of Southampton and travels across the Atlantic"
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_installed_package_serves_a_cluster(examples_dir, tmp_path, folder, cluster_config, monkeypatch, eventually):
@@ -207,19 +210,17 @@ def test_installed_package_serves_a_cluster(examples_dir, tmp_path, folder, clus
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", site, source], check=True, timeout=120)
     monkeypatch.setenv("PYTHONPATH", str(site))
-    answers = {}
-    settings = {
-        "folder": ("connector.name=folder", f"connector.extra.folder={folder}", "connector.lease_s=6"),
-        "alone": ("local.aggregated=true", "local.num_decode=1"),
-    }
-    for name, assignments in settings.items():
-        with LocalCluster(cluster_config(*assignments)) as cluster:
-            body = {"model": "smollm2-135m", "prompt": "The ferry leaves the", "max_tokens": 8, "temperature": 0, "n": 2}
-            response = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=120)
-            assert response.status_code == 200, response.text
-            answers[name] = response.json()
-            if name == "folder":
-                eventually(lambda: not list(folder.glob("*.kv")), "end of the lease")
-    assert answers["folder"]["usage"]["kv_transfer"]["transport"] == "folder"
-    texts = {name: [choice["text"] for choice in answer["choices"]] for name, answer in answers.items()}
-    assert texts["folder"] == texts["alone"]
+    settings = (
+        "connector.name=folder",
+        f"connector.extra.folder={folder}",
+        "connector.lease_s=3",
+        "connector.lease_renew_interval_s=1",
+    )
+    with LocalCluster(cluster_config(*settings)) as cluster:
+        body = {"model": "smollm2-135m", "prompt": "The ferry leaves the", "max_tokens": 8, "temperature": 0, "n": 2}
+        response = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        eventually(lambda: not list(folder.glob("*.kv")), "end of the lease")
+    answer = response.json()
+    assert answer["usage"]["kv_transfer"]["transport"] == "folder"
+    assert [choice["text"] for choice in answer["choices"]] == [AS_ONE_WORKER_GOES_ON] * 2
