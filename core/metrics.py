@@ -21,6 +21,7 @@ WORKER_GAUGES: Mapping[str, str] = {
     "num_requests_waiting": "Requests that wait for admission.",
     "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
     "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
+    "encoder_cache_usage_perc": "Share of the encoder cache that requests refer to, 0 to 1.",
     "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
     "kv_quarantined_blocks": "Blocks that nobody has, since a transfer that was given up may still write them.",
     "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
@@ -34,6 +35,10 @@ WORKER_COUNTERS: Mapping[str, str] = {
     "num_preemptions": "Running requests that were put back for lack of blocks.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found there.",
+    "encoder_inputs_computed": "Images whose embeddings were computed for requests of this worker.",
+    "encoder_inputs_loaded": "Images whose embeddings came by the EC connector.",
+    "encoder_inputs_cached": "Images whose embeddings were in the encoder cache.",
+    "encoder_deferrals": "Times that a request was passed over in a step, as its embeddings were on their way.",
     "ignored_transfer_reports": "A connector's reports about transfers or blocks that nobody waits for: late, or told twice.",
 }
 

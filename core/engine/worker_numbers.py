@@ -57,6 +57,11 @@ class WorkerNumbers:
             "num_preemptions": lambda: engine.gauges().num_preemptions,
             "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
             "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
+            "encoder_cache_usage_perc": lambda: engine.gauges().encoder_cache_usage,
+            "encoder_inputs_computed": lambda: engine.gauges().num_encoder_computed,
+            "encoder_inputs_loaded": lambda: engine.gauges().num_encoder_loaded,
+            "encoder_inputs_cached": lambda: engine.gauges().num_encoder_hits,
+            "encoder_deferrals": lambda: engine.gauges().num_encoder_deferrals,
             "ignored_transfer_reports": lambda: engine.gauges().num_ignored_reports,
         }
 
