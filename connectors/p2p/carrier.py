@@ -47,6 +47,8 @@ from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
+HOST_READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt
+DEVICE_READ_BYTES = 128 << 20  # devices copy so much in less time than it takes to ask for it
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class NodeCarrier:
             self._owner.identity,
             self._context.clock,
             self.transports,
-            node_settings(self._context.config, pool.num_blocks),
+            node_settings(self._context.config, pool.num_blocks, is_on_device=pool.buffer is None),
             responder if is_producer else None,
         )
         executor = TransferExecutor(
@@ -317,8 +319,8 @@ def _no_digest(block_ids: Sequence[int]) -> Sequence[int]:
     raise AssertionError(f"digests of the blocks {block_ids} are verified though none is demanded")
 
 
-def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
-    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks."""
+def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
+    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks, in host memory or on a device."""
     max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
     return NodeSettings(
         pull=PullSettings(
@@ -329,6 +331,7 @@ def node_settings(config: ConnectorSection, num_blocks: int) -> NodeSettings:
             kv_verify=config.kv_verify,
             max_quarantined_blocks=max_quarantined_blocks,
             max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
+            max_read_bytes=DEVICE_READ_BYTES if is_on_device else HOST_READ_BYTES,
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )

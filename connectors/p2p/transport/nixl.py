@@ -45,8 +45,8 @@ from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 BACKEND = "UCX"
 MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
 INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1; beside a torch for CUDA 13, nixl-cu13==1.5.1)"
-FIRST_BACKOFF_S = 0.0002
-LAST_BACKOFF_S = 0.001
+BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first, and the longest
+DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
 
 MemoryType = Literal["DRAM", "VRAM"]
@@ -115,7 +115,8 @@ class NixlTransport(Transport):
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_handle = 0
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff_bounds_s = BACKOFF_S
+        self._backoff_s = BACKOFF_S[0]
 
     def unavailable_reason(self) -> str | None:
         """Look for the library without loading it."""
@@ -125,6 +126,7 @@ class NixlTransport(Transport):
         """Load the library and check that it takes the regions' memory, on an agent that the owner or the first peer gets."""
         self._load_library()
         self._regions, self._staging = tuple(regions), staging
+        self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
         try:
             self._spare = self._new_agent()
         except self._errors as error:
@@ -170,7 +172,7 @@ class NixlTransport(Transport):
         local = region_at(owner.landing, region)
         check_read(owner.shapes[region], local, remote_rows, local_rows)
         self._last_handle += 1
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff_s = self._backoff_bounds_s[0]
         self._reads[self._last_handle] = _Read(peer)
         self._fence_after(peer, self._start(self._last_handle, region, remote_rows, local_rows))
         return self._last_handle
@@ -181,7 +183,8 @@ class NixlTransport(Transport):
             if handle in self._reads:  # else it has ended with its peer
                 self._fence_after(peer, self._look(handle))
         ended, self._ended = self._ended, []
-        self._backoff_s = FIRST_BACKOFF_S if ended else min(LAST_BACKOFF_S, 2 * self._backoff_s)
+        first_s, longest_s = self._backoff_bounds_s
+        self._backoff_s = first_s if ended else min(longest_s, 2 * self._backoff_s)
         return ended
 
     def cancel(self, handle: int) -> None:

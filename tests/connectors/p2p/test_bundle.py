@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.actions import P2PConnectorMetadata, PeerFailed, PeerOpened
 from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.carrier import node_settings
 from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
@@ -95,7 +97,9 @@ async def test_worker_on_a_device_that_is_told_to_use_shm_does_not_start_and_lea
         return transport
 
     connector = P2PConnector(context_of(transports=("tcp", "shm")), create)
-    on_device = dataclasses.replace(pool.region, buffer=None, memory_fd=None, device="cuda:0", new_copier=object)
+    on_device = dataclasses.replace(
+        pool.region, buffer=None, memory_fd=None, device="cuda:0", new_copier=lambda: SimpleNamespace(num_slots=2)
+    )
     connector.worker.register_kv_caches(on_device)
     with pytest.raises(ConfigError, match=r"connector\.transports: shm"):
         await connector.start()
@@ -151,3 +155,10 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text
     await connector.stop()
+
+
+def test_reads_of_a_pool_on_a_device_are_larger():
+    config = ConnectorSection()
+    host, device = (node_settings(config, 100, is_on_device=is_on_device).pull for is_on_device in (False, True))
+    assert device.max_read_bytes > host.max_read_bytes
+    assert dataclasses.replace(device, max_read_bytes=host.max_read_bytes) == host

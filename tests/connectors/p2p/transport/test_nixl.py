@@ -207,6 +207,23 @@ def test_a_pool_on_a_gpu_is_video_memory_on_both_sides_and_seals_are_not(library
     reader.close()
 
 
+def test_reads_between_gpus_are_looked_at_sooner(library):
+    waits = {}
+    for device in ("cpu", "cuda:0"):
+        transport = NixlTransport(RandomIds(), device)
+        regions = on_device(device, 0x7000)
+        transport.register(regions)
+        transport.add_peer(FIRST, transport.describe())
+        transport.post_read(FIRST, 0, [0], [1])
+        waits[device] = [transport.max_wait_s()]
+        for _ in range(10):
+            transport.poll()
+        waits[device].append(transport.max_wait_s())
+        transport.close()
+    assert waits["cuda:0"][0] < waits["cpu"][0]
+    assert waits["cuda:0"][1] < waits["cpu"][1]
+
+
 def test_library_for_the_newer_cuda_is_taken_where_both_are_installed(monkeypatch):
     for name in ("nixl_cu12", "nixl_cu13"):
         module = ModuleType(name)
