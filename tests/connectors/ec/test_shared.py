@@ -93,14 +93,16 @@ async def test_what_one_reader_has_computed_another_finds(new_store, new_side):
 
 
 async def test_embeddings_come_back_from_disk(new_store, new_side, tmp_path):
-    """The arena has room for four chunks; what was stored first is on disk only."""
-    _, config = await new_store(memory_bytes=5 * SLOT_BYTES, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20)
+    """The arena has room for eight chunks; what was stored first is on disk only."""
+    server, config = await new_store(memory_bytes=9 * SLOT_BYTES, disk_path=str(tmp_path / "disk"), disk_bytes=1 << 20)
     encoder, reader = await new_side("encoder", config), await new_side("reader", config)
     images = [Image(str(number), 2 * 64) for number in range(6)]
     for image in images:
         await encoder.engine.save(image)
+        await poll_until(lambda: not server.machine.tiering.num_saving)  # a store hands down only so much at a time
     for image in images:
         await reader.engine.run(reader.engine.add(image.name, [image], has_images=False))
+    assert reader.engine.errors == {}
     assert reader.engine.loaded == [image.identifier for image in images]
 
 
