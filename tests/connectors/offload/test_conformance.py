@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from connectors.offload.arena import offload_connector
@@ -11,7 +15,8 @@ from core.clock import SystemClock
 from core.config import ConnectorSection, OffloadSection
 from core.ids import RandomIds
 from core.testing.connector_pair import FINGERPRINT, LAYOUT
-from core.testing.tier_suite import TierConformance
+from core.testing.delayed_device import DelayedDevice
+from core.testing.tier_suite import TierConformance, TierWorker
 
 
 @pytest.fixture
@@ -46,3 +51,57 @@ class TestOffload(TierConformance):
         memory = connector._store.machine.memory
         for resident in list(memory._residents.values())[:num_blocks]:
             memory.content(resident)[1000] ^= 1
+
+
+class TestOffloadBesideDevice(TestOffload):
+    """The pool is on a device that copies when it likes to; the arena is pinned."""
+
+    @pytest.fixture(autouse=True)
+    def _device(self):
+        self.device = DelayedDevice(seed=1)
+        self.pinned = []
+        yield
+        assert not self.pinned, "the arena is pinned when it is gone"
+
+    def make_connector(self, name):
+        connector = super().make_connector(name)
+        register = connector.worker.register_kv_caches
+        connector.worker.register_kv_caches = lambda region: register(self.on_device(region))
+        return connector
+
+    def on_device(self, region):
+        rows = torch.frombuffer(region.buffer, dtype=torch.uint8).view(region.num_blocks, region.block_bytes)
+        return dataclasses.replace(
+            region,
+            buffer=None,
+            memory_fd=None,
+            device="cuda:0",
+            new_copier=partial(self.device.new_copier, rows, 6),
+            pin_memory=self.pin,
+        )
+
+    def pin(self, memory):
+        self.pinned.append(memory)
+        return self.pinned.clear
+
+    async def test_blocks_go_to_the_device_from_where_they_lie(self, saver, monkeypatch):
+        await saver.save("a", list(range(100, 200)))
+        copied = []
+        monkeypatch.setattr(saver.connector._store, "copy_out", lambda block, target: copied.append(block))
+        saver.forget()
+        await saver.run("b", list(range(100, 200)))
+        assert saver.num_loaded("b") == 3
+        assert copied == []
+
+
+async def test_arena_that_cannot_be_pinned_is_used_all_the_same(context):
+    beside = TestOffloadBesideDevice()
+    beside.context, beside.device, beside.pinned = context, DelayedDevice(seed=1), []
+    beside.pin = lambda memory: None
+    worker = TierWorker("saver", beside.make_connector("saver"))
+    await worker.connector.start()
+    await worker.save("a", list(range(100, 200)))
+    worker.forget()
+    await worker.run("b", list(range(100, 200)))
+    assert worker.num_loaded("b") == 3
+    await worker.close()
