@@ -47,7 +47,7 @@ def build_recorded(build_tiny):
     """Return a builder of an engine with graphs on the CPU, and of its recorder."""
 
     def build(sizes=(1, 2, 4, 8), **settings):
-        built = build_tiny(model__attention="gather", **settings)
+        built = build_tiny(model__attention="gather", model__max_model_len=128, **settings)
         recorder = CallAgain()
         built.engine._runner.record_graphs(recorder, sizes, built.max_model_len)
         return built, recorder
