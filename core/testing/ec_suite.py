@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from core.clock import SystemClock
 from core.config import ECConnectorSection
 from core.encoder import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
 from core.errors import EncoderInputMissing, Full
@@ -29,6 +30,7 @@ from core.testing.ec_engine import LAYOUT, ECEngine, Image, identifier_of
 from core.wire.media import ECSource
 
 CHUNK_BYTES = 64 * LAYOUT.hidden_size * LAYOUT.itemsize
+SHORT_S = 0.2  # what a request has that is to run out of time
 SETTINGS = ECConnectorSection(memory_bytes=16 * CHUNK_BYTES, transfer_deadline_s=10.0)
 
 
@@ -75,7 +77,10 @@ class ECSide:
 
 @pytest.mark.asyncio
 class ECConformance:
-    """The tests. ``announces`` is True where a reader finds only what it is told of, and leases hold it."""
+    """The tests. Connectors have the system's clock.
+
+    ``announces`` is True where a reader finds only what it is told of, and leases hold it.
+    """
 
     announces: ClassVar[bool] = True
 
@@ -409,14 +414,13 @@ class ECConformance:
         assert reader.engine.computed == [image.identifier]
         await self.assert_is_empty(encoder, reader)
 
-    async def test_time_that_is_over_ends_the_wait(self, encoder: ECSide) -> None:
+    async def test_time_that_is_over_ends_the_wait(self, encoder: ECSide, reader: ECSide) -> None:
         """There is no room as long as the first request lives."""
-        settings = msgspec.structs.replace(SETTINGS, transfer_deadline_s=0.3)
-        reader = await self.new_side("hasty", False, settings)
         images = [Image("a", 10 * 64), Image("b", 9 * 64)]
         holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)
         waiter = reader.engine.add("waiter", images[1:], await self.sources(encoder, images[1:]))
+        waiter.deadline = SystemClock().now() + SHORT_S
         await reader.engine.run(waiter)
         assert reader.engine.computed == [images[1].identifier]
         await self.assert_is_empty(encoder, reader)

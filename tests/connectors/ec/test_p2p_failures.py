@@ -13,7 +13,7 @@ from core.clock import SystemClock
 from core.errors import EngineDead, Full
 from core.ids import RandomIds
 from core.testing.ec_engine import Image
-from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, ECSide, poll_until
+from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 ANY = "tcp://127.0.0.1:0"
@@ -145,12 +145,13 @@ async def test_a_repeated_image_is_not_encoded_again(new_side):
 async def test_frozen_encoder_costs_no_more_than_the_time_there_is(new_side, fabric, late_bytes, has_images):
     """Its late bytes find nobody: the chunks that they may hit are in quarantine until then."""
     encoder = await new_side("encoder", 1)
-    reader = await new_side("reader", 2, transfer_deadline_s=0.2, late_bytes=late_bytes)
+    reader = await new_side("reader", 2, late_bytes=late_bytes)
     sources = [await encoder.engine.save(Image(name)) for name in ("warm", "a")]
     await reader.engine.run(reader.engine.add("warm", [Image("warm")], sources[:1]))
     fabric.set_frozen(1, True)
     fabric.set_frozen(2, True)
     request = reader.engine.add("r", [Image("a")], sources[1:], has_images=has_images)
+    request.deadline = SystemClock().now() + SHORT_S
     text = reader.engine.add("text", [])
     reader.engine.step()
     assert text.request_id in reader.engine.ran, "a request without images waits for another's"

@@ -23,7 +23,7 @@ from core.wire.media import ECSource
 
 OWNER = Path(__file__).with_name("held_by_process.py")
 IMAGE = Image("a", 500)
-DEADLINE_S = 1.5
+DEADLINE_S = 3.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
