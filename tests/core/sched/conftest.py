@@ -5,19 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from core.config import SchedulerSection
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
-from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
 from core.request import (
     EngineCoreOutput,
-    KVConnectorOutput,
     NewRequest,
     NewRequestData,
     Request,
@@ -28,160 +25,15 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
-from core.testing.hash_model import FULL, HashAttention, HashModel, expected_kv, expected_tokens, hash_model_kv_config
+from core.testing.hash_model import FULL, HashAttention, HashModel, expected_tokens, hash_model_kv_config
 from core.testing.late_hash_model import LateHashModel
 from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
+from core.testing.scripted_loads import Remote, Script, ScriptedScheduler, ScriptedWorker
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
 
 LOAD_ERROR = ErrorInfo(code="peer_lost", message="the peer went away", http_status=502, retryable=True)
-
-
-@dataclass
-class Remote:
-    """What the connector answers for a request: ``num_tokens`` of its sequence can be loaded; None = ask later."""
-
-    num_tokens: int | None
-    is_async: bool = True
-    is_corrupt: bool = False  # a synchronous load brings garbage and reports the blocks
-
-
-@dataclass
-class Load:
-    """A load that the worker side was told about."""
-
-    request_id: str
-    token_ids: list[int]
-    tables: tuple[list[int], ...]  # per group
-    start: int
-    end: int
-    is_async: bool
-    is_corrupt: bool
-
-    @property
-    def block_ids(self) -> list[int]:
-        """The table of the first group."""
-        return self.tables[0]
-
-
-@dataclass
-class LoadMetadata(KVConnectorMetadata):
-    loads: list[Load]
-    finished_req_ids: set[str]
-
-
-@dataclass
-class Script:
-    """Both sides of the fake connector, as the test sees them."""
-
-    remote: dict[str, Remote] = field(default_factory=dict)
-    keep: set[str] = field(default_factory=set)  # blocks are kept when these finish
-    handoffs: dict[str, KVHandoff] = field(default_factory=dict)
-    has_pending_block_frees: bool = False
-    calls: list[tuple] = field(default_factory=list)
-    loading: dict[str, Load] = field(default_factory=dict)
-    report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
-    attentions: Sequence[HashAttention] = FULL
-
-    def named(self, name: str) -> list[tuple]:
-        return [call[1:] for call in self.calls if call[0] == name]
-
-
-class ScriptedScheduler(KVConnectorScheduler):
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.loads: list[Load] = []
-        self.wanted: dict[str, Remote] = {}
-
-    def bind_kv_cache_manager(self, manager):
-        self.script.calls.append(("bind", manager))
-
-    def on_new_request(self, request):
-        self.script.calls.append(("on_new_request", request.request_id))
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.script.calls.append(("match", request.request_id, num_computed_tokens))
-        remote = self.script.remote.get(request.request_id)
-        if remote is None:
-            return 0, False
-        if remote.num_tokens is None:
-            return None, False
-        num_external = max(0, remote.num_tokens - num_computed_tokens)
-        return num_external, remote.is_async and num_external > 0
-
-    def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        self.script.calls.append(("alloc", request.request_id, num_external_tokens, len(blocks.get_block_ids()[0])))
-        if num_external_tokens:
-            # Like NIXL: a hand-over is consumed by its first load.
-            remote = self.script.remote.pop(request.request_id)
-            start = remote.num_tokens - num_external_tokens if remote.is_async else None
-            if start is None:  # a synchronous load may have been cut to leave the last token
-                start = min(remote.num_tokens, request.num_tokens - 1) - num_external_tokens
-            self.loads.append(
-                Load(
-                    request.request_id,
-                    request.all_token_ids.tolist(),
-                    blocks.get_block_ids(),
-                    start,
-                    start + num_external_tokens,
-                    remote.is_async,
-                    remote.is_corrupt,
-                )
-            )
-
-    def build_connector_meta(self, scheduler_output):
-        self.script.calls.append(("meta", set(scheduler_output.finished_req_ids), len(self.loads)))
-        loads, self.loads = self.loads, []
-        return LoadMetadata(loads, set(scheduler_output.finished_req_ids))
-
-    def update_connector_output(self, output):
-        self.script.calls.append(("update",))
-
-    def request_finished(self, request, block_ids):
-        self.script.calls.append(("finished", request.request_id, block_ids, request.status))
-        if request.request_id in self.script.keep and request.status < RequestStatus.FINISHED_ABORTED:
-            return True, self.script.handoffs.get(request.request_id)
-        return False, None
-
-    def has_pending_block_frees(self):
-        return self.script.has_pending_block_frees
-
-
-class ScriptedWorker(KVConnectorWorker):
-    def __init__(self, script: Script) -> None:
-        self.script = script
-
-    def register_kv_caches(self, pool):
-        self.pool = pool
-
-    def start_load_kv(self, metadata):
-        for load in metadata.loads:
-            if load.is_async:
-                self.script.loading[load.request_id] = load
-            else:
-                self.write(load, load.is_corrupt)
-
-    def write(self, load: Load, is_corrupt: bool) -> None:
-        """Put the KV of tokens [start, end) into the blocks, or garbage."""
-        block_size = self.pool.layout.block_size
-        slot_bytes = self.pool.block_bytes // block_size
-        for group_id, table in enumerate(load.tables):
-            kv = expected_kv(load.token_ids[: load.end], self.script.attentions, group_id)
-            for position in range(load.start, load.end):
-                block_id = table[position // block_size]
-                if block_id == NULL_BLOCK_ID:
-                    continue
-                entry = b"garbage!" if is_corrupt else kv[position * slot_bytes : (position + 1) * slot_bytes]
-                at = block_id * self.pool.block_bytes + position % block_size * slot_bytes
-                self.pool.buffer[at : at + slot_bytes] = entry
-            if is_corrupt:
-                first, last = load.start // block_size, -(-load.end // block_size)
-                self.script.report.invalid_block_ids |= set(table[first:last]) - {NULL_BLOCK_ID}
-
-    def get_transfer_results(self, finished_req_ids):
-        report, self.script.report = self.script.report, KVConnectorOutput()
-        return report
 
 
 def kv_of(token_ids: list[int]) -> bytes:
