@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from core.engine.hands import HandsOutput, RoleHands, choice_id, deadline_of, output_error, split_choice_id
 from core.errors import InvalidRequest
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
+from core.wire.media import ECSource
 from core.wire.messages import EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 
@@ -22,6 +23,10 @@ class _Encode:
     message: EncodeRequest
     media_indices: list[int]
     images: dict[int, EncodedImage] = field(default_factory=dict)
+
+    def sources(self) -> list[ECSource]:
+        """Return where the images that are there can be read."""
+        return [image.source for image in self.images.values()]
 
     def open_ids(self) -> list[str]:
         """Return the engine requests that have not ended yet."""
@@ -75,6 +80,7 @@ class EncodeHands(RoleHands):
             request_id, number = split_choice_id(output.request_id)
             encode = self._live.get(request_id)
             if encode is None:
+                result.release_sources += [output.encoded.source] if output.encoded is not None else []
                 continue
             error = output_error(output)
             if error is not None:
@@ -89,14 +95,16 @@ class EncodeHands(RoleHands):
     def on_abort(self, request_id: str) -> HandsOutput:
         """Stop computing what nobody else waits for."""
         encode = self._live.pop(request_id, None)
-        return HandsOutput(abort_ids=encode.open_ids() if encode is not None else [])
+        if encode is None:
+            return HandsOutput()
+        return HandsOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
 
     def _answer(self, encode: _Encode, result: HandsOutput) -> None:
-        images = list(encode.images.values())
+        images = encode.images.values()
         result.replies.append(
             EncodeDone(
                 request_id=encode.message.request_id,
-                ec_sources=tuple(image.source for image in images),
+                ec_sources=tuple(encode.sources()),
                 num_cached=sum(image.was_cached for image in images),
                 queue_ms=max(image.queue_s for image in images) * 1e3,
                 encode_ms=max(image.compute_s for image in images) * 1e3,
@@ -108,6 +116,7 @@ class EncodeHands(RoleHands):
         """One image is lost; who needs the others can compute them as well. Only a bad image is named: that is the client's."""
         is_bad = error.code == InvalidRequest.code
         failed = choice_id(encode.message.request_id, number)
+        result.release_sources += encode.sources()
         result.abort_ids += [engine_id for engine_id in encode.open_ids() if engine_id != failed]
         media_index = encode.media_indices[number] if is_bad else None
         result.replies.append(EncodeFailed(request_id=encode.message.request_id, error=error, media_index=media_index))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.request import NewRequest
+from core.wire.media import ECSource
 from core.wire.messages import Tokens, WorkerMessage
 
 
@@ -42,6 +43,13 @@ class ReleaseTransfers:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseEmbeddings:
+    """Let go of embeddings that nobody will read by these leases."""
+
+    sources: tuple[ECSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RenewTransfers:
     """Keep hand-overs for another while."""
 
@@ -55,7 +63,7 @@ class Stop:
     exit_code: int
 
 
-Action = Send | SubmitAdd | SubmitAbort | ReleaseTransfers | RenewTransfers | Stop
+Action = Send | SubmitAdd | SubmitAbort | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ each other. Loading takes seconds, so ``load_in_thread`` keeps it off the event 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,7 @@ from core.engine.hands import EngineFacts, RoleHands
 from core.ids import IdSource
 from core.tracing import Tracer
 from core.wire.kv import KVLayoutInfo
+from core.wire.media import ECSource
 from core.wire.messages import Role
 
 LOAD_THREAD_NAME = "kvferry-load"
@@ -80,6 +81,9 @@ class ECConnectorBundle(ECConnectorSides, Protocol):
 
     async def stop(self) -> None:
         """End threads, close sockets."""
+
+    def release(self, sources: Iterable[ECSource]) -> None:
+        """End the leases of these sources, because nobody will read them."""
 
     def num_leased_chunks(self) -> int:
         """Return how much is held for readers."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
+from core.wire.media import ECSource
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
@@ -40,7 +41,8 @@ class HandsOutput:
     """What follows from an event.
 
     ``new_requests`` go to the engine now; ``ended`` names the requests of which the hands will say nothing more; ``abort_ids``
-    engine requests that nobody needs any more; ``release_transfer_ids`` hand-overs that nobody will read.
+    engine requests that nobody needs any more; ``release_transfer_ids`` hand-overs, and ``release_sources`` embeddings, that
+    nobody will read.
     """
 
     replies: list[Reply] = field(default_factory=list)
@@ -48,6 +50,7 @@ class HandsOutput:
     ended: list[str] = field(default_factory=list)
     abort_ids: list[str] = field(default_factory=list)
     release_transfer_ids: list[str] = field(default_factory=list)
+    release_sources: list[ECSource] = field(default_factory=list)
 
 
 class RoleHands(ABC):

@@ -22,6 +22,7 @@ from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.engine.actions import (
     Action,
+    ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
     Send,
@@ -252,6 +253,8 @@ class Worker:
                     self._engine.submit_abort(action.engine_request_ids)
                 case ReleaseTransfers() if self._connector is not None:
                     self._connector.release(action.transfer_ids)
+                case ReleaseEmbeddings() if self._ec_connector is not None:
+                    self._ec_connector.release(action.sources)
                 case RenewTransfers() if self._connector is not None:
                     self._connector.renew(action.transfer_ids)
                 case Stop():

@@ -15,6 +15,7 @@ from core.engine.actions import (
     Action,
     AdmissionLimits,
     EngineLoad,
+    ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
     Send,
@@ -383,6 +384,8 @@ class WorkerState:
             actions.append(SubmitAbort(result.abort_ids))
         if result.release_transfer_ids:
             actions.append(ReleaseTransfers(tuple(result.release_transfer_ids)))
+        if result.release_sources:
+            actions.append(ReleaseEmbeddings(tuple(result.release_sources)))
         return actions
 
     # ---- time --------------------------------------------------------------------------------------------------------

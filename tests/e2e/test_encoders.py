@@ -179,7 +179,7 @@ def damage(path: Path) -> None:
                 os.pwrite(file.fileno(), bytes([content[offset] ^ 1]), offset)
 
 
-def test_bad_images_are_the_clients_fault_by_name(sighted):
+def test_bad_images_are_the_clients_fault_by_name(sighted, eventually):
     good = encode_test_image(40)
     bad = {
         "no image": b"hello",
@@ -200,6 +200,7 @@ def test_bad_images_are_the_clients_fault_by_name(sighted):
     )
     assert response.status_code == 400
     sighted.ask("still here ", good)
+    eventually(lambda: not sighted.count(ENCODE, "kvferry_ec_leased_blocks"), "release of embeddings that nobody will read")
 
 
 @pytest.mark.full

@@ -67,6 +67,18 @@ def test_a_bad_image_is_named_and_the_others_are_let_go(hands):
     assert hands.on_outputs([encoded(0)], 0.0).replies == []
 
 
+def test_what_nobody_will_read_is_released(hands):
+    hands.on_encode(message(CAT, DOG), 0.0)
+    first = encoded(0)
+    hands.on_outputs([first], 0.0)
+    assert hands.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0).release_sources == [first.encoded.source]
+    late = encoded(0)
+    assert hands.on_outputs([late], 0.0).release_sources == [late.encoded.source]
+    hands.on_encode(message(CAT, DOG), 0.0)
+    hands.on_outputs([first], 0.0)
+    assert hands.on_abort("r").release_sources == [first.encoded.source]
+
+
 def test_a_failure_of_ours_names_no_image(hands):
     hands.on_encode(message(CAT), 0.0)
     (reply,) = hands.on_outputs([failed(0, Full("no room"))], 0.0).replies
