@@ -1,6 +1,6 @@
 """Everything there is to know of one GPU in under 8 minutes, without a network.
 
-    python benchmarks/gpu.py [--json FILE] [--models llama smollm2] [--only SECTION ...] [--minutes 8] [--smoke]
+    python benchmarks/gpu.py [--json FILE] [--models llama smollm2] [--only SECTION ...] [--set cache.block_size=256] [--smoke]
 
 Weights are random, shapes are those of Llama-3.1-8B and SmolLM2-135M; numbers are compared with transformers on a small model.
 Sections, in this order:
@@ -28,11 +28,12 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from common import Machine, Table
 from gpu_ceilings import Ceilings, CeilingSize, measure_ceilings
 from gpu_engine import EngineBench, EngineSize
@@ -114,6 +115,14 @@ def smoke_plan() -> Plan:
         generate=((1, 16),),
         generate_tokens=2,
     )
+
+
+def changed(plan: Plan, assignments: Sequence[str]) -> Plan:
+    """Return a plan whose engines have these settings, each ``path=value`` with a value in YAML."""
+    parts = [assignment.partition("=") for assignment in assignments]
+    changes = tuple((path, yaml.safe_load(value)) for path, _, value in parts)
+    pair = replace(plan.pair, engine=replace(plan.pair.engine, changes=changes))
+    return replace(plan, engine=replace(plan.engine, changes=changes), pair=pair)
 
 
 @dataclass(slots=True)
@@ -303,6 +312,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--models", nargs="+", choices=("llama", "smollm2"), default=("llama", "smollm2"))
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a setting of all engines")
     parser.add_argument("--minutes", type=float, default=8.0, help="no section is begun in the last minute of these")
     parser.add_argument("--folder", type=Path, help="where the weights are written (17 GB); default: a temporary folder")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU; the figures mean nothing")
@@ -324,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     shapes: dict[str, Shape] = {"llama": LLAMA_8B, "smollm2": SMOLLM2}
     plan = smoke_plan() if options.smoke else full_plan(tuple(shapes[name] for name in options.models))
+    plan = changed(plan, options.set)
+    if options.smoke:
+        torch.set_num_threads(1)
     begin, machine = time.monotonic(), Machine.now()
     report = Report(begin + 60 * (options.minutes - 1), frozenset(options.only))
     with tempfile.TemporaryDirectory(prefix="kvferry-gpu-", dir=options.folder) as folder:
@@ -336,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("- a smoke run: the figures mean nothing")
     if options.json is not None:
         content = {"device": describe_device(plan.device), "torch": torch.__version__, "seconds_in_all": elapsed}
-        content |= {"smoke": options.smoke, "aims": AIMS, "notes": report.notes, **report.figures}
+        content |= {"smoke": options.smoke, "set": options.set, "aims": AIMS, "notes": report.notes, **report.figures}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if report.num_failures else 0

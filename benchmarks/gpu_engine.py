@@ -37,6 +37,7 @@ class EngineSize:
     num_blocks: int = 0  # 0 = what memory allows
     memory_share: float = 0.85  # of the device
     dtype: str = "bfloat16"
+    changes: tuple[tuple[str, object], ...] = ()  # further settings, by their paths
 
 
 def settings(model: Path, size: EngineSize, device: str) -> dict[str, object]:
@@ -52,7 +53,7 @@ def settings(model: Path, size: EngineSize, device: str) -> dict[str, object]:
         "scheduler.async_scheduling": "on",  # as on a GPU, on a CPU too
         "cache.gpu_memory_utilization": size.memory_share,
     }
-    return found | ({"cache.num_blocks": size.num_blocks} if size.num_blocks else {})
+    return found | ({"cache.num_blocks": size.num_blocks} if size.num_blocks else {}) | dict(size.changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class Host:
 
     def __init__(self, role: Role, overrides: dict[str, object]) -> None:
         config = load_config(overrides=overrides)
+        if config.model.device == "cpu":
+            torch.set_num_threads(1)  # two processes whose threads wait for each other get nowhere
         ids = RandomIds()
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)

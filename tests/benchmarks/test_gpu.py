@@ -35,6 +35,14 @@ def test_smoke_run_measures_everything_and_fails_nowhere(run_benchmark, tmp_path
     assert "mean nothing" in printed
 
 
+def test_settings_reach_every_engine(load_gpu):
+    gpu = load_gpu("gpu")
+    plan = gpu.changed(gpu.smoke_plan(), ["cache.block_size=32", "model.attention=sdpa"])
+    for size in (plan.engine, plan.pair.engine):
+        found = load_gpu("gpu_engine").settings(Path("models/tiny"), size, "cpu")
+        assert (found["cache.block_size"], found["model.attention"]) == (32, "sdpa")
+
+
 @pytest.mark.gpu
 def test_two_processes_on_a_gpu_hand_over_what_one_would_compute(run_benchmark, tmp_path):
     path = tmp_path / "gpu.json"
