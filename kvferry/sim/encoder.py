@@ -11,6 +11,7 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
+from connectors.ec.handover import decode_held
 from connectors.p2p.handshake import WorkerIdentity
 from core.engine.actions import AdmissionLimits, EngineLoad
 from core.engine.inbox import EngineMessage, Wake, take_in
@@ -21,6 +22,7 @@ from core.request import EngineCoreOutput
 from core.testing.hash_encoder import HashImageEncoder
 from core.testing.hash_model import hash_model_layout
 from core.testing.sim_loop import Process
+from core.wire.media import ECSource
 from core.wire.messages import RegisterEncoder
 from encode.engine import EncodeEngine
 from encode.hands import EncodeHands
@@ -142,8 +144,8 @@ class SimEncoder(SimMember):
     def _timers(self) -> list[Callable[[], None]]:
         return [self.embeddings.on_timer]
 
-    def _release(self, transfer_ids: Sequence[str]) -> None:
-        self.embeddings.release(transfer_ids)
+    def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
+        self.embeddings.release([decode_held(source.payload).transfer_id for source in sources])
 
     def _load(self) -> EngineLoad:
         gauges = self.engine.core.gauges

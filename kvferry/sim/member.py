@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from core.engine.actions import Action, ReleaseTransfers, RenewTransfers, Send, Stop, SubmitAbort, SubmitAdd
+from core.engine.actions import (
+    Action,
+    ReleaseEmbeddings,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
 from core.engine.inbox import Abort, Add, EngineMessage
 from core.engine.worker_state import WorkerState
 from core.request import EngineCoreOutput
 from core.testing.sim_loop import Timer
 from core.testing.sim_network import Link
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.media import ECSource
 from kvferry.sim.host import Host
 
 FINGERPRINT = b"hash-model fingerprint"
@@ -77,6 +87,9 @@ class SimMember:
     def _release(self, transfer_ids: Sequence[str]) -> None:
         """Let go of hand-overs that nobody will read."""
 
+    def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
+        """Let go of embeddings that nobody will read."""
+
     def _renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep hand-overs for another while."""
 
@@ -121,6 +134,8 @@ class SimMember:
                 self.engine.submit(Abort(engine_request_ids))
             case ReleaseTransfers(transfer_ids):
                 self._release(transfer_ids)
+            case ReleaseEmbeddings(sources):
+                self._release_embeddings(sources)
             case RenewTransfers(transfer_ids):
                 self._renew(transfer_ids)
             case Stop():
