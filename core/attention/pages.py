@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.attention.base import (
@@ -52,10 +53,13 @@ def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: A
 
 @dataclass(frozen=True, slots=True)
 class _Intervals:
-    """What decode rows see, page by page: the first pool row and the number of rows, int32; bool ``[N, pages]`` which count."""
+    """What decode rows see, page by page: the first pool row and the number of rows, int32; bool ``[N, pages]`` which count.
 
-    starts: Tensor  # [N * pages + 1]
-    lengths: Tensor  # [N * pages]
+    P is N * pages, or one more that counts for nothing; see ``_num_extra``.
+    """
+
+    starts: Tensor  # [P + 1]
+    lengths: Tensor  # [P]
     is_used: Tensor
 
 
@@ -189,9 +193,16 @@ class PagesBackend(AttentionBackend):
         lengths = torch.minimum(ends, page_starts + size) - lows
         is_used = lengths > 0
         starts = torch.where(is_used, plan.block_tables * self._rows_per_block + lows - page_starts, 0)
+        num_extra = self._num_extra(is_used.numel(), spec)
         # The kernel wants one start more than there are sequences; ``lengths`` tell it where each of them ends.
-        starts = torch.cat((starts.flatten(), starts.new_full((1,), len(self._keys[0]))))
-        return _Intervals(starts.to(torch.int32), torch.where(is_used, lengths, 1).flatten().to(torch.int32), is_used)
+        end = starts.new_full((1,), len(self._keys[0]))
+        starts = torch.cat((starts.flatten(), starts.new_zeros(num_extra), end))
+        lengths = torch.cat((torch.where(is_used, lengths, 1).flatten(), lengths.new_ones(num_extra)))
+        return _Intervals(starts.to(torch.int32), lengths.to(torch.int32), is_used)
+
+    def _num_extra(self, num_pages: int, spec: AttentionSpec) -> int:
+        """Return 1 where the kernel's queries would be as many as its heads, and the axes of the log-sum-exps look alike."""
+        return int(num_pages * (spec.num_heads // spec.num_kv_heads) == spec.num_kv_heads)
 
     def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: PagesPlan) -> Tensor:
         intervals = plan.intervals.get(spec)
@@ -201,7 +212,9 @@ class PagesBackend(AttentionBackend):
         group = spec.num_heads // spec.num_kv_heads
         folded = query.view(num_seqs, 1, spec.num_kv_heads, group, -1).transpose(2, 3)
         folded = folded.expand(-1, num_pages, -1, -1, -1).reshape(-1, spec.num_kv_heads, query.shape[-1])
-        query_starts = torch.arange(num_seqs * num_pages + 1, dtype=torch.int32, device=query.device) * group
+        num_rows, num_parts = len(folded), len(intervals.lengths)
+        folded = F.pad(folded, (0, 0, 0, 0, 0, num_parts * group - num_rows))
+        query_starts = torch.arange(num_parts + 1, dtype=torch.int32, device=query.device) * group
         output, sums = type(self).kernel(
             folded,
             self._keys[layer],
@@ -215,9 +228,10 @@ class PagesBackend(AttentionBackend):
             enable_gqa=False,
             seqused_k=intervals.lengths,
         )
-        sums = sums.float().view(num_seqs, num_pages, group, spec.num_kv_heads)
+        by_query = sums if len(sums) == len(folded) else sums.t()
+        sums = by_query[:num_rows].float().reshape(num_seqs, num_pages, group, spec.num_kv_heads)
         weights = sums.masked_fill(~intervals.is_used[:, :, None, None], -torch.inf).softmax(1)
-        output = output.view(*sums.shape, -1).float()
+        output = output[:num_rows].view(*sums.shape, -1).float()
         # Weight 0 would not do for a slot that no query sees: 0 * NaN is NaN.
         output = output.masked_fill_(~intervals.is_used[:, :, None, None, None], 0.0)
         merged = (output * weights[..., None]).sum(1)

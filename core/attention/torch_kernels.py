@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _PAGED_ARGUMENTS = frozenset({"window_size", "enable_gqa", "seqused_k", "block_t
 _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}  # by the major number of the device's compute capability
 
 
+@cache
 def varlen_kernel() -> Callable[..., Any]:
     """Return torch's ``varlen_attn``. The import takes 2 s.
 
@@ -40,8 +42,11 @@ def varlen_kernel() -> Callable[..., Any]:
     return kernel
 
 
+@cache
 def varlen_kernel_with_sums() -> Callable[..., Any]:
-    """Return torch's ``varlen_attn`` as a function that gives its output and the log-sum-exps ``[num_queries, num_heads]``.
+    """Return torch's ``varlen_attn`` as a function that gives its output and the log-sum-exps of queries and heads.
+
+    Their axes are in one order in its documentation, and in the other one in its source: tell them by their lengths.
 
     Raises:
         ConfigError: this torch has none that takes ``seqused_k``.

@@ -74,6 +74,22 @@ def test_widths_of_the_gather_backend_are_powers_of_two_up_to_the_widest(paged):
     assert BatchedSdpaBackend(step.cache).graph_widths(1) == (1,)
 
 
+@pytest.mark.parametrize("num_heads", [(3, 3), (12, 6), (6, 1)])
+def test_log_sum_exps_are_read_in_either_order_of_their_axes(paged, num_heads):
+    """With as many queries as heads in the kernel's eyes, too: three sequences of one page, heads that share nothing."""
+
+    def heads_first(*args, **options):
+        output, sums = documented_varlen_attn_with_sums(*args, **options)
+        return output, sums.t()
+
+    class HeadsFirst(PagesBackend):
+        kernel = heads_first
+
+    for backend_type in (StandInPagesBackend, HeadsFirst):
+        case = paged.Case([paged.Seq(n) for n in (9, 4, 15)], num_heads=num_heads[0], num_kv_heads=num_heads[1])
+        paged.check(case, backend_type, KVLayout.NHD)
+
+
 def _addresses(value, seen=None):
     """Return the addresses of all tensors below a plan."""
     if isinstance(value, torch.Tensor):
