@@ -153,8 +153,15 @@ def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False,
     return happened
 
 
-@pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
-@pytest.mark.parametrize("attentions", [(HashAttention(),), HYBRID], ids=["full", "sliding"])
+@pytest.mark.parametrize(
+    ("attentions", "is_pinned"),
+    [
+        pytest.param(HYBRID, False, id="sliding, slots"),
+        pytest.param((HashAttention(),), True, id="full, pinned"),
+        pytest.param(HYBRID, True, id="sliding, pinned", marks=pytest.mark.full),
+        pytest.param((HashAttention(),), False, id="full, slots", marks=pytest.mark.full),
+    ],
+)
 def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, is_pinned):
     happened = Counter()
     for seed in range(8):
