@@ -31,7 +31,7 @@ from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.seals import decode_seal
 from core.kv.spec import KVCacheGroup
-from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput, extra_keys_of
 from core.wire.kv import KVHandoff
 
 _SESSION_PREFIX = "kvferry-"
@@ -311,7 +311,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
 
     def _span(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> TokenSpan:
         token_ids = request.all_token_ids[:num_tokens].tolist()
-        return TokenSpan(tracker.session_id, token_ids, wire_salt(request.cache_salt))
+        return TokenSpan(tracker.session_id, token_ids, wire_salt(request.cache_salt, extra_keys_of(request.mm_features, "")))
 
     @property
     def _bound_manager(self) -> KVCacheManager:

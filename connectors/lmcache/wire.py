@@ -20,6 +20,7 @@ from enum import IntEnum
 import msgspec
 
 from core.errors import ProtocolError
+from core.kv.hashing import ExtraKey, encode_extra_keys
 from core.kv.seals import layout_fingerprint
 from core.wire.kv import KVLayoutInfo
 
@@ -31,6 +32,7 @@ _TENSOR_EXTENSION = 1
 _DTYPE = "float32"  # words of 4 bytes, copied as they are
 WORD_BYTES = 4
 _SALT_DOMAIN = b"lmcache salt v1\0"
+_MEDIA_DOMAIN = b"kvferry lmcache media v1"
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -133,16 +135,26 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A sequence of tokens in a session of the server. ``salt`` is ``wire_salt`` of the tenant's."""
+    """A sequence of tokens in a session of the server. ``salt`` is ``wire_salt`` of its request."""
 
     session_id: str
     token_ids: Sequence[int]
     salt: str = ""
 
 
-def wire_salt(cache_salt: str) -> str:
-    """Return what stands for a tenant's salt in the server's keys, which end up in file names; empty for none."""
-    return hashlib.blake2b(_SALT_DOMAIN + cache_salt.encode(), digest_size=16).hexdigest() if cache_salt else ""
+def wire_salt(cache_salt: str, media_keys: Sequence[ExtraKey] = ()) -> str:
+    """Return what stands for a tenant's salt, and for a request's media, in the server's keys; empty for neither.
+
+    The server knows token ids only, and images of one size have the same ones: with ``media_keys``, a request's extra keys for
+    its media, what was computed over other media has other keys. 32 hexadecimal digits: keys end up in file names.
+    """
+    if media_keys:
+        content = _MEDIA_DOMAIN + encode_extra_keys((("cache_salt", cache_salt), *media_keys))
+    elif cache_salt:
+        content = _SALT_DOMAIN + cache_salt.encode()
+    else:
+        return ""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def encode_call(uid: int, operation: Operation, *arguments: object) -> list[bytes]:

@@ -130,7 +130,8 @@ async def test_a_reply_that_is_none_ends_the_link():
 def test_a_salt_is_never_sent_as_it_is():
     assert wire_salt("") == ""
     found = {wire_salt(salt) for salt in ("a", "b", "tenant/1@x", "x" * 1000)}
-    assert len(found) == 4
+    found |= {wire_salt(salt, [("mm", identifier, 4, 8)]) for salt in ("", "a") for identifier in (b"a" * 16, b"b" * 16)}
+    assert len(found) == 8
     assert all(salt.isalnum() and len(salt) == 32 for salt in found)
 
 

@@ -16,7 +16,7 @@ from core.engine.core import EngineCore
 from core.ids import SeededIds
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.request import KVConnectorOutput, NewRequest, RequestStatus
+from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_model import (
@@ -27,6 +27,7 @@ from core.testing.hash_model import (
     expected_tokens,
     hash_model_kv_config,
 )
+from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 
@@ -147,6 +148,28 @@ def test_a_lookup_asks_for_no_more_than_a_load_can_have():
     bench.add("a", list(range(500)))
     (lookup,) = bench.step().lookups
     assert lookup.num_tokens == 2 * CHUNK
+
+
+def test_requests_with_the_same_tokens_and_other_images_share_no_keys(bench):
+    """Images of one size have the same placeholder tokens, and tokens are all that the server compares."""
+    images = {"a": (b"a" * 16, 4), "b": (b"b" * 16, 4), "moved": (b"a" * 16, 8), "again": (b"a" * 16, 4), "none": None}
+    salts = {}
+    for name, image in images.items():
+        features = () if image is None else (feature_of(*image),)
+        request = Request(
+            NewRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SamplingParams(), mm_features=features),
+            BlockHasher(b"model", HASH_BLOCK_SIZE),
+        )
+        bench.side.get_num_new_matched_tokens(request, 0)
+        salts[name] = bench.side._next.lookups[-1].span.salt
+    assert salts["a"] == salts["again"]
+    assert len(set(salts.values())) == 4
+    assert salts["none"] == ""
+    assert all(len(salt) == 32 for name, salt in salts.items() if name != "none")
+
+
+def feature_of(identifier: bytes, offset: int) -> MMFeature:
+    return MMFeature(identifier=identifier, offset=offset, length=8, num_embeds=8, media_index=0)
 
 
 def test_steps_save_what_they_complete_and_it_proves_good(bench):
