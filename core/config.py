@@ -345,6 +345,11 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
         _check_ec_connector(self)
         _check_lmcache(connector.lmcache)
+        if self.scheduler.async_scheduling == "on" and "lmcache" in connector.names:
+            raise ConfigError(
+                "scheduler.async_scheduling = on: connector lmcache judges each step before it schedules the next one",
+                param="scheduler.async_scheduling",
+            )
         _check_address("router.worker_address", router.worker_address, lowest_port=0)
         _check_address("worker.control_address", worker.control_address, lowest_port=0)
         _check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)

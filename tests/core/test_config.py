@@ -234,3 +234,13 @@ def test_connectors_that_cannot_be_meant_are_refused(assignments, said):
 @pytest.mark.parametrize("choice", ["on", "off", "auto"])
 def test_a_choice_is_taken_as_it_stands_though_yaml_has_other_words_for_it(choice):
     assert load_config(assignments=[f"scheduler.async_scheduling={choice}"]).scheduler.async_scheduling == choice
+
+
+@pytest.mark.parametrize("names", ["connector.name=lmcache", "connector.name=multi"])
+def test_look_ahead_is_refused_beside_a_connector_that_judges_each_step_first(names):
+    assignments = [names, "scheduler.async_scheduling=on"]
+    if names.endswith("multi"):
+        assignments.append("connector.connectors=p2p,lmcache")
+    with pytest.raises(ConfigError, match="lmcache judges each step") as caught:
+        load_config(assignments=assignments)
+    assert caught.value.param == "scheduler.async_scheduling"
