@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow names them; of an animation, the first frame is the image
 MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
+MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
 _JPEG_END = b"\xff\xd9"
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
@@ -53,7 +54,7 @@ def read_image_size(content: bytes, max_pixels: int = MAX_PIXELS) -> ImageSize:
     What can be seen of a damaged or cut off file without decoding it is refused here, the rest by ``decode_image``.
 
     Raises:
-        InvalidRequest: it is none of ``FORMATS``, is damaged, or has too many pixels.
+        InvalidRequest: it is none of ``FORMATS``, is damaged, has too many pixels, or a side of more than ``MAX_SIDE``.
     """
     with _readable():
         image = _open(content, max_pixels)
@@ -89,6 +90,8 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     width, height = image.size
     if not width or not height:
         raise InvalidRequest("it has no pixels")
+    if max(width, height) > MAX_SIDE:
+        raise InvalidRequest(f"it has {width} x {height} pixels, a side may have at most {MAX_SIDE}")
     if width * height > max_pixels:
         raise InvalidRequest(f"it has {width} x {height} pixels, at most {max_pixels} are taken")
     return image

@@ -63,6 +63,20 @@ def test_a_head_that_promises_too_many_pixels_is_refused_before_any_is_decoded()
         assert read(encoded(noise(), "JPEG"), 2640)
 
 
+@pytest.mark.parametrize("size", [(20_000_000, 1), (1, 65536)])
+def test_a_side_that_takes_seconds_to_resize_is_refused_however_few_pixels_there_are(size):
+    width, height = size
+    for read in (read_image_size, decode_image):
+        with pytest.raises(InvalidRequest, match=f"it has {width} x {height} pixels, a side may have at most 65535"):
+            read(png_head(width, height))
+
+
+def test_an_image_as_long_as_a_side_may_be_is_read():
+    content = encoded(Image.new("1", (65535, 1)), "PNG")
+    assert read_image_size(content) == ImageSize(65535, 1)
+    assert decode_image(content).size == (65535, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", b"%PDF-1.7 ", b"<svg xmlns='http://www.w3.org/2000/svg'/>"])
 def test_what_is_no_image_is_refused(content):
     with pytest.raises(InvalidRequest, match="no image of a known format"):
