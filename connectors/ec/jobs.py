@@ -37,7 +37,8 @@ Source = PeerSource | StoreSource
 class Fetch:
     """Bring the embeddings of an item into these chunks, by ``deadline`` on the worker's clock.
 
-    ``seal`` is what was announced of them, None if nothing was: then the seals of the chunks alone are checked.
+    ``seal`` is what a peer has announced of what it holds. It is None for a store: whoever came first has put these chunks, and
+    another computation of the same image may differ in its last bits. Then the seals of the chunks alone are checked.
     """
 
     identifier: bytes

@@ -266,7 +266,7 @@ class FetchingScheduler(ECConnectorScheduler):
         if item is None:
             return False
         announced = self._announced(request, identifier)
-        seal = None if announced is None else announced.seal
+        seal = announced.seal if announced is not None and isinstance(source, PeerSource) else None
         self._metadata.fetches.append(Fetch(identifier, feature.num_embeds, item.chunks, source, wishes.deadline, seal))
         self._fetches[identifier] = source
         if isinstance(source, PeerSource):

@@ -14,6 +14,7 @@ from core.clock import SystemClock
 from core.config import KVStoreSection
 from core.errors import Full
 from core.ids import RandomIds
+from core.testing import ec_engine
 from core.testing.ec_engine import Image, embed
 from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, ECSide, poll_until
 from kvstore.arena import round_slot_bytes
@@ -90,6 +91,22 @@ async def test_what_one_reader_has_computed_another_finds(new_store, new_side):
     await stored(first)
     await second.engine.run(second.engine.add("r", [image], has_images=False))
     assert (first.engine.computed, second.engine.loaded) == ([image.identifier], [image.identifier])
+
+
+async def test_what_was_computed_twice_with_other_last_bits_is_found(new_store, new_side, monkeypatch):
+    """The store keeps what came first; the one who came second announces it all the same."""
+    _, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    first, encoder, reader = [await new_side(name, config) for name in ("first", "encoder", "reader")]
+    image = Image("a", 100)
+    await first.engine.run(first.engine.add("r", [image]))
+    await stored(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(ec_engine, "embed", lambda *of: embed(*of) + 1e-7)
+        source = await encoder.engine.save(image)
+    assert encoder.engine.computed == [image.identifier], "it is announced by the one who has not put it"
+    await reader.engine.run(reader.engine.add("r", [image], [source], has_images=False))
+    assert reader.engine.errors == {}
+    assert reader.engine.loaded == [image.identifier]
 
 
 async def test_embeddings_come_back_from_disk(new_store, new_side, tmp_path):
