@@ -83,8 +83,8 @@ class Promised:
     """
 
     request_ids: list[str]
-    tenures: list[int]
-    positions: list[int]
+    tenures: IntArray
+    positions: IntArray
 
 
 class InputBatch:
@@ -167,20 +167,18 @@ class InputBatch:
         self._sampled_slots[rows] = np.arange(len(rows))
         self.sampling.advance(rows)
         request_ids = [self.request_ids[row] for row in rows.tolist()]
-        return Promised(request_ids, self._tenures[rows].tolist(), positions.tolist())
+        return Promised(request_ids, self._tenures[rows], positions)
 
     def keep(self, promised: Promised, token_ids: Sequence[int]) -> None:
         """Fill in promised tokens, but of requests that have left. A token past the longest length is never fed back."""
-        for request_id, tenure, position, token_id in zip(
-            promised.request_ids, promised.tenures, promised.positions, token_ids, strict=True
-        ):
-            row = self._row_of.get(request_id)
-            if row is None or self._tenures[row] != tenure:
-                continue
-            if position < self.token_ids.shape[1]:
-                self.token_ids[row, position] = token_id
-            self.num_known[row] = position + 1
-            self.sampling.append(row, token_id)
+        rows = np.array([self._row_of.get(request_id, -1) for request_id in promised.request_ids], dtype=np.int64)
+        kept = np.flatnonzero((rows >= 0) & (self._tenures[rows] == promised.tenures))
+        rows, positions, tokens = rows[kept], promised.positions[kept], np.asarray(token_ids)[kept]
+        fits = positions < self.token_ids.shape[1]
+        self.token_ids[rows[fits], positions[fits]] = tokens[fits]
+        self.num_known[rows] = positions + 1
+        for slot in np.flatnonzero(self.sampling.has_edits[rows]).tolist():
+            self.sampling.append(int(rows[slot]), int(tokens[slot]))
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Build the input of a step that computes at least one token."""
