@@ -225,7 +225,7 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_count: Annotated[int, msgspec.Meta(ge=0, le=256)] = 16  # of one request; 0 = none are taken
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=20 << 20)] = 8 << 20  # of one file
     max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of all files of one request
-    max_pixels: Positive = 32 << 20  # of one image
+    max_pixels: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 12 << 20  # of one image; no worker decodes more than the most
     allowed_hosts: tuple[str, ...] = ()  # of http(s) URLs: name, *.name, either with :port, address or network; none = refused
     fetch_timeout_s: Seconds = 5.0  # for one image, its turn and redirects included
     max_redirects: NonNegative = 3
@@ -242,7 +242,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_interval_s: Seconds = 1.0
     heartbeat_timeout_s: Seconds = 5.0
     request_timeout_s: Seconds = 600.0
-    max_body_bytes: Positive = 8 << 20
+    max_body_bytes: Positive = 12 << 20  # of one request: an image of images.max_bytes as a data URL, and text
     max_upload_bytes: Positive = 256 << 20  # of all bodies that are held at a time; what exceeds it is refused with 503
     max_connections: Positive = 8192  # of clients; more are closed at once
     receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body

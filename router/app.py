@@ -78,7 +78,7 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
 class BodyLimits:
     """Bytes of one request's body and of the bodies of all requests together; and how many requests one key may have."""
 
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 12 << 20
     max_upload_bytes: int = 256 << 20
     max_requests_per_key: int = 0  # open at once; 0 = any number
 

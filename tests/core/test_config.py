@@ -1,9 +1,12 @@
 """Configuration: where values come from, and how wrong ones are refused."""
 
+import base64
+
 import pytest
 
 from core.config import KVFerryConfig, default_cache_dir, dump_config, load_config
 from core.errors import ConfigError
+from core.model.image_file import MAX_PIXELS
 
 
 def test_defaults_are_valid():
@@ -201,6 +204,18 @@ def test_values_that_nothing_could_work_with_are_refused(assignment):
     with pytest.raises(ConfigError) as refused:
         load_config(assignments=[assignment])
     assert refused.value.param == assignment.partition("=")[0]
+
+
+def test_no_more_pixels_can_be_allowed_than_a_worker_decodes():
+    allowed = load_config(assignments=[f"router.images.max_pixels={MAX_PIXELS}"])
+    assert allowed.router.images.max_pixels == MAX_PIXELS
+    with pytest.raises(ConfigError, match=rf"router\.images\.max_pixels: .* <= {MAX_PIXELS}"):
+        load_config(assignments=[f"router.images.max_pixels={MAX_PIXELS + 1}"])
+
+
+def test_a_body_holds_a_data_url_of_the_largest_image_and_some_text():
+    router = load_config().router
+    assert router.max_body_bytes >= len(base64.b64encode(bytes(router.images.max_bytes))) + (1 << 20)
 
 
 def test_equal_lease_bounds_are_allowed_and_survive_the_round_trip(tmp_path):
