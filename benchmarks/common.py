@@ -19,6 +19,10 @@ from pathlib import Path
 MODEL = "smollm2-135m"
 
 
+class NothingMeasured(Exception):
+    """A measurement has seen nothing of what it counts: its time was too short for this machine and its load."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """Median, smallest and largest of some measurements, in whatever unit they have."""
@@ -33,7 +37,13 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-        """Each ratio is one of two measurements of the same repeat, so that a change of the machine's pace cancels out."""
+        """Each ratio is one of two measurements of the same repeat, so that a change of the machine's pace cancels out.
+
+        Raises:
+            NothingMeasured: one of the repeats has nothing to compare with.
+        """
+        if not all(denominators):
+            raise NothingMeasured(f"a repeat has measured nothing, so there is no ratio to it: {list(denominators)}")
         return cls.of([above / below for above, below in zip(numerators, denominators, strict=True)])
 
     def show(self, digits: int = 1, factor: float = 1.0) -> str:

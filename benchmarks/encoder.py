@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, NothingMeasured, Outcome, Spread, Table, make_parser, publish
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.clock import SystemClock
@@ -49,6 +49,7 @@ from kvferry.local import LocalCluster
 GOAL = 0.95  # of the throughput without the image request
 NUM_TEXTS, TEXT_TOKENS, ANSWER_TOKENS = 8, 48, 512
 NUM_CLIENTS, CLIENT_TOKENS = 4, 16
+QUICK_DELAY_S, QUICK_CLIENT_TOKENS = 1.0, 2  # of short requests some end within the delay on a loaded machine, too
 WARM_UP_S = 0.5
 NUM_REPEATED = 8
 TIMEOUT_S = 120.0
@@ -170,10 +171,11 @@ def image_request(built: BuiltEngine, tokenizer: Tokenizer, number: int) -> NewR
 
 
 class Clients:
-    """Threads that send one text request after another, and count the tokens that have come."""
+    """Threads that send one text request after another, and count the tokens of those that have ended."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tokens_per_request: int) -> None:
         self._url = url
+        self._tokens_per_request = tokens_per_request
         self._must_stop = threading.Event()
         self._lock = threading.Lock()
         self.num_tokens = 0
@@ -195,15 +197,14 @@ class Clients:
             for turn in itertools.count():
                 if self._must_stop.is_set():
                     return
-                body = {"prompt": f"client {number}, turn {turn}: ", "max_tokens": CLIENT_TOKENS, "ignore_eos": True}
+                body = {"prompt": f"client {number}, turn {turn}: ", "max_tokens": self._tokens_per_request, "ignore_eos": True}
                 client.post("/v1/completions", json=body).raise_for_status()
                 with self._lock:
-                    self.num_tokens += CLIENT_TOKENS
+                    self.num_tokens += self._tokens_per_request
 
 
-def count_cluster_tokens(cluster: LocalCluster, seconds: float, delay_s: float | None, seed: int) -> int:
+def count_cluster_tokens(cluster: LocalCluster, clients: Clients, seconds: float, delay_s: float | None, seed: int) -> int:
     """Return the text tokens within ``seconds``, of requests that end in them; with a delay, an image request comes first."""
-    clients = Clients(cluster.base_url)
     with clients.running(), ThreadPoolExecutor(1) as pool:
         time.sleep(WARM_UP_S)
         before, start = clients.num_tokens, time.monotonic()
@@ -278,6 +279,7 @@ def settings_of(model: Path) -> KVFerryConfig:
 
 def measure(model: Path, arguments: argparse.Namespace) -> Outcome:
     delay_s, repeats = arguments.delay, arguments.repeats
+    client_tokens = QUICK_CLIENT_TOKENS if arguments.quick else CLIENT_TOKENS
     config = settings_of(model)
     engine = Engine(config)
     in_engine = compare(repeats, lambda is_beside, _: engine.count_text_tokens(delay_s, delay_s if is_beside else None))
@@ -286,7 +288,9 @@ def measure(model: Path, arguments: argparse.Namespace) -> Outcome:
         ask_about(cluster.base_url, "warm up: ", encode_test_image(1))
         in_cluster = compare(
             repeats,
-            lambda is_beside, repeat: count_cluster_tokens(cluster, delay_s, delay_s if is_beside else None, 1000 + repeat),
+            lambda is_beside, repeat: count_cluster_tokens(
+                cluster, Clients(cluster.base_url, client_tokens), delay_s, delay_s if is_beside else None, 1000 + repeat
+            ),
         )
         firsts, others, num_encodes = show_twice(cluster, repeats)
     rows, figures = [], {}
@@ -312,13 +316,16 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=2.0, help="seconds (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.repeats, arguments.delay = 1, 0.5
+        arguments.repeats, arguments.delay = 1, QUICK_DELAY_S
     machine = Machine.now()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or Path(folder)
         if arguments.model is None:
             build_tiny_smolvlm(model)
-        outcome = measure(model, arguments)
+        try:
+            outcome = measure(model, arguments)
+        except NothingMeasured as error:
+            parser.exit(1, f"{error}; on this machine a longer --delay is needed\n")
     publish(outcome, machine, arguments)
     return 0
 

@@ -24,6 +24,11 @@ def test_ratios_are_taken_within_a_repeat(common):
     assert (spread.low, spread.high) == (pytest.approx(1.1), pytest.approx(1.1))
 
 
+def test_ratios_to_nothing_are_refused_with_what_was_measured(common):
+    with pytest.raises(common.NothingMeasured, match=r"\[3, 0\]"):
+        common.Spread.of_ratios([1, 1], [3, 0])
+
+
 def test_table_is_aligned_as_text_and_as_markdown(common):
     table = common.Table(("case", "ms"), [("one", "5.0"), ("another", "12.0")])
     assert table.text().splitlines() == ["case       ms", "one       5.0", "another  12.0"]
