@@ -22,6 +22,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(
     r"(?P<any>\*\.)?(?P<name>[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*)(:(?P<port>\d{1,5}))?"
 )
+_UNICAST = IPv6Network("2000::/3")  # RFC 4291: all that is given to anybody; what translates or is of old lies outside it
 _NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 
 
@@ -88,6 +89,8 @@ def is_public(address: Address) -> bool:
     inner = _wrapped(address) if isinstance(address, IPv6Address) else None
     if inner is not None:
         return is_public(inner)
+    if isinstance(address, IPv6Address) and address not in _UNICAST:
+        return False
     return address.is_global and not address.is_multicast
 
 

@@ -59,6 +59,11 @@ def test_a_url_may_name_what_is_listed(entry, scheme, host, port, is_allowed):
         "::ffff:10.0.0.1",
         "64:ff9b::10.0.0.1",
         "2002:7f00:1::",
+        "::7f00:1",
+        "::ffff:0:127.0.0.1",
+        "64:ff9b:1::7f00:1",
+        "fec0::1",
+        "4000::1",
     ],
 )
 def test_no_name_may_resolve_into_the_operators_network(address):
@@ -66,7 +71,7 @@ def test_no_name_may_resolve_into_the_operators_network(address):
     assert not HostRules(["images.example.com"], SETTING).allows_address(ip_address(address))
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8", "2002:808:808::"])
 def test_public_addresses_are_reached(address):
     assert HostRules(["images.example.com"], SETTING).allows_address(ip_address(address))
 
