@@ -169,6 +169,10 @@ class EncoderRunner:
         return embeddings
 
     def _embeddings_of(self, item: _Item) -> Tensor | None:
+        """Return an item's rows; None if they are not here or not as many as there should be: then they are dropped.
+
+        What has failed counts as gone to the scheduler, so a tensor that stayed would take room that nobody counts.
+        """
         identifier = item.feature.identifier
         embeddings = self.cache.get(identifier)
         try:
@@ -177,6 +181,7 @@ class EncoderRunner:
             self._check_num_rows(item, len(embeddings))
         except KVFerryError as error:
             self._failed[-1].setdefault(identifier, ErrorInfo.of(error))
+            self.cache.pop(identifier, None)
             return None
         return embeddings
 

@@ -182,6 +182,16 @@ def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_
     assert finish(runner).failed_embeddings == {}  # told once
 
 
+def test_embeddings_with_a_wrong_number_of_rows_are_reported_and_dropped(runner):
+    """The scheduler counts what has failed as gone: a tensor that stayed would take room that nobody counts."""
+    item = feature(b"1:2", 0, 2, 2)
+    start(runner, new_data("a", [IMAGE, IMAGE], [item], [b"1:2"]))
+    runner.cache[item.identifier] = torch.zeros(3, HIDDEN)
+    assert merged(runner, {"a": (0, 2)}) == {}
+    assert "3 embeddings for 2 image tokens" in finish(runner).failed_embeddings[item.identifier].message
+    assert runner.cache == {}
+
+
 def test_a_step_that_begins_before_the_last_one_has_ended_keeps_its_failures(runner):
     start(runner)
     item = feature(b"bad", 0, 1, 1)
