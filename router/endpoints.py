@@ -33,6 +33,7 @@ from router.params import (
     output_options,
     sampling_params,
 )
+from router.policy import choose_weights
 from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader, Sight
 from router.responses import ChatShaper, CompletionShaper, Envelope
 from router.served import ServedModel
@@ -84,7 +85,7 @@ class Endpoints:
         self.is_closing = False
         self._defaults = model.defaults
         self._tokenizer = model.tokenizer
-        sight = Sight(images, model.image_prompts, self._model_fingerprint) if images and model.image_prompts else None
+        sight = Sight(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
         self._reader = PromptReader(model.tokenizer, sight)
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
@@ -127,7 +128,7 @@ class Endpoints:
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
             created=int(time.time()),
             model=self.model,
-            system_fingerprint=self._fingerprint(),
+            system_fingerprint=self._fingerprint(prompts[0]),
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
         # Last: from here on, workers have to be stopped.
@@ -157,18 +158,18 @@ class Endpoints:
             mm_features=prompt.mm_features,
             media=prompt.media,
             media_places=prompt.media_places,
+            model_fingerprint=prompt.model_fingerprint,
             timeout_s=request.timeout_s,
         )
 
-    def _fingerprint(self) -> str | None:
+    def _fingerprint(self, prompt: Prompt) -> str | None:
         """Return a name of the weights that serve, as OpenAI does."""
-        fingerprint = self._model_fingerprint()
+        worker = next(iter(self.service.machine.cluster.workers), None)
+        fingerprint = prompt.model_fingerprint or (worker.facts.model_fingerprint if worker else b"")
         return f"fp_{fingerprint.hex()[:12]}" if fingerprint else None
 
-    def _model_fingerprint(self) -> bytes:
-        """Return that of a worker that serves now, nothing if there is none."""
-        worker = next(iter(self.service.machine.cluster.workers), None)
-        return worker.facts.model_fingerprint if worker is not None else b""
+    def _choose_weights(self) -> bytes:
+        return choose_weights(self.service.machine.cluster.workers)
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 

@@ -476,7 +476,12 @@ class Flows:
 
 
 def _demand(flow: Flow) -> Demand:
-    return Demand(num_tokens=flow.submission.num_tokens, num_choices=len(flow.live_choices), avoid=frozenset(flow.avoid))
+    return Demand(
+        num_tokens=flow.submission.num_tokens,
+        num_choices=len(flow.live_choices),
+        avoid=frozenset(flow.avoid),
+        model_fingerprint=flow.submission.model_fingerprint,
+    )
 
 
 def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:

@@ -17,7 +17,8 @@ from router.accounting import FirstTokenTiming, HandoverReport
 class Submission:
     """What a client wants, in token ids.
 
-    ``media`` are the files of its images by ``MMFeature.media_index``; ``media_places`` says where the client named each.
+    ``media`` are the files of its images by ``MMFeature.media_index``; ``media_places`` says where the client named each, and
+    ``model_fingerprint`` for which weights their identifiers were made. It goes to workers with these only.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Submission:
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
+    model_fingerprint: bytes = b""  # empty = without images
 
     @property
     def num_tokens(self) -> int:

@@ -25,12 +25,14 @@ from router.cluster import Worker, WorkerKey
 class Demand:
     """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
 
-    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there.
+    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there. With a ``model_fingerprint`` only
+    workers with these very weights are taken: to others, the names of the request's images say nothing.
     """
 
     num_tokens: int
     num_choices: int = 1
     avoid: frozenset[WorkerKey] = frozenset()
+    model_fingerprint: bytes = b""  # empty = any
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
         InvalidRequest: no route ever holds so many choices at once.
         Overloaded: every route that could take it is full.
     """
-    members = list(workers)
+    members = _with_weights(workers, demand)
     fitting = _fitting(members, demand)
     for candidates in _in_order_of_preference(fitting, demand):
         found = [route for route in (_best_pair(candidates), _best_aggregated(candidates)) if route is not None]
@@ -125,7 +127,22 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     if limit:
         needed = demand.num_tokens
         raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
+    if demand.model_fingerprint:
+        raise NoWorker(f"no worker with model {demand.model_fingerprint.hex()}, which names the images, takes new requests")
     raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
+
+
+def choose_weights(workers: Iterable[Worker]) -> bytes:
+    """Return the fingerprint of the model on the least loaded route: by it, the images of a request are named.
+
+    Raises:
+        NoWorker: there is no route; says what is missing.
+    """
+    members = list(workers)
+    route = min(routes(members), key=lambda route: route.load, default=None)
+    if route is None:
+        raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
+    return route.decode.facts.model_fingerprint
 
 
 def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
@@ -209,8 +226,14 @@ def _least_loaded(worker: Worker) -> tuple[float, int]:
     return worker.load, worker.last_picked
 
 
+def _with_weights(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    wanted = demand.model_fingerprint
+    return [worker for worker in workers if not wanted or worker.facts.model_fingerprint == wanted]
+
+
 def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
-    return [worker for worker in workers if not worker.is_draining and worker.facts.max_model_len >= demand.num_tokens]
+    able = (worker for worker in _with_weights(workers, demand) if not worker.is_draining)
+    return [worker for worker in able if worker.facts.max_model_len >= demand.num_tokens]
 
 
 def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:

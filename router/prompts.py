@@ -37,18 +37,25 @@ _RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "c
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens and as text, the client's own if there was one; and its images, with the names they have for it."""
+    """A prompt as tokens and as text, the client's own if there was one; and its images, with the names they have for it.
+
+    ``model_fingerprint``: of the weights for which the images have their identifiers, empty without images.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
+    model_fingerprint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model that sees images adds: their way in, how they stand in prompts, and the fingerprint that keys names."""
+    """What a model that sees images adds: their way in, how they stand in prompts, and the fingerprint that keys names.
+
+    ``model_fingerprint`` raises NoWorker where nobody serves, so that there is none.
+    """
 
     reader: ImageReader
     prompts: ImagePrompts
@@ -105,6 +112,7 @@ class PromptReader:
         Raises:
             InvalidRequest: a part cannot be read or is no image, or the template refuses the conversation.
             ContextTooLong: the text is so long that no tokenization of it fits.
+            NoWorker: there are images, and no worker by whose weights they could be named.
         """
         text = self.render(request)
         references = find_images(request.messages)
@@ -125,9 +133,10 @@ class PromptReader:
         expanded = prompts.expand(text, [image.size for image in images])
         token_ids = await self._encode_chat(request, expanded, limits)
         _check_num_tokens(token_ids, limits)
-        features, media = await asyncio.to_thread(prompts.features, token_ids, images, self._sight.model_fingerprint())
+        fingerprint = self._sight.model_fingerprint()
+        features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
         places = {found.image.content: found.place for found in reversed(placed)}  # of equal files, the first one
-        return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media))
+        return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)
 
     async def _encode_chat(self, request: ChatCompletionRequest, text: str, limits: ModelLimits) -> Sequence[int]:
         self._check_length(text, request, limits)

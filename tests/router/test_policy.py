@@ -15,6 +15,7 @@ from router.policy import (
     choose_decode,
     choose_route,
     choose_successor,
+    choose_weights,
     max_model_len,
     mismatch,
     unpaired,
@@ -170,6 +171,35 @@ def test_two_workers_are_paired_exactly_if_their_handshake_would_succeed(owner, 
         assert (reason is None) == isinstance(answer, HandshakeReply)
         if reason is not None and isinstance(answer, HandshakeRefused):
             assert answer.message.startswith(reason.message.partition("cannot hand over: ")[2])
+
+
+def test_a_request_for_certain_weights_goes_only_to_workers_that_have_them():
+    workers = [
+        member("prefill", "p0", model_fingerprint=b"new"),
+        member("decode", "d0", model_fingerprint=b"new"),
+        member("aggregated", "a0", model_fingerprint=b"new"),
+        member("prefill", "p1", load=5),
+        member("decode", "d1", load=5),
+    ]
+    demand = Demand(num_tokens=10, model_fingerprint=b"w")
+    assert names(choose_route(workers, Demand(num_tokens=10))) == ["p0", "d0"]
+    assert names(choose_route(workers, demand)) == ["p1", "d1"]
+    assert choose_decode(workers, workers[3], demand).key.engine_id == "d1"
+    with pytest.raises(NoWorker, match=f"no worker with model {b'w'.hex()}"):
+        choose_route(workers[:3], demand)
+    with pytest.raises(ContextTooLong, match="holds 100"):
+        choose_route(workers, Demand(num_tokens=101, model_fingerprint=b"w"))
+
+
+def test_images_are_named_by_the_weights_of_the_least_loaded_route_that_takes_requests():
+    old = [member("prefill", "p0", load=1), member("decode", "d0")]
+    new = [member("prefill", "p1", model_fingerprint=b"new"), member("decode", "d1", load=2, model_fingerprint=b"new")]
+    assert choose_weights([*new, *old]) == b"w"
+    assert choose_weights([*old[:1], *new]) == b"new"
+    draining = member("aggregated", "a0", model_fingerprint=b"older", is_draining=True)
+    assert choose_weights([draining, *old, *new]) == b"w"
+    with pytest.raises(NoWorker, match="no worker has registered"):
+        choose_weights([])
 
 
 def test_a_prefill_worker_without_a_partner_is_passed_over():

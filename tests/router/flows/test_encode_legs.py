@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import EngineDead, InvalidRequest, Overloaded
+from core.errors import EngineDead, InvalidRequest, Overloaded, PeerUnreachable
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
 from router.flow import Phase
@@ -27,7 +27,7 @@ def bench(make_bench):
     return found
 
 
-def submit(bench, *images: bytes, request_id: str = "r1") -> None:
+def submit(bench, *images: bytes, request_id: str = "r1", **fields) -> None:
     features = tuple(
         MMFeature(identifier=image, offset=2 * index, length=2, num_embeds=2, media_index=index)
         for index, image in enumerate(images)
@@ -38,6 +38,7 @@ def submit(bench, *images: bytes, request_id: str = "r1") -> None:
         mm_features=features,
         media=tuple(FILES[image] for image in images),
         media_places=tuple(f"messages[0].content[{index}]" for index in range(len(images))),
+        **fields,
     )
     bench.do(bench.machine.submit(submission, bench.now))
 
@@ -78,6 +79,29 @@ def test_a_prompt_without_images_does_not_wait_for_an_encode_worker(bench):
     bench.submit()
     assert bench.generated("p0")
     assert not bench.to("e0", EncodeRequest)
+
+
+def test_a_request_with_images_is_not_begun_again_by_weights_for_which_they_have_other_names(bench):
+    for name in ("p1", "d1"):
+        bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=b"new")
+    submit(bench, CAT, model_fingerprint=b"w")
+    done(bench, CAT)
+    assert bench.generated("p0")
+    bench.leave("p0")
+    assert not bench.to("p1", Generate)
+    assert bench.error().code == PeerUnreachable.code
+    bench.assert_idle()
+
+
+def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_the_same_weights(bench):
+    for name, weights in (("p1", b"new"), ("d1", b"new"), ("p2", b"w"), ("d2", b"w")):
+        bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=weights)
+    submit(bench, CAT, model_fingerprint=b"w")
+    reserved = bench.machine.flows._flows["r1"].prefill.engine_id
+    bench.leave(reserved)
+    done(bench, CAT)
+    assert bench.generated({"p0": "p2", "p2": "p0"}[reserved]).ec_sources
+    assert not bench.to("p1", Generate)
 
 
 def test_one_image_named_twice_is_asked_for_once(bench):

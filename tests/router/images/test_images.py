@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from dataclasses import replace
 from io import BytesIO
@@ -11,7 +12,8 @@ from PIL import Image
 
 from core.config import ImagesSection
 from core.errors import InvalidRequest
-from core.model.image_prompt import load_image_prompts
+from core.model.image_file import read_image_size
+from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import EncodeFailed, EncodeRequest, ErrorInfo
 from router.images import decode_data_url
@@ -137,6 +139,35 @@ async def test_images_go_to_an_encode_worker_first(start_sighted):
     assert len(encoder.messages(EncodeRequest)) == 1
     assert under_test.metric("kvferry_image_encodes_total", outcome="done") == 1
     assert under_test.metric("kvferry_workers", role="encode") == 1
+
+
+async def test_images_are_named_by_the_weights_that_serve_not_by_a_worker_without_a_partner(start_router, sighted_model):
+    under_test = await start_router(has_http=False, model=sighted_model)
+    await under_test.add("prefill", model_fingerprint=b"new weights")
+    prefill, _ = await under_test.pair()
+    content = picture()
+    response = await post(under_test, chat(image_part(data_url(content))))
+    assert response.status_code == 200, response.text
+    assert response.json()["system_fingerprint"] == f"fp_{b'weights'.hex()[:12]}"
+    generate = await prefill.generated()
+    image = PromptImage(content, read_image_size(content))
+    named, _ = sighted_model.image_prompts.features(generate.prompt_token_ids, [image], b"weights")
+    assert generate.mm_features == named
+
+
+async def test_a_request_whose_workers_leave_before_its_images_are_here_finds_no_worker(start_sighted, host):
+    host.has("/cat", picture())
+    host.gate.clear()
+    under_test = await start_sighted(images=FROM_LOOPBACK)
+    asking = asyncio.create_task(post(under_test, chat(image_part(f"{host.url}/cat"))))
+    await host.asked.wait()
+    for worker in under_test.workers:
+        await worker.leave()
+    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason == "no worker has registered")
+    host.gate.set()
+    response = await asking
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "no_worker"
 
 
 async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
