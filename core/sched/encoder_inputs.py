@@ -67,13 +67,18 @@ class EncoderInputs:
         end = 0
         for index, feature in enumerate(request.mm_features):
             if feature.num_embeds > self.max_item_embeds:
-                raise InvalidRequest(
-                    f"image {index} takes {feature.num_embeds} embeddings, this worker has room for {self.max_item_embeds}",
-                    param=f"images[{index}]",
-                )
+                raise self._too_large(index, feature.num_embeds)
             if feature.offset < end or feature.num_embeds > feature.length or feature.end > request.num_prompt_tokens:
                 raise InvalidRequest(f"feature {index} overlaps another one or leaves the prompt", param="mm_features")
             end = feature.end
+
+    def _too_large(self, index: int, num_embeds: int) -> InvalidRequest:
+        message = f"image {index} takes {num_embeds} embeddings, this worker has room for {self.max_item_embeds}"
+        if self.max_item_embeds:  # without, its model sees no images at all
+            bounds = {"encoder_cache_embeds": self.cache.cache_size, "max_num_encoder_embeds": self._max_embeds_per_step}
+            settings = " and ".join(f"scheduler.{name}" for name, bound in bounds.items() if bound < num_embeds)
+            message += f": show a smaller one, or raise {settings}"
+        return InvalidRequest(message, param=f"images[{index}]")
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 

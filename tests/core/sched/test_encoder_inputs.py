@@ -166,8 +166,22 @@ def test_refuses_an_image_that_never_fits(world):
     assert not world.scheduler.requests
 
 
+@pytest.mark.parametrize(
+    ("cache_size", "max_per_step", "settings"),
+    [
+        (16, 64, "scheduler.encoder_cache_embeds"),
+        (64, 16, "scheduler.max_num_encoder_embeds"),
+        (16, 16, "scheduler.encoder_cache_embeds and scheduler.max_num_encoder_embeds"),
+    ],
+)
+def test_says_which_settings_make_room_for_a_larger_image(make_world, cache_size, max_per_step, settings):
+    world = make_world(encoder_cache_size=cache_size, max_embeds_per_step=max_per_step)
+    with pytest.raises(InvalidRequest, match=f"room for 16: show a smaller one, or raise {settings}$"):
+        world.add_with_images("a", [Image(b"large", 17)])
+
+
 def test_a_worker_without_an_encoder_refuses_images(make_world):
-    with pytest.raises(InvalidRequest, match="room for 0"):
+    with pytest.raises(InvalidRequest, match=r"room for 0$"):
         make_world().add_with_images("a", [CAT])
 
 
