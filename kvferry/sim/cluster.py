@@ -64,7 +64,6 @@ class SimCluster:
         self.workers: dict[str, SimWorker | SimEncoder] = {}
         self.routers: dict[str, SimRouter] = {}
         self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
-        self.num_flipped_embeddings = 0
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
@@ -184,7 +183,7 @@ class SimCluster:
             case Fault.DRAIN:
                 self._drain(event.targets[0], event.seconds)
             case Fault.STORE_CORRUPT if isinstance(encoder := self.workers.get(event.targets[0]), SimEncoder):
-                self.num_flipped_embeddings += encoder.host.process.is_alive and encoder.embeddings.corrupt()
+                encoder.embeddings.corrupt()
             case _ if self.tiers is not None:
                 self._strike_tier(self.tiers, event)
 
@@ -317,7 +316,6 @@ class SimCluster:
         )
         if self.tiers is not None:
             happened["flipped_bits"] = self.tiers.num_flipped_bits
-        happened["flipped_embeddings"] = self.num_flipped_embeddings
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened.update(self._retries)
         for worker in self._lives:

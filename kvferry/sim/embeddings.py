@@ -19,7 +19,7 @@ from connectors.ec.memory import ChunkMemory
 from connectors.ec.offers import HeldOffers, OfferTerms
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
-from connectors.p2p.actions import Report, SendingEnded
+from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import ConnectorSection
 from core.encoder import EmbeddingsLayout
@@ -64,21 +64,20 @@ class SimEmbeddings(SimNode):
             terms = OfferTerms(
                 engine_id=identity.engine_id, incarnation=identity.incarnation, lease_ms=int(1000 * plan.lease_s)
             )
-            self._offers = HeldOffers(self._memory, terms, ids, self._grant)
+            self._offers = HeldOffers(self._memory, terms, ids, self._lease)
             self._offers.control_address = address
         self.worker.bind(self._memory.rows, self._submit, self._offers)
         self._alarm: Timer | None = None
+        self._num_to_flip = 0
+        self._num_flipped = 0
 
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
         """Be ready for readers, and to read."""
         self._start(self._memory.region, _ChunkWatch(self.scheduler, self._identity.engine_id, complain), max_rows_per_read)
 
-    def corrupt(self) -> bool:
-        """Change a bit of embeddings that readers are told of; False if there are none."""
-        held = list(self._offers._held.values()) if self._offers is not None else []
-        for item in held[:1]:
-            self._memory.rows(item.item.first_chunk, 1)[0] ^= 1
-        return bool(held)
+    def corrupt(self) -> None:
+        """Change a bit of the embeddings that are promised to a reader next, before it has read them."""
+        self._num_to_flip += 1
 
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
@@ -98,12 +97,23 @@ class SimEmbeddings(SimNode):
         if self._offers is not None:
             happened["refused_offers"] = self._offers.num_refused
             happened["evicted_offers"] = self._offers.num_evicted
+            happened["flipped_embeddings"] = self._num_flipped
         return happened
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def _on_layout(self, layout: EmbeddingsLayout) -> None:
         assert layout == HASH_EMBEDDINGS, "embeddings of a HashModel"
+
+    def _lease(self, grant: LeaseGrant) -> None:
+        """Start a lease, of something that has changed since it was sealed if that is due. Each time it is another bit."""
+        if self._num_to_flip:
+            assert self._offers is not None, "who leases has something to offer"
+            self._num_to_flip -= 1
+            first_chunk = self._offers._leases[grant.transfer_id].first_chunk
+            self._memory.rows(first_chunk, 1)[0] ^= 1 << self._num_flipped % 8
+            self._num_flipped += 1
+        self._grant(grant)
 
     def _locate(self, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
         return handover.locate(self._layout, feature, announced)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+import connectors.p2p.verification
 import core.request
 import kvferry.sim.checks
+from connectors.ec.chunks import RowsDigester
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
 from core.sched.encoder_inputs import EncoderInputs
@@ -43,6 +45,7 @@ def test_no_request_ends_for_want_of_embeddings_while_its_images_are_at_hand(run
         "encode_done",
         "encode_peer_lost",
         "fetch_deadline",
+        "fetch_digest",
         "fetch_ok",
         "fetch_peer_lost",
         "fetch_stale",
@@ -92,6 +95,11 @@ def load_other_embeddings(patch: Patch) -> None:
     patch(FetchingWorker, "start_load_caches", start_load_caches)
 
 
+def check_no_digests(patch: Patch) -> None:
+    patch(RowsDigester, "check", lambda *_: None)
+    patch(connectors.p2p.verification, "_find_corruption", lambda *_: None)
+
+
 def never_let_go_of_embeddings(patch: Patch) -> None:
     patch(EncoderInputs, "release_computed", lambda *_: None)
 
@@ -113,6 +121,7 @@ def merge_embeddings_one_row_too_late(patch: Patch) -> None:
 @pytest.mark.parametrize(
     "defect",
     [
+        check_no_digests,
         forget_images_in_block_hashes,
         load_other_embeddings,
         merge_embeddings_one_row_too_late,
