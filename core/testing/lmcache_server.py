@@ -101,8 +101,14 @@ class LMCacheServer:
             process.wait()
 
     def freeze(self) -> None:
-        """Stop it in whatever it does."""
+        """Stop it in whatever it does, and return when none of its threads runs any more."""
+        process = self._process
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while process is not None and not _is_stopped(process.pid):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the LMCache server does not stop")
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let it go on."""
@@ -137,6 +143,12 @@ class LMCacheServer:
                 return bool(response.status == 200)
         except OSError:  # URLError is one
             return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """True if every thread of a process is stopped, by what ``/proc`` says behind each one's name."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def _free_ports() -> tuple[int, int]:
