@@ -72,6 +72,12 @@ class EmbeddingsLayout:
 class ECConnectorScheduler(ABC):
     """The side inside the scheduler."""
 
+    def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
+        """Receive, once and before any request, what says whether an item is in the encoder cache: it needs no fetch.
+
+        It may be gone the next time: until a request refers to it, it makes room for others.
+        """
+
     @abstractmethod
     def has_cache_item(self, identifier: bytes) -> bool:
         """True if the embeddings are here, verified, and stay until they are loaded in this step."""

@@ -83,12 +83,17 @@ class FetchingScheduler(ECConnectorScheduler):
         self._is_consumer = is_consumer
         self._layout: ChunkLayout | None = None
         self._shelf = Shelf(0)
+        self._is_cached: Callable[[bytes], bool] = lambda identifier: False
         self._wishes: dict[str, _Wishes] = {}
         self._fetches: dict[bytes, Source] = {}  # of items that are being filled
         self._ending: set[bytes] = set()  # of those, the ones whose fetch was aborted
         self._unavailable: dict[str, ErrorInfo] = {}
         self._metadata = FetchingMetadata()
         self.counts: Counter[str] = Counter()  # what has become of fetches: "ok", "aborted", or why not
+
+    def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
+        """Learn how to see what needs no fetch."""
+        self._is_cached = holds
 
     def bind(self, layout: ChunkLayout, num_chunks: int) -> None:
         """Learn what chunks there are."""
@@ -244,6 +249,10 @@ class FetchingScheduler(ECConnectorScheduler):
             if isinstance(wishes.sources.get(identifier), PeerSource):
                 self._release_of(wishes, identifier)
             return True
+        if self._is_cached(identifier):
+            if _has_image(request, identifier):  # else it is fetched if it has to make room before the request refers to it
+                self._release_of(wishes, identifier)
+            return True
         if self._clock.now() >= wishes.deadline:
             return self._give_up(request, wishes, identifier, TransferTimeout("they are not here at the deadline"))
         if item is None:
@@ -325,7 +334,7 @@ class FetchingScheduler(ECConnectorScheduler):
         wishes.given_up.add(identifier)
         self._let_go(request, wishes, wishes.wanted & {identifier})
         self._release_of(wishes, identifier)
-        if any(has_image for feature, has_image in _images(request) if feature.identifier == identifier):
+        if _has_image(request, identifier):
             return True
         failure = wishes.failures.get(identifier)
         reason = error.message if error is not None else failure.message if failure is not None else "nobody has them"
@@ -344,8 +353,9 @@ class FetchingScheduler(ECConnectorScheduler):
         self._metadata.releases += [source for source in sources if isinstance(source, PeerSource)]
 
 
-def _images(request: Request) -> Iterable[tuple[MMFeature, bool]]:
-    return ((feature, request.has_media(index)) for index, feature in enumerate(request.mm_features))
+def _has_image(request: Request, identifier: bytes) -> bool:
+    features = enumerate(request.mm_features)
+    return any(request.has_media(index) for index, feature in features if feature.identifier == identifier)
 
 
 def _is_as_bad(source: Source, failed: Source, error: ErrorInfo) -> bool:

@@ -82,6 +82,10 @@ class EncoderCacheManager:
             self._freeable[identifier] = self._num_embeds[identifier]
             self.num_freeable_slots += self._num_embeds[identifier]
 
+    def has(self, identifier: bytes) -> bool:
+        """True if the embeddings are in the cache, for whomever."""
+        return identifier in self._users
+
     # ---- whole requests, whole entries -------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:

@@ -51,11 +51,14 @@ class EncoderInputs:
     def __init__(self, cache_size: int, max_embeds_per_step: int, connector: ECConnectorScheduler | None = None) -> None:
         self.cache = EncoderCacheManager(cache_size)
         self.connector = connector
+        if connector is not None:
+            connector.bind_encoder_cache(self._count_on)
         self.max_item_embeds = min(cache_size, max_embeds_per_step)
         self.counts = EncoderCounts()
         self._max_embeds_per_step = max_embeds_per_step
         self._compute_budget = 0
         self._is_cut = False  # an item has found no room in this step
+        self._counted_on: set[bytes] = set()  # what the connector has let be for the request at hand, as it is in the cache
         self._unavailable: dict[str, ErrorInfo] = {}
 
     def check_can_run(self, request: Request) -> None:
@@ -92,6 +95,7 @@ class EncoderInputs:
 
         Comes before anything is allocated for it, and changes nothing here: a request that waits holds nothing.
         """
+        self._counted_on.clear()
         if self.connector is None or num_computed_tokens >= request.mm_end or request.has_failed_embedding:
             return True
         if self.connector.ensure_cache_available(request, num_computed_tokens):
@@ -140,6 +144,8 @@ class EncoderInputs:
         feature = request.mm_features[index]
         is_loaded = self._can_load(request, feature.identifier)
         if not is_loaded and not request.has_media(index):
+            if feature.identifier in self._counted_on:
+                return False  # it has made room for an earlier item of the request; the connector is asked for it next time
             self._unavailable[request.request_id] = _missing(index)
             return False
         budget = feature.num_embeds if is_loaded else self._compute_budget - sum_embeds(request, plan.computed)
@@ -153,6 +159,13 @@ class EncoderInputs:
         if self.connector is None or request.has_failed_embedding:
             return False  # what failed once is not tried again: every failure must bring the request nearer to its end
         return self.connector.has_cache_item(identifier)
+
+    def _count_on(self, identifier: bytes) -> bool:
+        """Tell the connector what is in the cache; so it looks for nothing that is."""
+        is_here = self.cache.has(identifier)
+        if is_here:
+            self._counted_on.add(identifier)
+        return is_here
 
     def allocate(self, request: Request, plan: EncoderPlan, output: SchedulerOutput) -> None:
         """Make a plan part of the step: its request has got its KV blocks."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from core.wire.messages import ErrorInfo
 class EmbeddingScript:
     """What the connector answers, and what it was asked.
 
-    ``here`` are files whose embeddings can be loaded, by identifier; of those in ``on_the_way`` requests must wait. What is
-    ``lost`` cannot be loaded although it was offered. ``unavailable`` requests end.
+    ``here`` are files whose embeddings can be loaded, by identifier; of those in ``on_the_way`` requests must wait, unless they
+    are in the encoder cache. What is ``lost`` cannot be loaded although it was offered. ``unavailable`` requests end.
     """
 
     here: dict[bytes, bytes] = field(default_factory=dict)
@@ -50,6 +50,11 @@ class ScriptedECScheduler(ECConnectorScheduler):
     def __init__(self, script: EmbeddingScript) -> None:
         self.script = script
         self._loads: list[tuple[bytes, int]] = []
+        self._is_cached: Callable[[bytes], bool] = lambda identifier: False
+
+    def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
+        """Learn what nobody has to wait for."""
+        self._is_cached = holds
 
     def has_cache_item(self, identifier: bytes) -> bool:
         """See ``EmbeddingScript.here``."""
@@ -59,7 +64,8 @@ class ScriptedECScheduler(ECConnectorScheduler):
         """See ``EmbeddingScript.on_the_way``."""
         self.script.calls.append(("ensure", request.request_id, num_computed_tokens))
         needed = [feature.identifier for feature in request.mm_features if feature.end > num_computed_tokens]
-        return self.script.on_the_way.isdisjoint(needed) and request.request_id not in self.script.unavailable
+        is_waiting = any(name in self.script.on_the_way and not self._is_cached(name) for name in needed)
+        return not is_waiting and request.request_id not in self.script.unavailable
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Plan the load of what is here."""

@@ -340,3 +340,48 @@ def test_preempted_request_is_computed_if_its_item_had_to_make_room(desk):
     request.status = RequestStatus.PREEMPTED
     assert desk.ask(request)
     assert not desk.scheduler.has_cache_item(A.identifier)
+
+
+# ---- what is in the encoder cache already ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(desk):
+    """What the encoder cache of the desk holds."""
+    identifiers = set()
+    desk.scheduler.bind_encoder_cache(identifiers.__contains__)
+    return identifiers
+
+
+def test_what_is_in_the_encoder_cache_is_not_fetched_again_and_its_lease_ends(desk, cached):
+    cached.add(A.identifier)
+    request = request_of("r", [A, B], [source(A, "e/1"), source(B, "e/2")])
+    assert not desk.ask(request)
+    orders = desk.orders()
+    assert [fetch.identifier for fetch in orders.fetches] == [B.identifier]
+    assert [released.transfer_id for released in orders.releases] == ["1"]
+    desk.end(B)
+    assert desk.ask(request)
+
+
+def test_what_is_in_the_encoder_cache_needs_neither_image_nor_source_nor_time(desk, cached):
+    cached.add(A.identifier)
+    request = request_of("r", [A], has_images=False, deadline=desk.clock.now())
+    assert desk.ask(request)
+    assert desk.scheduler.take_unavailable_requests() == {}
+
+
+def test_what_nobody_can_compute_is_fetched_if_the_encoder_cache_loses_it(desk, cached):
+    cached.add(A.identifier)
+    request = request_of("r", [A], [source(A, "e/1")], has_images=False)
+    assert desk.ask(request)
+    assert desk.orders().releases == []
+    cached.clear()
+    assert not desk.ask(request)
+    assert [fetch.identifier for fetch in desk.orders().fetches] == [A.identifier]
+
+
+def test_a_fetch_for_others_is_not_waited_for_by_who_finds_it_in_the_encoder_cache(desk, cached):
+    assert not desk.ask(request_of("first", [A], [source(A, "e/1")]))
+    cached.add(A.identifier)
+    assert desk.ask(request_of("second", [A]))

@@ -333,6 +333,29 @@ def test_embeddings_that_are_here_are_loaded_instead_of_computed(fetching):
     assert fetching.ec.named("finished") == [("a",)]
 
 
+def test_what_is_in_the_encoder_cache_is_not_waited_for(fetching):
+    run_to_end(fetching, fetching.add_with_images("a", [4, CAT, 4]))
+    fetching.ec.on_the_way.add(CAT.identifier)
+    run_to_end(fetching, fetching.add_with_images("b", [9, CAT, 4], media=()))
+    assert fetching.ends["b"] == "length"
+
+
+def test_what_was_in_the_cache_and_made_room_for_an_earlier_image_is_waited_for(make_world):
+    """Nobody can compute the cat: it was to be taken from the cache, where the dog of the same prompt takes its place."""
+    world = make_world(encoder_cache_size=16, with_ec_connector=True)
+    run_to_end(world, world.add_with_images("a", [4, CAT, 4]))
+    world.ec.on_the_way.add(CAT.identifier)
+    request = world.add_with_images("b", [5, DOG, 4, CAT, 4], media=(DOG.media, b""))
+    assert world.schedule().num_scheduled_tokens == {"b": 25}
+    world.finish_step()
+    assert world.schedule().num_scheduled_tokens == {}
+    world.finish_step()
+    world.ec.here[CAT.identifier] = CAT.media
+    world.ec.on_the_way.clear()
+    run_to_end(world, request)
+    assert world.ends["b"] == "length"
+
+
 def test_a_load_takes_room_but_nothing_of_the_compute_budget(make_world):
     world = make_world(encoder_cache_size=32, max_embeds_per_step=16, with_ec_connector=True)
     world.ec.here[CAT.identifier] = CAT.media
