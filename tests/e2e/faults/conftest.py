@@ -327,7 +327,7 @@ class FaultCluster:
         """Return every gauge of the live workers that counts something held."""
         found = {}
         for worker in self.cluster.workers:
-            with contextlib.suppress(OSError):  # it is dying, or starting; then it holds nothing
+            with contextlib.suppress(OSError, KeyError):  # it is dying, dead, or starting; then it holds nothing
                 samples = self.samples(worker.engine_id)
                 found |= {f"{worker.engine_id}:{name}": samples[name,] for name in HELD if samples.get((name,))}
         return found
