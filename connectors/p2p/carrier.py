@@ -47,8 +47,8 @@ from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
-HOST_READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt
-DEVICE_READ_BYTES = 128 << 20  # devices copy so much in less time than it takes to ask for it
+READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt; four converted ones fit the staging area
+DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
 
 _log = logging.getLogger(__name__)
 
@@ -331,7 +331,8 @@ def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bo
             kv_verify=config.kv_verify,
             max_quarantined_blocks=max_quarantined_blocks,
             max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
-            max_read_bytes=DEVICE_READ_BYTES if is_on_device else HOST_READ_BYTES,
+            max_read_bytes=READ_BYTES,
+            max_read_bytes_by=DEVICE_READ_BYTES if is_on_device else {},
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )

@@ -48,7 +48,7 @@ class Load:
     has been up to the peer how far the load gets. ``wants_room``: a read of it had no room in the staging area.
     """
 
-    def __init__(self, request: PullRequest, now: float, deadline: float, rows_per_read: int) -> None:
+    def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
         self.request = request
         self.started_at = self.asked_since = now
         self.deadline = deadline
@@ -59,7 +59,7 @@ class Load:
         self.has_read_again = False
         self.digests: dict[int, int] = {}
         self.num_rows = len(request.local_rows)
-        self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in request.units), default=1))
+        self._units_per_read = 1  # until the peer is known
         self._waiting: deque[RowSlice] = deque()
         self._arrived: set[int] = set()  # and neither verified nor spoiled
         self._verified: set[int] = set()
@@ -72,6 +72,11 @@ class Load:
     def owner(self) -> PeerId:
         """Whose rows they are."""
         return self.request.handoff.owner
+
+    @property
+    def is_converted(self) -> bool:
+        """True if the owner's blocks have another size than ours, and land in the staging area."""
+        return any(unit.copies for unit in self.request.units)
 
     @property
     def is_waiting(self) -> bool:
@@ -101,10 +106,14 @@ class Load:
         self.reading_since = math.inf
         self.wants_room = False
 
-    def begin_reading(self, now: float) -> None:
-        """The peer is open: go on to the blocks."""
+    def begin_reading(self, now: float, rows_per_read: int) -> None:
+        """The peer is open: go on to the blocks, so many rows at a time, or one unit if that has more."""
         self.phase = LoadPhase.READING
         self.reading_since = now
+        self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in self.request.units), default=1))
+        indices = [index for rows in self._waiting for index in rows.indices]
+        self._waiting.clear()
+        self._queue(indices)
 
     def offer_room(self, now: float) -> None:
         """There may be room again. If nothing has been posted, what did not come so far says nothing about the peer."""

@@ -19,8 +19,8 @@ had arrived; no lease and no timer takes part in that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from connectors.p2p.actions import (
     Action,
@@ -64,6 +64,7 @@ class PullSettings:
     max_quarantined_blocks_in_total: int = 2048
     fence_grace_s: float = 1.0  # of a peer that has reached it: most cancelled reads end at once
     max_read_bytes: int = 16 << 20
+    max_read_bytes_by: Mapping[str, int] = field(default_factory=dict)  # transport; not where blocks are converted
     max_reads_in_flight: int = 4  # per load
 
 
@@ -137,9 +138,7 @@ class PullProtocol:
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)
-        rows_per_read = max(1, self._settings.max_read_bytes // self._layout_of(request).block_bytes)
-        load = Load(request, now, deadline, rows_per_read)
-        self._loads[request.request_id] = load
+        self._loads[request.request_id] = load = Load(request, now, deadline)
         if deadline <= now:
             self._on_deadline(load, now)
         elif self._is_full(load.owner):
@@ -325,7 +324,10 @@ class PullProtocol:
         if peer.layout != self._layout_of(load.request):
             self._end(load, LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}"), now)
             return
-        load.begin_reading(now)
+        read_bytes = self._settings.max_read_bytes
+        if not load.is_converted:  # what is has to fit into the staging area, beside others
+            read_bytes = self._settings.max_read_bytes_by.get(peer.transport, read_bytes)
+        load.begin_reading(now, read_bytes // peer.layout.block_bytes)
         self._go_on_reading(load, now)
 
     def _go_on_reading(self, load: Load, now: float, max_reads: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -18,6 +19,7 @@ from connectors.p2p.actions import (
     QuarantineEnded,
     ReadEnded,
     SendControl,
+    TokenCopy,
     row_units,
 )
 from connectors.p2p.handshake import WorkerIdentity
@@ -106,13 +108,18 @@ class PullDriver:
         incarnation: int = 1,
         address: str = ADDRESS,
         deadline: float | None = None,
+        *,
+        is_converted: bool = False,
     ) -> list[Action]:
         rows = tuple(range(self._next_row, self._next_row + num_rows))
         self._next_row += num_rows
         ref = HandoffRef(transfer_id, PeerId(address, incarnation))
         remote = tuple(row + 500 for row in rows)
         expected = tuple(map(expected_seal, remote))
-        request = PullRequest(request_id, ref, row_units(remote, rows, expected), 32 * num_rows, deadline)
+        units = row_units(remote, rows, expected)
+        if is_converted:
+            units = tuple(replace(unit, copies=(TokenCopy(*unit.remote_rows, 0, *unit.local_rows, 0, 32),)) for unit in units)
+        request = PullRequest(request_id, ref, units, 32 * num_rows, deadline)
         self.requests[request_id] = request
         return self.take(self.protocol.start(request, self.now))
 

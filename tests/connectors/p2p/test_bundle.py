@@ -21,6 +21,7 @@ from core.testing.connector_pair import FINGERPRINT, LAYOUT
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.transport import PeerId
 from core.wire.kv import LeaseRenew, LeaseState
+from core.wire.pairing import STAGING_BYTES
 
 
 class BrokenNode:
@@ -157,8 +158,15 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     await connector.stop()
 
 
-def test_reads_of_a_pool_on_a_device_are_larger():
+def test_reads_that_reach_the_memory_of_a_device_are_larger():
     config = ConnectorSection()
     host, device = (node_settings(config, 100, is_on_device=is_on_device).pull for is_on_device in (False, True))
-    assert device.max_read_bytes > host.max_read_bytes
-    assert dataclasses.replace(device, max_read_bytes=host.max_read_bytes) == host
+    assert set(device.max_read_bytes_by) == {"nixl"}, "tcp goes through host memory, and takes its time over a network"
+    assert device.max_read_bytes_by["nixl"] > device.max_read_bytes
+    assert dataclasses.replace(device, max_read_bytes_by={}) == host
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_reads_in_flight_of_blocks_that_are_converted_fit_the_staging_area_together(is_on_device):
+    pull = node_settings(ConnectorSection(), 100, is_on_device=is_on_device).pull
+    assert pull.max_read_bytes * pull.max_reads_in_flight <= STAGING_BYTES

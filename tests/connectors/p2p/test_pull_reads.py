@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, PostRead, PostSealRead
+from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead
 from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, TransferError
 from core.transport import PeerId
@@ -13,6 +13,31 @@ def test_load_is_cut_into_bounded_reads_in_order(make_pull):
     pull.start_reading(num_rows=5)
     assert [read.local_rows for read in pull.actions(PostRead)] == [(0, 1), (2, 3), (4,)]
     assert [read.remote_rows for read in pull.actions(PostRead)] == [(500, 501), (502, 503), (504,)]
+
+
+def test_transport_has_its_own_bound_of_a_read(make_pull, layout):
+    pull = make_pull(rows_per_read=2, max_read_bytes_by={"tcp": 4 * layout.block_bytes}, max_reads_in_flight=3)
+    pull.start_reading(num_rows=5)
+    assert [read.local_rows for read in pull.actions(PostRead)] == [(0, 1, 2, 3), (4,)]
+
+
+def test_load_that_goes_over_to_another_transport_is_cut_for_that(make_pull, layout):
+    pull = make_pull(rows_per_read=2, max_read_bytes_by={"shm": 4 * layout.block_bytes}, max_reads_in_flight=3)
+    pull.hold()
+    pull.grant()
+    pull.start(num_rows=5)
+    opened, *posted = pull.accept(transport="shm")
+    assert [read.local_rows for read in posted] == [(0, 1, 2, 3), (4,)]
+    pull.take(pull.protocol.on_transfer(PeerFailed(opened.peer, PeerUnreachable("denied"), "shm"), pull.now))
+    pull.accept(transport="tcp")
+    ended = [pull.end_read(read.read_id, PeerUnreachable("not open")) for read in posted]
+    assert [read.local_rows for read in ended[-1]] == [(0, 1), (2, 3), (4,)]
+
+
+def test_blocks_that_are_converted_are_read_by_as_few_as_the_staging_area_holds(make_pull, layout):
+    pull = make_pull(rows_per_read=2, max_read_bytes_by={"tcp": 4 * layout.block_bytes}, max_reads_in_flight=3)
+    pull.start_reading(num_rows=4, is_converted=True)
+    assert [read.remote_rows for read in pull.actions(PostRead)] == [(500, 501), (502, 503)]
 
 
 def test_reads_in_flight_are_bounded_per_load(pull):
