@@ -214,6 +214,7 @@ class AttentionBackend(ABC):
     preferred_layout: ClassVar[KVLayout]
     device_types: ClassVar[frozenset[str]]  # types of torch devices it runs on; empty means all
     larger_block_sizes: ClassVar[tuple[int, ...]] = ()  # worth a try where the kernel refuses the configured one
+    max_graph_blocks: ClassVar[int | None] = None  # sequences times width of the largest step worth recording; None = any
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache

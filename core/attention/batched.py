@@ -47,6 +47,7 @@ class BatchedSdpaBackend(AttentionBackend):
     name = "gather"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
+    max_graph_blocks = 32 << 10  # beyond, launches are nothing beside the work
 
     def plan(self, batch: AttentionBatch) -> BatchedPlan:
         """See ``AttentionBackend.plan``."""

@@ -10,7 +10,8 @@ The whole pool is one run of rows of keys (or values), and a page is a piece of 
 
 The query heads that share a KV head are the queries of each of these short sequences; the kernel's log-sum-exp weighs the pages
 against each other. Tables are dense, ``[N, pages]``: where a sequence has no page, one slot of the null block is read and
-weighs nothing. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two.
+weighs nothing. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two. A call of
+the kernel takes a bounded number of pages; a sequence is in one call, so one of more than 65,535 pages cannot be attended.
 
 Prefill chunks gather their keys and values, which is little beside what is computed with them, and run as one causal batch.
 
@@ -44,6 +45,9 @@ from core.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
 
+MAX_PARTS = 32 << 10  # pages in one call of the kernel, whose grid takes 65,535 sequences
+_SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page
+
 
 def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's parameters
     """Call torch's kernel; return its output and log-sum-exps. Raises: ConfigError where there is none."""
@@ -55,7 +59,7 @@ def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: A
 class _Intervals:
     """What decode rows see, page by page: the first pool row and the number of rows, int32; bool ``[N, pages]`` which count.
 
-    P is N * pages, or one more that counts for nothing; see ``_num_extra``.
+    P is N * pages and one more, a slot of the null block that counts for nothing; see ``_num_extra``.
     """
 
     starts: Tensor  # [P + 1]
@@ -96,6 +100,7 @@ class PagesBackend(AttentionBackend):
     name = "pages"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
+    max_graph_blocks = MAX_PARTS  # beyond, launches are nothing beside the work
     kernel: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = _varlen_attn
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -193,11 +198,10 @@ class PagesBackend(AttentionBackend):
         lengths = torch.minimum(ends, page_starts + size) - lows
         is_used = lengths > 0
         starts = torch.where(is_used, plan.block_tables * self._rows_per_block + lows - page_starts, 0)
-        num_extra = self._num_extra(is_used.numel(), spec)
         # The kernel wants one start more than there are sequences; ``lengths`` tell it where each of them ends.
         end = starts.new_full((1,), len(self._keys[0]))
-        starts = torch.cat((starts.flatten(), starts.new_zeros(num_extra), end))
-        lengths = torch.cat((torch.where(is_used, lengths, 1).flatten(), lengths.new_ones(num_extra)))
+        starts = torch.cat((starts.flatten(), starts.new_zeros(1), end))
+        lengths = torch.cat((torch.where(is_used, lengths, 1).flatten(), lengths.new_ones(1)))
         return _Intervals(starts.to(torch.int32), lengths.to(torch.int32), is_used)
 
     def _num_extra(self, num_pages: int, spec: AttentionSpec) -> int:
@@ -209,10 +213,26 @@ class PagesBackend(AttentionBackend):
         if intervals is None:
             intervals = plan.intervals[spec] = self._intervals(plan, spec)
         num_seqs, num_pages = intervals.is_used.shape
+        rows = max(1, self._max_parts(query, spec) // max(1, num_pages))
+        parts = [
+            self._attend_part(layer, query[start : start + rows], spec, intervals, start) for start in range(0, num_seqs, rows)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _max_parts(self, query: Tensor, spec: AttentionSpec) -> int:
+        """Return how many pages a call of the kernel may take: query, padded query and result, the last twice in float32."""
+        page_bytes = spec.num_heads * query.shape[-1] * (3 * query.dtype.itemsize + 2 * torch.float32.itemsize)
+        return min(MAX_PARTS, _SCRATCH_BYTES // page_bytes)
+
+    def _attend_part(self, layer: int, query: Tensor, spec: AttentionSpec, intervals: _Intervals, first: int) -> Tensor:
+        """Return the output of ``query`` ``[n, num_heads, head_dim]``, the decode rows from ``first`` on."""
+        is_used = intervals.is_used[first : first + len(query)]
+        num_seqs, num_pages = is_used.shape
         group = spec.num_heads // spec.num_kv_heads
         folded = query.view(num_seqs, 1, spec.num_kv_heads, group, -1).transpose(2, 3)
         folded = folded.expand(-1, num_pages, -1, -1, -1).reshape(-1, spec.num_kv_heads, query.shape[-1])
-        num_rows, num_parts = len(folded), len(intervals.lengths)
+        num_rows, num_parts = len(folded), is_used.numel() + self._num_extra(is_used.numel(), spec)
+        start, end = first * num_pages, first * num_pages + num_parts
         folded = F.pad(folded, (0, 0, 0, 0, 0, num_parts * group - num_rows))
         query_starts = torch.arange(num_parts + 1, dtype=torch.int32, device=query.device) * group
         output, sums = type(self).kernel(
@@ -220,20 +240,20 @@ class PagesBackend(AttentionBackend):
             self._keys[layer],
             self._values[layer],
             query_starts,
-            intervals.starts,
+            intervals.starts[start : end + 1],
             group,
             self.cache.block_size,
             scale=spec.scale,
             window_size=(-1, -1),
             enable_gqa=False,
-            seqused_k=intervals.lengths,
+            seqused_k=intervals.lengths[start:end],
         )
         by_query = sums if len(sums) == len(folded) else sums.t()
         sums = by_query[:num_rows].float().reshape(num_seqs, num_pages, group, spec.num_kv_heads)
-        weights = sums.masked_fill(~intervals.is_used[:, :, None, None], -torch.inf).softmax(1)
+        weights = sums.masked_fill(~is_used[:, :, None, None], -torch.inf).softmax(1)
         output = output[:num_rows].view(*sums.shape, -1).float()
         # Weight 0 would not do for a slot that no query sees: 0 * NaN is NaN.
-        output = output.masked_fill_(~intervals.is_used[:, :, None, None, None], 0.0)
+        output = output.masked_fill_(~is_used[:, :, None, None, None], 0.0)
         merged = (output * weights[..., None]).sum(1)
         return merged.transpose(1, 2).reshape(query.shape).to(query.dtype)
 

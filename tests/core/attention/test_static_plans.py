@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.attention.base import KVLayout
+from core.attention.base import AttentionSpec, KVLayout
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
@@ -88,6 +88,36 @@ def test_log_sum_exps_are_read_in_either_order_of_their_axes(paged, num_heads):
     for backend_type in (StandInPagesBackend, HeadsFirst):
         case = paged.Case([paged.Seq(n) for n in (9, 4, 15)], num_heads=num_heads[0], num_kv_heads=num_heads[1])
         paged.check(case, backend_type, KVLayout.NHD)
+
+
+@pytest.mark.parametrize("num_heads", [(3, 3), (12, 6), (6, 1)])
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])
+def test_pages_are_attended_in_calls_of_bounded_size(paged, monkeypatch, num_heads, mask):
+    calls = []
+
+    def counting(query, keys, values, query_starts, *args, **options):
+        calls.append(len(query_starts) - 1)
+        return documented_varlen_attn_with_sums(query, keys, values, query_starts, *args, **options)
+
+    class Counting(PagesBackend):
+        kernel = counting
+
+    monkeypatch.setattr("core.attention.pages.MAX_PARTS", 8)
+    heads, kv_heads = num_heads
+    case = paged.Case([paged.Seq(n) for n in (9, 40, 15, 33, 48)], num_heads=heads, num_kv_heads=kv_heads, **mask)
+    step = paged.Step(case, KVLayout.NHD)
+    backend = Counting(step.cache)
+    torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
+    assert len(calls) == 3, "two sequences of three pages at a time"
+    assert max(calls) <= 8
+
+
+def test_a_call_for_wide_tables_stays_within_the_kernels_grid_and_its_scratch(paged):
+    step = paged.Step(paged.Case([paged.Seq(3)]), KVLayout.NHD)
+    backend = StandInPagesBackend(step.cache)
+    small, large = AttentionSpec(2, 1, 16, 0.1), AttentionSpec(64, 8, 256, 0.1)
+    assert backend._max_parts(torch.empty(1, 2, 16, dtype=torch.bfloat16), small) == 32 << 10
+    assert backend._max_parts(torch.empty(1, 64, 256, dtype=torch.bfloat16), large) * 64 * 256 * 14 <= 256 << 20
 
 
 def _addresses(value, seen=None):
