@@ -43,6 +43,10 @@ class GraphRecorder(Protocol):
         """Return the tensor that the function fills, and what fills it again from what its inputs hold by then."""
         ...
 
+    def give_back(self) -> None:
+        """Give the memory back of what has been recorded, all of which is dropped."""
+        ...
+
 
 class CudaRecorder:
     """CUDA graphs of one device that share one pool of memory: record the largest first."""
@@ -62,6 +66,11 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool):
             output = run()
         return output, graph.replay
+
+    def give_back(self) -> None:
+        """See ``GraphRecorder``."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -113,19 +122,20 @@ class DecodeGraphs:
     def record(self, sizes: Sequence[int]) -> None:
         """Record every batch size at every width, the largest first, so that the others fit into its memory.
 
-        A backend whose work cannot be recorded, or a layer that it cannot record, leaves every step to eager execution; the log
-        says so in one line.
+        What is too large to be worth it for the backend is left out. A backend whose work cannot be recorded, a layer that it
+        cannot record, or a recording that fails, for want of memory too, leaves every step to eager execution; the log says so.
         """
         self._widths = self._attention.graph_widths(max(self._max_blocks))
         reason = "" if self._widths else f"attention backend {self._attention.name} decides on the host"
         try:
             for size in sorted(sizes, reverse=True):
-                for width in reversed(self._widths):
+                for width in reversed(self._widths_for(size)):
                     self._graphs[size, width] = self._record(size, width)
-        except ConfigError as error:
-            reason = str(error)
+        except (ConfigError, RuntimeError) as error:  # torch's errors of memory and of CUDA are RuntimeErrors
+            reason = str(error) or type(error).__name__
         if reason:
             self._graphs.clear()
+            self._recorder.give_back()
             logger.warning(event("decode_graphs_off", reason=reason))
             return
         self._batch_sizes = tuple(sorted(sizes))
@@ -142,13 +152,19 @@ class DecodeGraphs:
         if size is None or len(inputs.input_ids) != num_seqs:
             return None
         needed = max(batch.block_tables.shape[1] for batch in inputs.batches)
-        graph = self._graphs[size, next(width for width in self._widths if width >= needed)]
+        graph = self._graphs.get((size, next(width for width in self._widths if width >= needed)))
+        if graph is None:
+            return None
         graph.input_ids[:num_seqs].copy_(input_ids)  # of padding rows any token will do
         refill(graph.positions, padded(inputs.positions, size))
         for plan, batch in zip(graph.plans, inputs.batches, strict=True):
             self._attention.refill_plan(plan, padded_batch(batch, size))
         graph.replay()
         return graph.hidden[:num_seqs]
+
+    def _widths_for(self, size: int) -> list[int]:
+        limit = self._attention.max_graph_blocks
+        return [width for width in self._widths if limit is None or size * width <= limit]
 
     def _record(self, size: int, width: int) -> _Graph:
         device = self._attention.cache.device

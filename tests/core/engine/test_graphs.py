@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from core.attention.base import AttentionBatch
+from core.attention.batched import BatchedSdpaBackend
 from core.engine.graphs import CudaRecorder, batch_sizes, padded_batch
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
@@ -19,6 +20,10 @@ class CallAgain:
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0
+        self.has_given_back = False
+
+    def give_back(self):
+        self.has_given_back = True
 
     def record(self, run):
         output = run()
@@ -112,6 +117,42 @@ def test_a_backend_without_graphs_runs_eagerly_and_the_log_says_so(build_tiny, r
     assert "decode_graphs_off" in caplog.text
     assert recorder.num_recorded == 0
     assert len(run_engine(built.engine, requests(2))) == 2
+
+
+class Fails(CallAgain):
+    """A recorder that fails at its third step."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def record(self, run):
+        if self.num_recorded == 2:
+            raise self.error
+        return super().record(run)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("capture failed")])
+def test_a_recording_that_fails_leaves_every_step_to_eager_execution(build_tiny, run_engine, caplog, error):
+    built = build_tiny(model__attention="gather", model__max_model_len=128)
+    recorder = Fails(error)
+    built.engine._runner.record_graphs(recorder, (1, 2), built.max_model_len)
+    assert recorder.num_recorded == 2
+    assert recorder.has_given_back
+    assert "decode_graphs_off" in caplog.text
+    assert str(error) in caplog.text
+    assert len(run_engine(built.engine, requests(2))) == 2
+    assert recorder.num_replays == 0
+
+
+def test_steps_too_large_to_be_worth_recording_run_eagerly(build_tiny, build_recorded, run_engine, monkeypatch):
+    monkeypatch.setattr(BatchedSdpaBackend, "max_graph_blocks", 8)
+    built, recorder = build_recorded(sizes=(1, 4))  # at most 8 blocks: all widths of one, 1 and 2 of four
+    assert recorder.num_recorded == 4 + 2
+    prompts = requests(4, max_tokens=20)
+    found = run_engine(built.engine, prompts)
+    assert recorder.num_replays < 19
+    assert tokens(found) == tokens(run_engine(build_tiny(model__max_model_len=128).engine, prompts))
 
 
 def test_hidden_states_of_a_replay_equal_those_of_an_eager_step(build_recorded):
