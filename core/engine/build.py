@@ -32,7 +32,7 @@ from core.config import (
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.encoder import ECConnectorScheduler, ECConnectorWorker
 from core.engine.core import EngineCore
-from core.engine.device_memory import measure, pool_bytes, run_largest_step
+from core.engine.device_memory import measure, pool_bytes, run_largest_step, run_widest_decode
 from core.engine.encoder_runner import EncoderRunner
 from core.engine.graphs import CudaRecorder, batch_sizes
 from core.engine.inputs import InputBatch
@@ -187,7 +187,8 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
             image_encoder.warm_up()
 
     if sizing is None:
-        num_bytes = pool_bytes(measure(device, run_largest), config.cache.gpu_memory_utilization)
+        memory = measure(device, run_largest, lambda: run_widest_decode(decoder, backend, layers, config.scheduler, dtype))
+        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization, has_graphs=config.model.cuda_graphs)
         if image_encoder is not None:
             num_bytes -= image_encoder.layout.num_bytes(config.scheduler.encoder_cache_embeds)
         sizing = size_kv_cache(_with_cache(config, memory_bytes=max(1, num_bytes)), arch, dtype.itemsize)
