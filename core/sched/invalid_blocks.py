@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheManager
 from core.kv.spec import ceil_div
 from core.request import Request
+from core.sched.state import Departure
 
 
 @dataclass(slots=True)
@@ -87,10 +89,18 @@ def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_in_fl
     return holders
 
 
-def spread_invalidity(manager: KVCacheManager, holders: Sequence[Holder], reported: Iterable[int]) -> set[int]:
-    """Return the reported blocks and all that follow one of them in a table.
+def find_departed(manager: KVCacheManager, departures: Iterable[Departure]) -> list[Holder]:
+    """Return those that have left while a step computes for them, as the step sees them."""
+    block_sizes = tuple(group.spec.block_size for group in manager.kv_cache_config.groups)
+    return [Holder(left.request, left.start, left.end, left.live_block_ids(), block_sizes) for left in departures]
 
-    A block that the step has begun to fill is nobody's load, so a report about it means nothing.
+
+def spread_invalidity(
+    manager: KVCacheManager, holders: Sequence[Holder], reported: Iterable[int], departed: Sequence[Holder] = ()
+) -> set[int]:
+    """Return the reported blocks and all that follow one of them in a table, those of the ``departed`` included.
+
+    A block that the step has begun to fill for a holder is nobody's load, so a report about it means nothing.
     """
     fresh = {
         block_id
@@ -102,7 +112,7 @@ def spread_invalidity(manager: KVCacheManager, holders: Sequence[Holder], report
     num_known = -1
     while len(invalid) > num_known:
         num_known = len(invalid)
-        for holder in holders:
+        for holder in chain(holders, departed):
             first = holder.first_of(invalid)
             if first is not None:
                 start = manager.floor_to_boundary(first)

@@ -20,11 +20,12 @@ from core.errors import TransferError, fallback_reason
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.claims import Claim
-from core.sched.in_flight import void_steps
+from core.sched.in_flight import evict_left_behind, void_steps
 from core.sched.invalid_blocks import (
     AffectedRequest,
     BlocksInUse,
     Holder,
+    find_departed,
     find_holders,
     spread_invalidity,
     update_requests_with_invalid_blocks,
@@ -158,10 +159,10 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     alive = list(chain(state.running, state.kv_holding_waiting))
     ended = [request for request in state.requests.values() if request.status.is_finished]
     holders = find_holders(manager, chain(alive, ended), report.num_in_flight_tokens)
-    invalid = spread_invalidity(manager, holders, reported)
+    invalid = spread_invalidity(manager, holders, reported, find_departed(manager, state.departures))
     if any(pool.blocks[block_id].block_hash is not None for block_id in invalid & reported):
         # It had passed for good. Whoever built on it may be gone, and have left blocks in the cache.
-        manager.evict_blocks(block.block_id for block in pool.free_block_queue)
+        evict_left_behind(state)
     pool.invalidate_blocks(pool.blocks[block_id] for block_id in sorted(invalid))
     going_on = [holder for holder in holders if not holder.request.status.is_finished]
     if errors is not None:

@@ -15,6 +15,7 @@ from core.request import (
     Request,
     RequestStatus,
 )
+from core.sched.in_flight import evict_failed_departures, evict_left_behind
 from core.sched.release import finish_requests, free_request, remove_from_running
 from core.sched.state import SchedulerState, Step
 from core.sched.stop import append_output_tokens
@@ -75,25 +76,25 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
     output.prompt_logprobs = model_output.prompt_logprobs.get(output.request_id)
 
 
-def unhash_failed(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
+def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Return those that still run, once nobody can hit their KV any more: it may be why they got no token.
 
     What requests that are gone have built on it could be hit again once it is computed anew, so nothing that is cached and
     free is kept; whoever still runs on it gets no token either, and comes by here itself. One that is rolled back has computed
-    on KV that is known to be bad: it goes on.
+    on KV that is known to be bad: it goes on, and so does one that has come under the id of a request of the step.
     """
     manager = state.kv_cache_manager
     found: dict[str, ErrorInfo] = {}
     for request_id, error in failed.items():
         request = state.requests.get(request_id)
-        if request_id in state.rolled_back:
+        if request_id in state.rolled_back or request_id in step.void:
             continue
         if request is not None and request.status is RequestStatus.RUNNING:
             for block_ids in manager.get_block_ids(request_id):
                 manager.evict_blocks(block_ids)
             found[request_id] = error
-    if found:
-        manager.evict_blocks([block.block_id for block in manager.block_pool.free_block_queue])
+    if evict_failed_departures(state, step, failed) or found:
+        evict_left_behind(state)
     return found
 
 

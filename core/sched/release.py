@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.request import Request, RequestStatus
-from core.sched.in_flight import void_steps
+from core.sched.in_flight import leave_steps
 from core.sched.state import SchedulerState
 from core.wire.kv import KVHandoff
 
@@ -48,7 +48,7 @@ def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
     """Ask the connector, once, whether it keeps the blocks; free them unless somebody does. Return its hand-over."""
     assert request.status.is_finished, f"{request!r} is freed but not finished"
     request_id = request.request_id
-    void_steps(state, request)
+    leave_steps(state, request)
     handoff: KVHandoff | None = None
     if state.connector is not None:
         manager = state.kv_cache_manager

@@ -9,7 +9,7 @@ from __future__ import annotations
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
 from core.sched.encoder_inputs import EncoderPlan
-from core.sched.in_flight import void_steps
+from core.sched.in_flight import leave_steps
 from core.sched.queue import priority_key
 from core.sched.state import SchedulerState, Step
 
@@ -170,9 +170,9 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     """
     assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
     manager = state.kv_cache_manager
-    void_steps(state, request, pins_blocks=False)
     if step.refund(request):
         manager.truncate(request, request.num_computed_tokens)
+    leave_steps(state, request, pins_blocks=False)
     manager.free(request)
     state.running.remove(request)
     state.inflight_prefills.pop(request.request_id, None)

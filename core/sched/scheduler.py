@@ -25,7 +25,7 @@ from core.sched.admission import schedule_waiting
 from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
-from core.sched.in_flight import end_step
+from core.sched.in_flight import end_step, seal_left_behind
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
@@ -126,7 +126,7 @@ class Scheduler:
         if model_output.failed_embeddings:
             failed = handle_failed_embeddings(state, step, model_output.failed_embeddings) | failed
         if model_output.failed:
-            failed = unhash_failed(state, model_output.failed) | failed
+            failed = unhash_failed(state, step, model_output.failed) | failed
         if step.synchronous_loads:
             cache_synchronous_loads(state, step, failed)
         dropped: Container[str] = failed
@@ -135,6 +135,8 @@ class Scheduler:
         if state.claims:
             release_recomputed(state, scheduler_output, dropped)
         seal_computed_blocks(state, scheduler_output, dropped)
+        if state.departures:
+            seal_left_behind(state, step)
         outputs = process_sampled_tokens(state, step, model_output, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed

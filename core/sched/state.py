@@ -24,7 +24,7 @@ import msgspec
 from core.clock import Clock
 from core.config import SchedulerSection
 from core.connector import KVConnectorScheduler
-from core.kv.block import KVCacheBlock
+from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
@@ -68,6 +68,7 @@ class SchedulerState:
 
         self.looks_ahead = config.async_scheduling == "on"  # steps may be scheduled on tokens that are not known yet
         self.in_flight: deque[Step] = deque()  # scheduled and not yet processed, oldest first
+        self.departures: list[Departure] = []  # of requests that were in these steps, or in the one being processed
 
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -175,3 +176,24 @@ class Step:
         index = cached.req_ids.index(request.request_id)
         del cached.req_ids[index], cached.new_block_ids[index], cached.num_computed_tokens[index]
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A request that has left while a step computed its tokens [start, end).
+
+    ``tables`` are those that it had, per KV cache group, each block with its generation.
+    """
+
+    step: Step
+    request: Request
+    start: int
+    end: int
+    tables: tuple[list[tuple[KVCacheBlock, int]], ...]
+
+    def live_block_ids(self) -> tuple[list[int], ...]:
+        """Return the tables as block ids; the null block stands for one that was reused or rewritten since."""
+        return tuple(
+            [block.block_id if block.generation == generation else NULL_BLOCK_ID for block, generation in blocks]
+            for blocks in self.tables
+        )

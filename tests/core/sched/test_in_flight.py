@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.sched import load_failures, release
-from core.sched.in_flight import void_steps
+from core.sched import release
+from core.sched.in_flight import leave_steps
 
 
 @pytest.fixture
@@ -66,8 +66,7 @@ def test_a_load_gets_no_block_that_a_void_step_may_still_write(ahead, remote):
 def test_without_pins_the_void_step_spoils_the_load(ahead, remote, monkeypatch):
     """The test above would notice."""
     ahead.remote = remote
-    for module in (release, load_failures):
-        monkeypatch.setattr(module, "void_steps", lambda state, request: void_steps(state, request, pins_blocks=False))
+    monkeypatch.setattr(release, "leave_steps", lambda state, request: leave_steps(state, request, pins_blocks=False))
     request = load_into_the_blocks_of_a_request_that_has_left(ahead)
     ahead.run()
     with pytest.raises(AssertionError):

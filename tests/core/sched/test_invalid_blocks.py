@@ -171,6 +171,15 @@ def test_rule(case):
     assert list(affected) == [holder.request.request_id for holder in holders if holder.request.request_id in affected]
 
 
+def test_what_a_request_that_has_left_computed_behind_an_invalid_block_is_invalid_for_others():
+    """They need not hold that block: it may be behind their window."""
+    manager = make_manager(16)
+    departed = Holder(make_request("left"), 32, 48, ([1, 2, 3],), (16,))
+    sharing = Holder(make_request("r"), 48, 64, ([0, 0, 3, 4],), (16,))
+    assert spread_invalidity(manager, [sharing], {1}, [departed]) == {1, 2, 3, 4}
+    assert spread_invalidity(manager, [sharing], {3}, [departed]) == {3, 4}, "what it was about to fill may be reported"
+
+
 def test_claims_say_when_a_block_is_whole_again():
     manager = make_manager(16)
     holder = Holder(make_request("r"), 48, 48, ([1, 2, 3],), (16,))

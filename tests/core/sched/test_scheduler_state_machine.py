@@ -43,7 +43,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_rolled_back = False
         self.sending: set[str] = set()
         self.is_stuck_excused = False
-        self.was_aborted_in_a_step = False
 
     @initialize(
         num_blocks=st.integers(4, 12),
@@ -143,7 +142,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.schedule()
         if alive := self.alive():
             self.abort_now(data.draw(st.sampled_from(alive)))
-            self.was_aborted_in_a_step = True
         self.world.finish_step()
         self.note_ends()
 
@@ -300,11 +298,36 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_can_be_hit_has_a_seal(self):
-        """Unless its request left while the step that fills it was under way, or is going to compute its last token again."""
-        pool = self.world.manager.block_pool
+        """Or a step in flight fills it, also for a request that has left."""
+        pool, being_filled = self.world.manager.block_pool, self.blocks_being_filled()
         for block in pool.blocks:
-            if block.block_hash is not None and not self.was_aborted_in_a_step and not self.world.in_flight:
+            if block.block_hash is not None and block.block_id not in being_filled:
                 assert pool.seals.sealed_generation(block.block_id) == block.generation, block
+
+    @invariant()
+    def what_a_request_relies_on_to_be_sealed_is_sealed(self):
+        """Or a step in flight fills it: above all its hits, which it never seals itself."""
+        being_filled = self.blocks_being_filled()
+        scheduler, manager = self.world.scheduler, self.world.manager
+        seals, (group,) = manager.block_pool.seals, manager.coordinator.managers
+        for request in scheduler.running:
+            if not scheduler._state.claims.holds_back(request.request_id):
+                for block in manager.get_blocks(request.request_id).blocks[0][: group.num_sealed_block[request.request_id]]:
+                    is_sealed = seals.sealed_generation(block.block_id) == block.generation
+                    assert is_sealed or block.block_id in being_filled, (request, block)
+
+    def blocks_being_filled(self) -> set[int]:
+        """Return the blocks that steps in flight fill, if they are going to seal them."""
+        state, manager = self.world.scheduler._state, self.world.manager
+        found = set()
+        for request in state.running:
+            loads = any(request in step.synchronous_loads for step in state.in_flight)
+            start = 0 if loads else request.num_computed_tokens - request.num_in_flight_tokens
+            found.update(manager.get_block_ids(request.request_id)[0][start // 4 :])
+        for departure in state.departures:
+            start = 0 if departure.request in departure.step.synchronous_loads else departure.start
+            found.update(departure.live_block_ids()[0][start // 4 :])
+        return found
 
     @invariant()
     def the_cache_is_consistent(self):
@@ -382,7 +405,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_now(self, request_id: str) -> None:
         assert self.world.abort(request_id) == [request_id]
         self.aborted.add(request_id)
-        self.was_aborted_in_a_step |= self.looks_ahead
 
     def note_ends(self) -> None:
         state = self.world.scheduler._state

@@ -100,13 +100,15 @@ def test_a_reused_block_has_no_seal_before_anything_is_run(make_world):
     assert sealed(world, "b") == [False, False, False]
 
 
-def test_an_aborted_request_seals_nothing_more(world):
+def test_what_a_step_fills_for_a_request_that_is_aborted_meanwhile_is_sealed_and_a_hit(world):
     world.add("a", 40)
     world.schedule()
     block_ids = world.manager.get_block_ids("a")[0]
     world.abort("a")
-    world.finish_step()
     assert not any(is_sealed(world, block_id) for block_id in block_ids)
+    world.finish_step()
+    assert [is_sealed(world, block_id) for block_id in block_ids] == [True, True, False]
+    assert len(world.manager.block_pool.cached_blocks) == 2
 
 
 def test_a_request_whose_step_failed_loses_all_its_seals(world):
