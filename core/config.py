@@ -79,7 +79,7 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
     attention: Literal["auto", "paged_cpu", "varlen", "pages", "gather", "sdpa"] = "auto"  # auto: the first to pass its probe
-    cuda_graphs: bool = True  # record decode steps on CUDA; takes seconds at start
+    cuda_graphs: bool = True  # record decode steps on CUDA, 100 and more at start
 
 
 class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

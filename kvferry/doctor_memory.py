@@ -56,13 +56,14 @@ def report_memory(config: KVFerryConfig, context: int | None = None) -> MemoryRe
     Raises:
         ConfigError: the settings do not fit the model, or no request can be as long as ``context``.
     """
-    from core.engine.build import device_of, dtype_of
+    from core.engine.build import device_of, dtype_of, resolve_scheduling
     from core.model.arch import parse_arch
     from core.model.hub import resolve_model
 
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
-    dtype = dtype_of(config.model, device_of(config.model))
-    sizing = size_kv_cache(config, parse_arch(files.config), dtype.itemsize)
+    device = device_of(config.model)
+    dtype = dtype_of(config.model, device)
+    sizing = size_kv_cache(resolve_scheduling(config, device), parse_arch(files.config), dtype.itemsize)
     return _report(files.name, str(dtype).removeprefix("torch."), sizing, context or sizing.max_model_len)
 
 

@@ -173,7 +173,7 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     arch = parse_arch(files.config)
     device = device_of(config.model)
     dtype = dtype_of(config.model, device)
-    config = _resolve_scheduling(config, device)
+    config = resolve_scheduling(config, device)
     backend, config = _choose_attention(config, arch, dtype, device)
     is_measured = device.type == "cuda" and not config.cache.num_blocks
     sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
@@ -284,7 +284,7 @@ def dtype_of(section: ModelSection, device: torch.device) -> torch.dtype:
     return dtypes[section.dtype]
 
 
-def _resolve_scheduling(config: KVFerryConfig, device: torch.device) -> KVFerryConfig:
+def resolve_scheduling(config: KVFerryConfig, device: torch.device) -> KVFerryConfig:
     """Decide whether steps are scheduled ahead, where the configuration leaves it open.
 
     On the CPU there is nothing to win: host and device are one.

@@ -54,6 +54,12 @@ def engine(config):
     built.pool.close()
 
 
+def test_a_gpu_has_two_steps_in_flight(config, monkeypatch):
+    assert report_memory(config).max_in_flight_tokens == 64
+    monkeypatch.setattr("core.engine.build.device_of", lambda section: torch.device("cuda"))
+    assert report_memory(config).max_in_flight_tokens == 128
+
+
 def test_pool_is_the_one_that_the_engine_allocates(config, engine):
     report = report_memory(config)
     pool = engine.pool
