@@ -324,9 +324,8 @@ class PullProtocol:
         if peer.layout != self._layout_of(load.request):
             self._end(load, LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}"), now)
             return
-        read_bytes = self._settings.max_read_bytes
-        if not load.is_converted:  # what is has to fit into the staging area, beside others
-            read_bytes = self._settings.max_read_bytes_by.get(peer.transport, read_bytes)
+        larger = {} if load.is_converted else self._settings.max_read_bytes_by  # converted blocks land in the staging area
+        read_bytes = larger.get(peer.transport, self._settings.max_read_bytes)
         load.begin_reading(now, read_bytes // peer.layout.block_bytes)
         self._go_on_reading(load, now)
 
