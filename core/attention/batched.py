@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec, KVLayout
+from core.attention.dense_tables import decode_arrays, powers_of_two
 from core.attention.sdpa import SdpaBackend, SdpaPlan
 from core.attention.torch_kernels import refill, upload
 
@@ -53,7 +54,7 @@ class BatchedSdpaBackend(AttentionBackend):
         """See ``AttentionBackend.plan``."""
         is_decode = np.diff(batch.query_start_loc) == 1
         decoding = np.flatnonzero(is_decode)
-        tables, seq_lens = self._decode_arrays(batch, decoding)
+        tables, seq_lens = decode_arrays(batch, decoding, self.cache.block_size)
         device = self.cache.device
         others = None
         if len(decoding) < len(is_decode):
@@ -80,10 +81,7 @@ class BatchedSdpaBackend(AttentionBackend):
 
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
         """Powers of two up to the widest."""
-        widths: list[int] = []
-        while not widths or widths[-1] < max_blocks:
-            widths.append(min(1 << len(widths), max_blocks))
-        return tuple(widths)
+        return powers_of_two(max_blocks)
 
     def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> BatchedPlan:
         """See ``AttentionBackend.static_plan``."""
@@ -100,23 +98,13 @@ class BatchedSdpaBackend(AttentionBackend):
     def refill_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.refill_plan``."""
         assert isinstance(plan, BatchedPlan)
-        tables, seq_lens = self._decode_arrays(batch, np.arange(len(batch.seq_lens)))
+        tables, seq_lens = decode_arrays(batch, np.arange(len(batch.seq_lens)), self.cache.block_size)
         refill(plan.write_rows, self.cache.row_indices(batch.slot_mapping))
         refill(plan.seq_lens, seq_lens)
         # What stands to the right of it is masked by the lengths, and names blocks of this pool.
         refill(plan.block_tables[:, : tables.shape[1]], tables)
         for spec, mask in plan.masks.items():
             mask.copy_(self._mask(plan, spec))
-
-    def _decode_arrays(
-        self, batch: AttentionBatch, decoding: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """Return block tables and lengths of the decode rows; entries past a sequence's end name the null block."""
-        seq_lens = batch.seq_lens[decoding].astype(np.int64)
-        num_pages = -(-int(seq_lens.max(initial=0)) // self.cache.block_size)
-        tables = batch.block_tables[decoding, :num_pages].astype(np.int64)
-        tables[np.arange(num_pages) >= -(-seq_lens[:, None] // self.cache.block_size)] = 0
-        return tables, seq_lens
 
     def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: BatchedPlan) -> Tensor:
         mask = plan.masks.get(spec)

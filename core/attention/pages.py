@@ -40,6 +40,7 @@ from core.attention.base import (
     PagedKVCache,
     split_sequences,
 )
+from core.attention.dense_tables import decode_arrays, powers_of_two
 from core.attention.torch_kernels import refill, upload, varlen_kernel_with_sums
 from core.errors import ConfigError
 
@@ -118,7 +119,7 @@ class PagesBackend(AttentionBackend):
         """See ``AttentionBackend.plan``."""
         num_queries = np.diff(batch.query_start_loc)
         decoding = np.flatnonzero(num_queries == 1)
-        tables, seq_lens = self._decode_arrays(batch, decoding)
+        tables, seq_lens = decode_arrays(batch, decoding, self.cache.block_size)
         device, is_mixed = self.cache.device, len(decoding) < len(num_queries)
         prefills = [s for s in split_sequences(batch, self.cache.block_size) if s.num_queries > 1] if is_mixed else []
         return PagesPlan(
@@ -145,10 +146,7 @@ class PagesBackend(AttentionBackend):
 
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
         """Powers of two up to the widest."""
-        widths: list[int] = []
-        while not widths or widths[-1] < max_blocks:
-            widths.append(min(1 << len(widths), max_blocks))
-        return tuple(widths)
+        return powers_of_two(max_blocks)
 
     def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> PagesPlan:
         """See ``AttentionBackend.static_plan``."""
@@ -165,7 +163,7 @@ class PagesBackend(AttentionBackend):
     def refill_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.refill_plan``."""
         assert isinstance(plan, PagesPlan)
-        tables, seq_lens = self._decode_arrays(batch, np.arange(len(batch.seq_lens)))
+        tables, seq_lens = decode_arrays(batch, np.arange(len(batch.seq_lens)), self.cache.block_size)
         refill(plan.write_rows, self.cache.row_indices(batch.slot_mapping))
         refill(plan.seq_lens, seq_lens)
         # What stands to the right of it counts for nothing, by the lengths, and names blocks of this pool.
@@ -175,14 +173,6 @@ class PagesBackend(AttentionBackend):
             intervals.starts.copy_(fresh.starts)
             intervals.lengths.copy_(fresh.lengths)
             intervals.is_used.copy_(fresh.is_used)
-
-    def _decode_arrays(self, batch: AttentionBatch, decoding: IntArray) -> tuple[npt.NDArray[np.int64], IntArray]:
-        """Return block tables and lengths of the decode rows; entries past a sequence's end name the null block."""
-        seq_lens = batch.seq_lens[decoding].astype(np.int64)
-        num_pages = -(-int(seq_lens.max(initial=0)) // self.cache.block_size)
-        tables = batch.block_tables[decoding, :num_pages].astype(np.int64)
-        tables[np.arange(num_pages) >= -(-seq_lens[:, None] // self.cache.block_size)] = 0
-        return tables, seq_lens
 
     def _intervals(self, plan: PagesPlan, spec: AttentionSpec) -> _Intervals:
         """Cut what the last token of each sequence sees at the borders of pages."""
