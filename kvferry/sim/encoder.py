@@ -5,7 +5,6 @@ Owns what such a worker consists of and its engine thread, as events; how it tal
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -14,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from connectors.ec.handover import decode_held
 from connectors.p2p.handshake import WorkerIdentity
 from core.engine.actions import AdmissionLimits, EngineLoad
-from core.engine.inbox import EngineMessage, Wake, take_in
+from core.engine.inbox import take_in
 from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.metrics import WorkerMetrics
@@ -28,15 +27,15 @@ from encode.engine import EncodeEngine
 from encode.hands import EncodeHands
 from encode.metrics import EncodeMetrics
 from kvferry.sim.embeddings import SimEmbeddings
+from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
 
 _MAX_BATCH_IMAGES = 2
-_TURN_S = 0.0002  # from a message to the turn that takes it in
 
 
-class _EngineThread:
+class _EngineThread(EngineTurns):
     """The loop of ``core.engine.thread`` as events. ``step_s`` draws how long a step takes, its outcome is there at the end."""
 
     def __init__(
@@ -46,23 +45,10 @@ class _EngineThread:
         on_outputs: Callable[[list[EngineCoreOutput]], None],
         step_s: Callable[[], float],
     ) -> None:
+        super().__init__(process)
         self.core = engine
-        self._process = process
         self._on_outputs = on_outputs
         self._step_s = step_s
-        self._inbox: deque[EngineMessage] = deque()
-        self._is_awake = False
-
-    def submit(self, message: EngineMessage) -> None:
-        """Queue a message, and wake the engine."""
-        self._inbox.append(message)
-        if not self._is_awake:
-            self._is_awake = True
-            self._process.call_later(_TURN_S, self._turn)
-
-    def wake(self) -> None:
-        """Say that the connector has something to report."""
-        self.submit(Wake())
 
     def _turn(self) -> None:
         outputs: list[EngineCoreOutput] = []
@@ -71,7 +57,7 @@ class _EngineThread:
         if outputs:
             self._on_outputs(outputs)
         has_images = bool(self.core._queue)
-        self._process.call_later(self._step_s() if has_images else _TURN_S, self._step)
+        self._process.call_later(self._step_s() if has_images else TURN_S, self._step)
 
     def _step(self) -> None:
         outputs = self.core.step() if self.core.has_work() else []

@@ -6,6 +6,7 @@ outcome is applied at a third. What reaches the engine between waits in the inbo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -15,7 +16,7 @@ from core.engine.inbox import EngineMessage, Wake, take_in
 from core.request import EngineCoreOutput
 from core.testing.sim_loop import Process
 
-_TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in
+TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in
 
 
 class EngineWatch(Protocol):
@@ -28,7 +29,31 @@ class EngineWatch(Protocol):
         """A turn has ended: everything is consistent. If it is not awake the engine sleeps until a message comes."""
 
 
-class SimEngine:
+class EngineTurns(ABC):
+    """What waits for an engine's next turn, and whether one is coming."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._inbox: deque[EngineMessage] = deque()
+        self._is_awake = False
+
+    def submit(self, message: EngineMessage) -> None:
+        """Queue a message, and wake the engine."""
+        self._inbox.append(message)
+        if not self._is_awake:
+            self._is_awake = True
+            self._process.call_later(TURN_S, self._turn)
+
+    def wake(self) -> None:
+        """Say that the connector has something to report."""
+        self.submit(Wake())
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Take in what waits, and begin a step if there is work."""
+
+
+class SimEngine(EngineTurns):
     """Runs an engine. ``step_s`` draws how long a step with tokens takes."""
 
     def __init__(
@@ -40,25 +65,12 @@ class SimEngine:
         watch: EngineWatch,
         log: Callable[[str, object], None],
     ) -> None:
+        super().__init__(process)
         self._log = log
         self.core = engine
-        self._process = process
         self._on_outputs = on_outputs
         self._step_s = step_s
         self._watch = watch
-        self._inbox: deque[EngineMessage] = deque()
-        self._is_awake = False
-
-    def submit(self, message: EngineMessage) -> None:
-        """Queue a message, and wake the engine."""
-        self._inbox.append(message)
-        if not self._is_awake:
-            self._is_awake = True
-            self._process.call_later(_TURN_S, self._turn)
-
-    def wake(self) -> None:
-        """Say that the connector has something to report."""
-        self.submit(Wake())
 
     def _turn(self) -> None:
         outputs: list[EngineCoreOutput] = []
@@ -70,7 +82,7 @@ class SimEngine:
         step = self.core.schedule_step()
         self._watch.on_scheduled(step)
         self._log("steps", step.output.num_scheduled_tokens)
-        duration_s = self._step_s() if step.output.total_num_scheduled_tokens else _TURN_S
+        duration_s = self._step_s() if step.output.total_num_scheduled_tokens else TURN_S
         self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
 
     def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
