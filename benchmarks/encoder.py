@@ -1,6 +1,6 @@
 """Images beside text: what text requests lose while an image's embeddings are on their way, and what an image costs twice.
 
-    python benchmarks/encoder.py [--model FOLDER] [--delay 2.0] [--repeats 5] [--json FILE] [--markdown] [--quick]
+    python benchmarks/encoder.py [--model FOLDER] [--delay 2.0] [--repeats 15] [--json FILE] [--markdown] [--quick]
 
 Without ``--model``, a folder of an Idefics 3 or SmolVLM checkpoint, the model is a small random one, whose steps are so short
 that whatever the scheduler does beside them weighs most.
@@ -311,7 +311,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> Outcome:
 
 
 def main() -> int:
-    parser = make_parser(__doc__ or "", repeats=5, takes_model=False)
+    parser = make_parser(__doc__ or "", repeats=15, takes_model=False)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint that sees images (default: a small random one)")
     parser.add_argument("--delay", type=float, default=2.0, help="seconds (default: %(default)s)")
     arguments = parser.parse_args()
