@@ -30,7 +30,7 @@ from router.cluster import Cluster, ClusterAction, Encoder, Joined, Left, Reply,
 from router.flow import Deliver, EncodeEnded, Ended, FlowAction, Retried, Send
 from router.flows import Flows
 from router.news import Submission
-from router.policy import max_model_len, why_not_ready
+from router.policy import Demand, max_model_len, why_not_ready
 from router.queues import PromptQueues
 
 
@@ -139,7 +139,8 @@ class RouterMachine:
 
     def submit(self, submission: Submission, now: float) -> list[Action]:
         """Start a request. Raises the RequestError that refuses it."""
-        late = self.queues.too_late(self.cluster.workers, submission.budget_s(self._request_timeout_s), now)
+        demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
+        late = self.queues.too_late(self.cluster.workers, demand, submission.budget_s(self._request_timeout_s), now)
         return self._resolve(self.flows.submit(submission, now, late), now)
 
     def abort(self, request_id: str, reason: str, now: float) -> list[Action]:

@@ -102,6 +102,18 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
             yield Route(None, worker)
 
 
+def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    """Return the workers that could begin a request, now or when they have room: its prompt is computed by one of these."""
+    fitting = _fitting(workers, demand)
+    decoders = [worker for worker in fitting if worker.role == "decode"]
+
+    def can_begin(worker: Worker) -> bool:
+        has_partner = worker.role == "prefill" and any(mismatch(worker, decode) is None for decode in decoders)
+        return worker.role == "aggregated" or has_partner
+
+    return [worker for worker in fitting if can_begin(worker)]
+
+
 def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 

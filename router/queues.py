@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from core.errors import DeadlineUnreachable
 from core.wire.messages import Abort, Generate, RouterMessage
 from router.cluster import Worker, WorkerKey
+from router.policy import Demand, starters
 
 _MEMORY = 0.9  # weight of all earlier prompts at the next one: the pace is that of the last ten or so
 
@@ -86,16 +87,17 @@ class PromptQueues:
         queue = self._queues.get(worker)
         return queue.wait_s(now) if queue is not None else 0.0
 
-    def too_late(self, workers: Iterable[Worker], budget_s: float, now: float) -> frozenset[WorkerKey]:
+    def too_late(self, workers: Iterable[Worker], demand: Demand, budget_s: float, now: float) -> frozenset[WorkerKey]:
         """Return the workers at which a request with so much time would still wait when it is over.
 
         Raises:
             DeadlineUnreachable: that is so at every worker that could begin it.
         """
-        waits = self._waits(workers, now)
-        late = frozenset(key for key, wait_s in waits.items() if wait_s > budget_s)
-        if waits and len(late) == len(waits):
-            soonest_s = min(waits.values())
+        members = list(workers)
+        late = frozenset(worker.key for worker in members if self.wait_s(worker.key, now) > budget_s)
+        able = starters(members, demand) if late else []
+        if able and all(worker.key in late for worker in able):
+            soonest_s = min(self.wait_s(worker.key, now) for worker in able)
             raise DeadlineUnreachable(
                 f"the request may take {budget_s:g} s, but the prompts before it take about {soonest_s:.1f} s more: "
                 f"try again later, or give it more time",
@@ -106,9 +108,5 @@ class PromptQueues:
 
     def shortest_wait_s(self, workers: Iterable[Worker], now: float) -> float:
         """Return how long a new prompt would wait where it is begun with first; 0 without workers."""
-        return min(self._waits(workers, now).values(), default=0.0)
-
-    def _waits(self, workers: Iterable[Worker], now: float) -> dict[WorkerKey, float]:
-        """Return the waits at those that could begin a request."""
-        starters = (worker for worker in workers if worker.role in ("prefill", "aggregated") and not worker.is_draining)
-        return {worker.key: self.wait_s(worker.key, now) for worker in starters}
+        able = starters(workers, Demand(num_tokens=0))
+        return min((self.wait_s(worker.key, now) for worker in able), default=0.0)

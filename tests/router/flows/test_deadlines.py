@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.errors import DeadlineUnreachable
+from core.errors import ContextTooLong, DeadlineUnreachable
 from core.wire.messages import Abort, ChoiceStart, Generate
 from core.wire.sampling import SamplingParams
 from router.cluster import WorkerKey
@@ -187,6 +187,50 @@ def test_the_shortest_wait_is_told(make_router):
     bench.submit("r2", prompt=30)
     assert bench.machine.queues.shortest_wait_s(workers, 0.0) == pytest.approx(3.0)
     assert bench.machine.queues.shortest_wait_s((), 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        {"p1": {"model_fingerprint": b"new"}, "d1": {"model_fingerprint": b"new"}},  # it knows the images by other names
+        {"p1": {"max_model_len": 60}},
+        {"p1": {"model_fingerprint": b"new"}},  # nobody can go on with what it computes
+        {"a1": {"model_fingerprint": b"new"}},
+    ],
+    ids=["other weights", "short context", "no partner", "other weights, aggregated"],
+)
+def test_an_idle_worker_that_cannot_serve_the_request_is_no_hope(make_router, stranger):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    for name, facts in stranger.items():
+        bench.join(name, **facts)
+    error = refusal(bench, timeout_s=2.0, prompt=50, model_fingerprint=b"w")
+    assert "the prompts before it take about 5.0 s more" in error.message
+
+
+def test_a_busy_worker_that_cannot_serve_the_request_is_no_obstacle(make_router):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    for name in ("p1", "d1"):
+        bench.join(name, model_fingerprint=b"new")
+    bench.do(bench.machine.submit(bench.submission("r2", timeout_s=2.0, model_fingerprint=b"new"), bench.now))
+    assert bench.sent[-1][0] == "p1"
+    bench.do(bench.machine.submit(bench.submission("text", timeout_s=2.0), bench.now))
+    assert bench.sent[-1][0] == "p1"
+
+
+def test_a_request_that_fits_nobody_hears_why_and_not_when_to_come_back(make_router):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    with pytest.raises(ContextTooLong):
+        bench.machine.submit(bench.submission("long", timeout_s=2.0, prompt=200), bench.now)
+
+
+def test_a_worker_that_fits_nobody_begins_nothing_soon(make_router):
+    bench = make_router("p0", "d0")
+    bench.submit("r1", prompt=50)
+    bench.join("p1", model_fingerprint=b"new")
+    assert bench.machine.queues.shortest_wait_s(bench.machine.cluster.workers, 0.0) == pytest.approx(5.0)
 
 
 def test_nobody_at_all_is_no_matter_of_time(make_bench):
