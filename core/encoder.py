@@ -1,4 +1,4 @@
-"""The two interfaces that an EC connector implements, one per side, and what passes between the sides.
+"""The two interfaces that an EC connector implements, one per side, what passes between the sides, and ``ImageReadiness``.
 
 EC = encoder cache: the embeddings of media items, computed by the model's encoder and merged into the prompt. An EC connector
 moves them between workers, as a KV connector moves KV (``core.connector``). The scheduler side decides what is loaded and for
@@ -19,12 +19,12 @@ if the image is not at hand either, ``take_unavailable_requests`` ends that requ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from core.request import ECConnectorOutput, Request, SchedulerOutput
-from core.wire.media import ECSource
+from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 
 if TYPE_CHECKING:
@@ -67,6 +67,35 @@ class EmbeddingsLayout:
     def num_bytes(self, num_embeds: int) -> int:
         """Return the size of so many rows."""
         return num_embeds * self.hidden_size * self.itemsize
+
+
+class ImageReadiness:
+    """What has to be done to an image before it can be embedded: decoding, which takes longer than a step and runs beside them.
+
+    The scheduler asks for each image that it would have computed, step by step, in the order in which images get their turn; a
+    request whose image is not ready waits like one whose embeddings are on their way. As an engine with nothing else to do
+    sleeps, its wakeup must follow when an image has become ready. Engine thread only; no method blocks. This one finds every
+    image ready as it is; ``core.engine.image_preparation`` does the work.
+    """
+
+    def begin_step(self) -> None:
+        """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""
+
+    def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
+        """Say whether an image can be embedded in this step; if not, it is wanted, behind those that were asked for before it.
+
+        ``user`` is the request that wants it, ``content`` its file. A bad file is ready: whoever embeds it finds that out.
+        """
+        return True
+
+    def claim(self, identifier: bytes) -> None:
+        """Learn that a ready image is embedded in this step."""
+
+    def end_step(self) -> None:
+        """Go on with what was asked for, now that all of it is known."""
+
+    def forget(self, user: str, features: Iterable[MMFeature]) -> None:
+        """Forget a request that has shown these images, whatever ended it: what nobody else wants is not prepared."""
 
 
 class ECConnectorScheduler(ABC):

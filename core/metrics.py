@@ -22,6 +22,7 @@ WORKER_GAUGES: Mapping[str, str] = {
     "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
     "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
     "encoder_cache_usage_perc": "Share of the encoder cache that requests refer to, 0 to 1.",
+    "encoder_prepared_bytes": "Pixels of images that are decoded and wait to be embedded.",
     "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
     "kv_quarantined_blocks": "Blocks that nobody has, since a transfer that was given up may still write them.",
     "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
@@ -38,7 +39,7 @@ WORKER_COUNTERS: Mapping[str, str] = {
     "encoder_inputs_computed": "Images whose embeddings were computed for requests of this worker.",
     "encoder_inputs_loaded": "Images whose embeddings came by the EC connector.",
     "encoder_inputs_cached": "Images whose embeddings were in the encoder cache.",
-    "encoder_deferrals": "Times that a request was passed over in a step, as its embeddings were on their way.",
+    "encoder_deferrals": "Times that a request was passed over in a step, as embeddings or pixels were not there yet.",
     "ignored_transfer_reports": "A connector's reports about transfers or blocks that nobody waits for: late, or told twice.",
 }
 

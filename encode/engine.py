@@ -2,26 +2,27 @@
 
 Owns the queue of images and who waits for each: requests for the same image are answered together, and what was computed
 before is not computed again. There is no KV cache and no scheduler; embeddings are kept by the EC connector, which says where
-they lie. How an image becomes embeddings is ``core.model.image_encoder``. Runs on the worker's engine thread, as
-``core.engine.core`` does elsewhere.
+they lie. How an image becomes embeddings is ``core.model.image_encoder``, and its pixels come from
+``core.engine.image_preparation``. Runs on the worker's engine thread, as ``core.engine.core`` does elsewhere.
 
-    queued ──its turn──► known to the connector ─────────────────────────► answered
-        └──────────────► computed, handed to the connector: being saved ──┘
+    queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
+       └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from core.clock import Clock
 from core.encoder import ECConnectorWorker, EmbeddingsLayout
 from core.engine.core import EngineGauges
+from core.engine.image_preparation import ImagePreparation, ImageReader
+from core.engine.prepared_images import Pixels
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
-from core.wire.media import ECSource
+from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 from encode.metrics import EncodeMetrics
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Encoder(Protocol):
+class Encoder(ImageReader, Protocol):
     """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
 
     @property
@@ -37,31 +38,35 @@ class Encoder(Protocol):
         """The form of the rows."""
         ...
 
-    def identify(self, content: bytes) -> bytes:
-        """Return the identifier of a file's embeddings."""
+    def embed(self, tiles: Pixels) -> Tensor:
+        """Return the embeddings ``[num_embeds, hidden_size]`` of the pixels of an image."""
         ...
 
-    def encode(self, content: bytes) -> Tensor:
-        """Return the embeddings ``[num_embeds, hidden_size]`` of a file. Raises: InvalidRequest for a bad one."""
-        ...
+
+_USER = "engine"  # of an image, to its preparation: who waits for it is counted here
+_Entry = tuple[int, int, bytes]  # (priority, arrival, identifier)
 
 
 @dataclass(slots=True)
 class _Image:
     """One image that requests wait for, by their arrival; ``started_at`` is set once it was computed."""
 
-    identifier: bytes
+    feature: MMFeature
     content: bytes
-    num_embeds: int
     waiting: dict[str, float] = field(default_factory=dict)
     started_at: float | None = None
+
+    @property
+    def identifier(self) -> bytes:
+        """By which the connector knows its embeddings."""
+        return self.feature.identifier
 
 
 class EncodeEngine:
     """One thread only, but for ``gauges``.
 
-    At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served; with
-    ``by_priority`` the smallest priority first.
+    At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served among those
+    that are decoded; with ``by_priority`` the smallest priority first. ``preparation`` is its own, and for others to start.
     """
 
     def __init__(
@@ -76,17 +81,18 @@ class EncodeEngine:
     ) -> None:
         connector.register_caches(encoder.layout)
         self._encoder = encoder
+        self.preparation = ImagePreparation(encoder)
         self._connector = connector
         self._metrics = metrics
         self._clock = clock
         self._max_batch_images = max_batch_images
         self._by_priority = by_priority
         self._images: dict[bytes, _Image] = {}  # queued and being saved
-        self._queue: list[tuple[int, int, bytes]] = []  # heap of (priority, arrival, identifier); entries may be outdated
+        self._queue: list[_Entry] = []  # some may be outdated
         self._requests: dict[str, bytes] = {}
         self._num_arrived = 0
         self._num_steps = 0
-        self._is_woken = False
+        self._must_step = False
         self._is_shut_down = False
         self._gauges = EngineGauges()
 
@@ -110,13 +116,14 @@ class EncodeEngine:
         if image is None:
             if self._encoder.identify(content) != feature.identifier:  # else whoever shows that image would get this one
                 raise InvalidRequest("it is not the image that was announced")
-            image = self._images[feature.identifier] = _Image(feature.identifier, content, feature.num_embeds)
+            image = self._images[feature.identifier] = _Image(feature, content)
         image.waiting[new.request_id] = self._clock.now()
         self._requests[new.request_id] = feature.identifier
         self._num_arrived += 1
         if image.started_at is None:  # again, as it may be more urgent now
             priority = new.priority if self._by_priority else 0
-            heapq.heappush(self._queue, (priority, self._num_arrived, feature.identifier))
+            self._queue.append((priority, self._num_arrived, feature.identifier))
+        self._must_step = True
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests; an image that nobody waits for is not computed. Returns the ids of those that were alive."""
@@ -125,23 +132,18 @@ class EncodeEngine:
             image = self._images[self._requests.pop(request_id)]
             del image.waiting[request_id]
             if not image.waiting:
-                del self._images[image.identifier]
+                self._forget(image)
+        self._must_step |= bool(alive)  # others may be decoded in their place
         return alive
 
     def step(self) -> list[EngineCoreOutput]:
-        """Compute a batch, and answer for what can be read by now.
+        """Compute a batch of what is decoded, and answer for what can be read by now.
 
-        Raises: whatever the connector raises once it is dead.
+        Raises: whatever the connector raises once it is dead, and what has ended the preparation of images.
         """
-        self._is_woken = False
+        self._must_step = False
         outputs: list[EngineCoreOutput] = []
-        num_computed = 0
-        while num_computed < self._max_batch_images and (image := self._next_image()) is not None:
-            source = self._connector.find_source(image.identifier)
-            if source is not None:
-                outputs += self._answer(image, source, was_cached=True)
-                continue
-            num_computed += 1
+        for image in self._choose_batch(outputs):
             error = self._compute(image)
             if error is not None:
                 outputs += self._fail(image, ErrorInfo.of(error), "bad")
@@ -155,36 +157,62 @@ class EncodeEngine:
         return outputs
 
     def wake(self) -> None:
-        """Note that the connector has something to say."""
-        self._is_woken = True
+        """Note that the connector has something to say, or an image is decoded."""
+        self._must_step = True
 
     def has_work(self) -> bool:
-        """True if an image waits, or the connector has called."""
-        return self._is_woken or bool(self._queue)
+        """True if something has come since the last step, or that has left images which are decoded."""
+        return self._must_step
 
     def shutdown(self) -> None:
-        """Stop the connector's worker side. Idempotent."""
+        """Stop the preparation of images and the connector's worker side. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
+            self.preparation.shutdown()
             self._connector.shutdown()
 
-    # ---- one image ---------------------------------------------------------------------------------------------------
+    # ---- the queue ---------------------------------------------------------------------------------------------------
 
-    def _next_image(self) -> _Image | None:
-        """Return the next image of the queue that is still wanted and was not begun."""
-        while self._queue:
-            image = self._images.get(heapq.heappop(self._queue)[2])
-            if image is not None and image.started_at is None:
-                return image
-        return None
+    def _choose_batch(self, outputs: list[EngineCoreOutput]) -> list[_Image]:
+        """Return what this step computes, and have the next images decoded meanwhile; answer for those that are known."""
+        batch: list[_Image] = []
+        left: list[_Entry] = []
+        self.preparation.begin_step()
+        for image, entry in self._take_queue():
+            source = self._connector.find_source(image.identifier)
+            if source is not None:
+                outputs += self._answer(image, source, was_cached=True)
+                continue
+            is_ready = self.preparation.is_ready(_USER, image.feature, image.content)
+            if is_ready and len(batch) < self._max_batch_images:
+                self.preparation.claim(image.identifier)
+                batch.append(image)
+                continue
+            self._must_step |= is_ready
+            left.append(entry)
+        self.preparation.end_step()
+        self._queue = left
+        return batch
+
+    def _take_queue(self) -> Iterator[tuple[_Image, _Entry]]:
+        """Empty the queue: each image that is still wanted and was not begun, once, with its most urgent entry."""
+        queue, self._queue = sorted(self._queue), []
+        seen: set[bytes] = set()
+        for entry in queue:
+            image = self._images.get(entry[2])
+            if image is not None and image.started_at is None and entry[2] not in seen:
+                seen.add(entry[2])
+                yield image, entry
+
+    # ---- one image ---------------------------------------------------------------------------------------------------
 
     def _compute(self, image: _Image) -> KVFerryError | None:
         """Embed an image and hand it to the connector; return what is wrong with it, if anything is."""
         image.started_at = self._clock.now()
         try:
-            embeddings = self._encoder.encode(image.content)
-            if len(embeddings) != image.num_embeds:
-                raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.num_embeds} were announced")
+            embeddings = self._encoder.embed(self.preparation.take(image.identifier, image.content))
+            if len(embeddings) != image.feature.num_embeds:
+                raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
         except KVFerryError as error:
             return error
         self._metrics.count_computed(len(embeddings), self._clock.now() - image.started_at)
@@ -227,3 +255,4 @@ class EncodeEngine:
         del self._images[image.identifier]
         for request_id in image.waiting:
             del self._requests[request_id]
+        self.preparation.forget(_USER, [image.feature])

@@ -24,7 +24,7 @@ class EncodeMetrics:
         )
         self._embeds = Counter(f"{PREFIX}encoder_embeds", "Embeddings computed.", registry=registry)
         self._seconds = Histogram(
-            f"{PREFIX}encoder_seconds", "Computation of one image.", buckets=_SECONDS_BUCKETS, registry=registry
+            f"{PREFIX}encoder_seconds", "Embedding of one image that is decoded.", buckets=_SECONDS_BUCKETS, registry=registry
         )
         for outcome in ("computed", "cached", "bad", "failed"):
             self._images.labels(outcome)

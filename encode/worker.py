@@ -64,6 +64,7 @@ def put_together(context: WorkerContext) -> Assembled:
     built = BuiltEncoder(
         engine=engine,
         model_fingerprint=encoder.model_fingerprint,
+        image_preparation=engine.preparation,
         max_num_images=config.encode.max_batch_images + config.worker.max_waiting_requests,
     )
     logger.info(event("encoder_built", model=files.name, dtype=encoder.layout.dtype, device=encoder.layout.device))

@@ -19,6 +19,7 @@ from core.config import KVFerryConfig
 from core.engine.build import BuiltEngine, ConnectorSides, ECConnectorSides, apply_cpu_threads, build_engine
 from core.engine.core import Engine
 from core.engine.hands import EngineFacts, RoleHands
+from core.engine.image_preparation import ImagePreparation
 from core.ids import IdSource
 from core.tracing import Tracer
 from core.wire.kv import KVLayoutInfo
@@ -117,6 +118,7 @@ class BuiltEncoder:
     engine: Engine
     model_fingerprint: bytes
     max_num_images: int  # that it holds at most, waiting ones included
+    image_preparation: ImagePreparation  # not started
 
     @property
     def num_blocks(self) -> int:

@@ -1,8 +1,8 @@
 """The media of a step: embeddings computed or loaded before the decoder runs, kept, and merged where image tokens stand.
 
 Owns the encoder cache of a worker and the worker side of its EC connector. What is computed, loaded and let go is the
-scheduler's decision (``core.sched.encoder_inputs``); how an image becomes embeddings is ``core.model.image_encoder``. Called by
-``core.engine.runner`` in every step, empty ones included.
+scheduler's decision (``core.sched.encoder_inputs``); how an image becomes embeddings is ``core.model.image_encoder``, and its
+pixels come from ``core.engine.image_preparation``. Called by ``core.engine.runner`` in every step, empty ones included.
 
 An item may cross the border of a step; its image tokens count its rows:
 
@@ -28,7 +28,9 @@ from torch import Tensor
 
 from core.attention.torch_kernels import upload
 from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.engine.image_preparation import ImagePreparation, ImageReader
 from core.engine.inputs import StepInputs
+from core.engine.prepared_images import Pixels
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.model.decoder import EmbeddedRows
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -36,15 +38,11 @@ from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo
 
 
-class Encoder(Protocol):
+class Encoder(ImageReader, Protocol):
     """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
 
-    def identify(self, content: bytes) -> bytes:
-        """Return the identifier of a file's embeddings."""
-        ...
-
-    def encode(self, content: bytes) -> Tensor:
-        """Return the embeddings ``[num_embeds, hidden_size]`` of a file. Raises: InvalidRequest for a bad one."""
+    def embed(self, tiles: Pixels) -> Tensor:
+        """Return the embeddings ``[num_embeds, hidden_size]`` of the pixels of an image."""
         ...
 
 
@@ -70,6 +68,7 @@ class EncoderRunner:
         """Take an encoder whose rows have ``layout``; the connector learns it here."""
         self.cache: MutableMapping[bytes, Tensor] = {}
         self._encoder = encoder
+        self.preparation = ImagePreparation(encoder)  # for others to start
         self._image_token_id = image_token_id
         self._layout = layout
         self._device = torch.device(layout.device)
@@ -140,7 +139,8 @@ class EncoderRunner:
         output.ec_connector_output = None if report.is_empty() else report
 
     def shutdown(self) -> None:
-        """Stop the connector's worker side."""
+        """Stop the preparation of images and the connector's worker side."""
+        self.preparation.shutdown()
         if self._connector is not None:
             self._connector.shutdown()
 
@@ -162,9 +162,7 @@ class EncoderRunner:
             self._connector.save_caches(self.cache, identifier)
 
     def _embed(self, item: _Item) -> Tensor:
-        if self._encoder.identify(item.content) != item.feature.identifier:  # whoever else shows that image would get this one
-            raise InvalidRequest("it is not the image that was announced")
-        embeddings = self._encoder.encode(item.content)
+        embeddings = self._encoder.embed(self.preparation.take(item.feature.identifier, item.content))
         self._check_num_rows(item, len(embeddings))
         return embeddings
 

@@ -131,6 +131,8 @@ class Worker:
             if connector is not None:
                 connector.worker.set_wakeup(self._engine.wake)
                 await connector.start()
+        if assembled.built.image_preparation is not None:
+            assembled.built.image_preparation.start(self._engine.wake)
         self._state = self._make_state(assembled, WorkerNumbers(assembled, self._engine, lambda: self._state))
         self._engine.start()
         self._sockets.start()

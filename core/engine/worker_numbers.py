@@ -23,6 +23,7 @@ class WorkerNumbers:
         self._connector = assembled.connector
         self._ec_connector = assembled.ec_connector
         self._num_blocks = assembled.built.num_blocks
+        self._images = assembled.built.image_preparation
         self._engine = engine
         self._state = state
 
@@ -58,6 +59,7 @@ class WorkerNumbers:
             "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
             "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
             "encoder_cache_usage_perc": lambda: engine.gauges().encoder_cache_usage,
+            "encoder_prepared_bytes": lambda: self._images.num_bytes if self._images is not None else 0,
             "encoder_inputs_computed": lambda: engine.gauges().num_encoder_computed,
             "encoder_inputs_loaded": lambda: engine.gauges().num_encoder_loaded,
             "encoder_inputs_cached": lambda: engine.gauges().num_encoder_hits,

@@ -1,16 +1,20 @@
-"""An image file to its embeddings: decoding, processing, and the model's image half, in one call.
+"""An image file to its embeddings: decoding and processing, then the model's image half.
 
-Owns what a worker needs of a checkpoint to embed images. Knows nothing of requests, caches or connectors. Called by
+Owns what a worker needs of a checkpoint to embed images. Knows nothing of requests, caches or connectors. The two halves of the
+work have threads of their own: ``prepare`` is called by ``core.engine.image_preparation``, ``embed`` by
 ``core.engine.encoder_runner`` and by encode workers, each on the one thread that computes.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from core.encoder import EmbeddingsLayout
 from core.kv.hashing import hash_media
+from core.kv.spec import ceil_div
 from core.model.arch import model_fingerprint, parse_arch
 from core.model.hub import ModelFiles
 from core.model.image_file import decode_image, require_pillow
@@ -60,14 +64,28 @@ class ImageEncoder:
         """Return the identifier of an image file's embeddings, as the router computes it."""
         return hash_media(self.model_fingerprint, self._processing, content)
 
-    @torch.inference_mode()
-    def encode(self, content: bytes) -> Tensor:
-        """Return the embeddings ``[num_embeds, output_size]`` of an image file, in the order of its image tokens.
+    def prepare(self, content: bytes) -> npt.NDArray[np.float32]:
+        """Decode an image file and cut it into tiles ``[num_tiles, num_channels, side, side]``. Any thread; without torch.
 
         Raises:
             InvalidRequest: the file is damaged, no image, or too large.
         """
-        return self._tower.embed(torch.from_numpy(self._processor.tiles(decode_image(content))))
+        return self._processor.tiles(decode_image(content))
+
+    def prepared_bytes(self, num_embeds: int) -> int:
+        """Return the size of the tiles of an image with so many embeddings."""
+        side = self._processor.tile_size
+        num_tiles = ceil_div(num_embeds, self.arch.num_embeds(side))
+        return num_tiles * self.arch.num_channels * side * side * np.dtype(np.float32).itemsize
+
+    @torch.inference_mode()
+    def embed(self, tiles: npt.NDArray[np.float32]) -> Tensor:
+        """Return the embeddings ``[num_embeds, output_size]`` of the tiles of an image, in the order of its image tokens."""
+        return self._tower.embed(torch.from_numpy(tiles))
+
+    def encode(self, content: bytes) -> Tensor:
+        """Return the embeddings of an image file, both halves at once. Raises: what ``prepare`` does."""
+        return self.embed(self.prepare(content))
 
     @torch.inference_mode()
     def warm_up(self) -> None:

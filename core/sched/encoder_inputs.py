@@ -1,7 +1,8 @@
 """Media in the token step: which embeddings a step computes or loads, who waits for some, and when they are let go.
 
 A request's next tokens are cut before the first item whose embeddings cannot be had in this step. Owns the encoder's budget of
-a step and the scheduler side of the EC connector; the room is ``core.sched.encoder_cache``'s. Knows no queue and no KV block:
+a step and the scheduler side of the EC connector; the room is ``core.sched.encoder_cache``'s, and which images are decoded
+``ImageReadiness``'. Knows no queue and no KV block:
 ``core.sched.running`` and ``core.sched.admission`` ask for each request with media ahead of it, ``core.sched.release`` and
 ``Scheduler.update_from_output`` tell what has ended. One order for all: once an item found no room, none behind it gets any in
 the same step, lest small images overtake a large one for ever.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.encoder import ECConnectorScheduler
+from core.encoder import ECConnectorScheduler, ImageReadiness
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.request import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.encoder_cache import EncoderCacheManager
@@ -23,18 +24,20 @@ from core.wire.messages import ErrorInfo
 class EncoderPlan:
     """The next ``num_new_tokens`` tokens of a request and the features that come with them, by index.
 
-    ``computed`` and ``loaded`` are new in the cache; ``duplicates`` show the same media as one of these.
+    ``computed`` and ``loaded`` are new in the cache; ``duplicates`` show the same media as one of these. ``awaits_image``: the
+    tokens end before one that has to be computed and is not decoded yet.
     """
 
     num_new_tokens: int
     computed: list[int] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
     duplicates: list[int] = field(default_factory=list)
+    awaits_image: bool = False
 
 
 @dataclass(slots=True)
 class EncoderCounts:
-    """Features by where their embeddings came from, and requests that were told to wait for some, in steps."""
+    """Features by where their embeddings came from, and requests that were told to wait, for these or for images, in steps."""
 
     num_computed: int = 0
     num_loaded: int = 0
@@ -46,11 +49,19 @@ class EncoderInputs:
     """The encoder's share in the steps of one engine.
 
     ``max_embeds_per_step`` bounds what one step computes, ``cache_size`` what the worker holds; a single item must fit both.
+    Without ``images``, those are ready to be computed as they come.
     """
 
-    def __init__(self, cache_size: int, max_embeds_per_step: int, connector: ECConnectorScheduler | None = None) -> None:
+    def __init__(
+        self,
+        cache_size: int,
+        max_embeds_per_step: int,
+        connector: ECConnectorScheduler | None = None,
+        images: ImageReadiness | None = None,
+    ) -> None:
         self.cache = EncoderCacheManager(cache_size)
         self.connector = connector
+        self._images = images if images is not None else ImageReadiness()
         if connector is not None:
             connector.bind_encoder_cache(self._count_on)
         self.max_item_embeds = min(cache_size, max_embeds_per_step)
@@ -86,9 +97,10 @@ class EncoderInputs:
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Give the encoder its budget for the next step."""
+        """Give the encoder its budget for the next step. Raises: whatever has ended the preparation of images."""
         self._compute_budget = self._max_embeds_per_step
         self._is_cut = False
+        self._images.begin_step()
 
     def is_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Say whether the request may be scheduled behind these tokens; False = its embeddings are on their way.
@@ -112,19 +124,39 @@ class EncoderInputs:
             items        [ cached ]   [ new ]      [ no room ]
             plan               |-------------------|
 
+        A request that does not run yet and whose first item awaits its image is given no token, not even those before it: it
+        would hold blocks while it waits. The image behind the window is decoded while these tokens are computed.
+
         References are taken to what is cached, and room is made for the rest. ``allocate`` follows; if the request does not get
         its blocks, ``release_computed`` lets go of them.
         """
         plan = EncoderPlan(num_new_tokens)
+        is_begun = request.status is RequestStatus.RUNNING
         for index, feature in enumerate(request.mm_features):
             if feature.end <= num_computed_tokens:
                 continue
             if feature.offset >= num_computed_tokens + plan.num_new_tokens:
+                self._announce(request, index)
                 break
             if not self._plan_item(request, index, plan):
                 plan.num_new_tokens = max(0, feature.offset - num_computed_tokens)
                 break
+            is_begun = True
+        if plan.awaits_image and not (is_begun and plan.num_new_tokens):
+            plan.num_new_tokens = 0
+            self.counts.num_deferrals += 1
         return plan
+
+    def _announce(self, request: Request, index: int) -> None:
+        """Have an image decoded that will be computed soon, as things are."""
+        identifier = request.mm_features[index].identifier
+        is_computed = request.has_media(index) and not self.cache.has(identifier) and not self._can_load(request, identifier)
+        if is_computed:
+            self._is_ready(request, index)
+
+    def _is_ready(self, request: Request, index: int) -> bool:
+        feature = request.mm_features[index]
+        return self._images.is_ready(request.request_id, feature, request.media[feature.media_index])
 
     def _plan_item(self, request: Request, index: int, plan: EncoderPlan) -> bool:
         """Say where the embeddings of an item come from; False if nowhere, in this step."""
@@ -147,6 +179,9 @@ class EncoderInputs:
             if feature.identifier in self._counted_on:
                 return False  # it has made room for an earlier item of the request; the connector is asked for it next time
             self._unavailable[request.request_id] = _missing(index)
+            return False
+        if not is_loaded and not self._is_ready(request, index):
+            plan.awaits_image = True
             return False
         budget = feature.num_embeds if is_loaded else self._compute_budget - sum_embeds(request, plan.computed)
         if self._is_cut or not self.cache.can_allocate(request, index, budget, num_embeds_to_schedule):
@@ -173,6 +208,7 @@ class EncoderInputs:
             self._allocate_item(request, index, is_loaded=True)
         for index in plan.computed:
             self._allocate_item(request, index, is_loaded=False)
+            self._images.claim(request.mm_features[index].identifier)
         for index in plan.duplicates:
             self.cache.check_and_update_cache(request, index)
         if plan.computed:
@@ -194,7 +230,8 @@ class EncoderInputs:
         self.cache.free(request)
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Add what the worker deletes, and last the connector's message."""
+        """Add what the worker deletes, and last the connector's message; nothing more is asked for in this step."""
+        self._images.end_step()
         output.free_encoder_identifiers = self.cache.take_freed_identifiers()
         if self.connector is not None:
             output.ec_connector_metadata = self.connector.build_connector_meta(output)
@@ -231,8 +268,10 @@ class EncoderInputs:
 
     def request_finished(self, request: Request) -> None:
         """Forget a request."""
-        if self.connector is not None and request.mm_features:
-            self.connector.request_finished(request)
+        if request.mm_features:
+            self._images.forget(request.request_id, request.mm_features)
+            if self.connector is not None:
+                self.connector.request_finished(request)
         self._unavailable.pop(request.request_id, None)
         self.cache.free(request)
 

@@ -210,9 +210,17 @@ class HashImageEncoder:
         """Return the identifier of a file's embeddings."""
         return identify(content)
 
-    def encode(self, content: bytes) -> Any:  # noqa: ANN401  stands for a tensor
-        """Return the embeddings of a file. Raises: InvalidRequest for a bad one."""
-        image = self._images.get(content)
-        if image is None:
+    def prepare(self, content: bytes) -> Any:  # noqa: ANN401  stands for pixels
+        """Return the bytes of a file as an array. Raises: InvalidRequest for a bad one."""
+        if content not in self._images:
             raise InvalidRequest("it cannot be read")
-        return as_rows(embed(content, image.num_embeds))
+        return np.frombuffer(content, dtype=np.uint8)
+
+    def prepared_bytes(self, num_embeds: int) -> int:
+        """Return what an image takes of a budget."""
+        return num_embeds
+
+    def embed(self, tiles: Any) -> Any:  # noqa: ANN401  stand for pixels and a tensor
+        """Return the embeddings of a file's bytes."""
+        content = tiles.tobytes()
+        return as_rows(embed(content, self._images[content].num_embeds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -36,11 +37,17 @@ class FileEncoder:
     def identify(self, content: bytes) -> bytes:
         return name_of(content)
 
-    def encode(self, content: bytes) -> torch.Tensor:
-        self.encoded.append(content)
+    def prepare(self, content: bytes) -> np.ndarray:
         if content.startswith(b"bad"):
             raise InvalidRequest("it is damaged")
-        return torch.ones(len(content), 2)
+        return np.frombuffer(content, dtype=np.uint8)
+
+    def prepared_bytes(self, num_embeds: int) -> int:
+        return num_embeds
+
+    def embed(self, tiles: np.ndarray) -> torch.Tensor:
+        self.encoded.append(tiles.tobytes())
+        return torch.ones(len(tiles), 2)
 
 
 class ShelfConnector(ECConnectorWorker):

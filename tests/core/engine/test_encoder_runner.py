@@ -27,11 +27,17 @@ class NumberedRows:
     def identify(self, content):
         return content.ljust(16, b".")
 
-    def encode(self, content):
+    def prepare(self, content):
         if content.startswith(b"bad"):
             raise InvalidRequest("it is damaged")
-        self.computed.append(content)
-        image, count = map(int, content.split(b":"))
+        return np.array([int(number) for number in content.split(b":")])
+
+    def prepared_bytes(self, num_embeds):
+        return 16
+
+    def embed(self, tiles):
+        image, count = tiles.tolist()
+        self.computed.append(b"%d:%d" % (image, count))
         return torch.tensor([[image, row, 0.0, 1.0] for row in range(count)])
 
 

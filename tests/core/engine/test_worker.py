@@ -194,6 +194,7 @@ def make_worker(router, journal):
             layout=LAYOUT,
             max_model_len=64,
             num_blocks=8,
+            image_preparation=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
         )
         hands = DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
         return Worker(context, assemble or (lambda: Assembled(built, RecordingConnector(journal), hands)))
@@ -235,7 +236,7 @@ async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, 
     os.kill(os.getpid(), signal.SIGTERM)
     await router.expect(Goodbye)
     assert await running.task == 0
-    assert journal == ["wakeup set", "connector started", "engine stopped", "connector stopped"]
+    assert journal == ["wakeup set", "connector started", "images started", "engine stopped", "connector stopped"]
 
 
 async def test_ready_only_while_registered_and_not_draining(running, router):
@@ -293,6 +294,7 @@ async def test_metrics_tell_what_was_served(running, router):
     assert "kvferry_generation_tokens_total 2.0" in text
     assert 'kvferry_request_success_total{finished_reason="length"} 1.0' in text
     assert "kvferry_registered_routers 1.0" in text
+    assert "kvferry_encoder_prepared_bytes 5.0" in text
 
 
 async def test_malformed_frame_is_answered_and_harms_nobody(running, router):
