@@ -179,9 +179,11 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class PostSealRead:
-    """Read the seals of ``remote_rows`` of a peer, whose blocks have been read into ``local_rows``, all of them, before.
+    """Read the seals of ``remote_rows`` of a peer when all their blocks have been read into ``local_rows``.
 
-    With ``wants_digests`` each has gone into one of ours as it was, of whose bytes the digest is taken.
+    It is begun when none of the reads ``after`` is open any more, well or badly ended; those that are not named have ended
+    before. One that is cancelled earlier ends after them all the same. With ``wants_digests`` each block has gone into one of
+    ours as it was, of whose bytes the digest is taken.
     """
 
     read_id: int
@@ -189,6 +191,7 @@ class PostSealRead:
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
     wants_digests: bool
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

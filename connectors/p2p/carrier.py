@@ -27,16 +27,14 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.node import NodeSettings, P2PNode
-from connectors.p2p.pull import PullSettings
+from connectors.p2p.node import P2PNode
+from connectors.p2p.settings import node_settings
 from connectors.p2p.staging import map_staging_area
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from connectors.p2p.transports import TransportFactory, TransportSet, TransportSettings, create_transport, open_transports
 from connectors.registry import ConnectorContext
 from connectors.reporting import LoadEnded
-from core.config import ConnectorSection
 from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable
 from core.log import event
@@ -44,11 +42,6 @@ from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.pairing import verifies_digests
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
-
-RENEWAL_S = 20.0  # what a renewal adds, at most
-LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
-READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt; four converted ones fit the staging area
-DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
 
 _log = logging.getLogger(__name__)
 
@@ -317,22 +310,3 @@ class NodeCarrier:
 
 def _no_digest(block_ids: Sequence[int]) -> Sequence[int]:
     raise AssertionError(f"digests of the blocks {block_ids} are verified though none is demanded")
-
-
-def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
-    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks, in host memory or on a device."""
-    max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
-    return NodeSettings(
-        pull=PullSettings(
-            transfer_deadline_s=config.transfer_deadline_s,
-            handshake_timeout_s=config.handshake_timeout_s,
-            lease_renew_interval_s=config.lease_renew_interval_s,
-            lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),
-            kv_verify=config.kv_verify,
-            max_quarantined_blocks=max_quarantined_blocks,
-            max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
-            max_read_bytes=READ_BYTES,
-            max_read_bytes_by=DEVICE_READ_BYTES if is_on_device else {},
-        ),
-        leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
-    )

@@ -28,7 +28,7 @@ class LoadPhase(Enum):
 
     CONNECTING = "connecting"  # its peer
     READING = "reading"  # its lease, then its blocks
-    SEALING = "sealing"  # the seals of those that have arrived
+    SEALING = "sealing"  # the seals of those that have arrived; no block of it is being read
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,15 @@ class RowSlice:
     copies: tuple[TokenCopy, ...] = ()
 
 
-class Load:
-    """The units of one request. ``open_reads`` maps the reads that are not terminal to what they read.
+NO_ROWS = RowSlice((), (), ())
 
-    ``digests`` are those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it
-    has been up to the peer how far the load gets. ``wants_room``: a read of it had no room in the staging area.
+
+class Load:
+    """The units of one request. ``open_reads`` maps the reads of blocks that are not terminal to what they read.
+
+    ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
+    those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
+    the peer how far the load gets. ``wants_room``: a read of it had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -55,6 +59,8 @@ class Load:
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
         self.open_reads: dict[int, RowSlice] = {}
+        self.seal_read: int | None = None
+        self.sealing = NO_ROWS
         self.wants_room = False
         self.has_read_again = False
         self.digests: dict[int, int] = {}
@@ -66,6 +72,7 @@ class Load:
         self._spoiled: dict[int, ErrorInfo] = {}
         self._num_rows_read = 0
         self._bytes_ended_at: float | None = None
+        self._whole = self._slice(range(len(request.units)))
         self._queue(range(len(request.units)))
 
     @property
@@ -89,9 +96,14 @@ class Load:
         return not (self._arrived or self._verified or self._num_rows_read)
 
     @property
-    def num_open_rows(self) -> int:
-        """Rows that a read may write now."""
-        return sum(len(rows.local_rows) for rows in self.open_reads.values())
+    def has_arrived(self) -> bool:
+        """True if there are units that only their seals have to decide about."""
+        return bool(self._arrived)
+
+    @property
+    def is_reading(self) -> bool:
+        """True if a read of it is not terminal."""
+        return bool(self.open_reads) or self.seal_read is not None
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -141,11 +153,25 @@ class Load:
         while self._waiting:
             self.spoil(self._waiting.popleft().indices, error)
 
-    def arrived(self, now: float) -> RowSlice:
-        """Return the units whose seals decide about them, in order. The bytes are here: from now on it is verification."""
+    def to_seal(self) -> RowSlice:
+        """Return the units whose seals decide about them, in order: those that have arrived, and those that are being read."""
+        indices = self._arrived.union(*(rows.indices for rows in self.open_reads.values()))
+        return self._whole if len(indices) == len(self._whole.indices) else self._slice(sorted(indices))
+
+    def begin_sealing(self, now: float) -> None:
+        """The bytes are here: from now on it is verification."""
+        self.phase = LoadPhase.SEALING
         if self._bytes_ended_at is None:
             self._bytes_ended_at = now
-        return self._slice(sorted(self._arrived))
+
+    def end_sealing(self) -> RowSlice:
+        """Take out the seal read, which is terminal, and return what it was of."""
+        rows, self.sealing, self.seal_read = self.sealing, NO_ROWS, None
+        return rows
+
+    def arrived_of(self, indices: Iterable[int]) -> list[int]:
+        """Return those of these units whose bytes have come and are neither verified nor spoiled."""
+        return [index for index in indices if index in self._arrived]
 
     def verify(self, indices: Iterable[int]) -> None:
         """Note that these units hold what was asked for."""
@@ -185,7 +211,13 @@ class Load:
 
     def open_rows(self) -> tuple[int, ...]:
         """Return the local rows that a read may still write, or whose seal it may."""
+        if self.seal_read is not None:
+            return self.sealing.local_rows
         return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
+
+    def open_read_ids(self) -> list[int]:
+        """Return the reads that are not terminal, in the order in which they end."""
+        return [*self.open_reads, *([] if self.seal_read is None else [self.seal_read])]
 
     def _num_verified_tokens(self) -> int:
         """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""

@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, LeaseGrant, P2PConnectorMetadata, Reply, SendingEnded, TransferEvent
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.leases import LeaseTable, LeaseTerms
-from connectors.p2p.pull import PullProtocol, PullSettings
+from connectors.p2p.leases import LeaseTable
+from connectors.p2p.pull import PullProtocol
+from connectors.p2p.settings import NodeSettings
 from core.clock import Clock
 from core.errors import ProtocolError
 from core.wire.kv import ControlError, ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """How a node reads, and how long it keeps blocks for readers."""
-
-    pull: PullSettings
-    leases: LeaseTerms
 
 
 class P2PNode:

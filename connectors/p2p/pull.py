@@ -1,8 +1,8 @@
 """The consumer's state machine: from "load these blocks" to "they are verified" or "these are not".
 
-Owns the loads in progress and puts together what they need: peers (``peers``), leases kept alive (``held_leases``), the check
-of what has arrived (``verification``) and the blocks that late bytes may hit (``quarantine``). Does no I/O and reads no clock:
-every entry point takes the time and returns actions. Called by ``connectors.p2p.node``.
+Owns the loads in progress and puts together what they need: peers (``peers``), leases kept alive (``held_leases``), reads and
+the blocks that late bytes may hit (``open_reads``), and the check of what has arrived (``verification``). Does no I/O and reads
+no clock: every entry point takes the time and returns actions. Called by ``connectors.p2p.node``.
 
     load:  CONNECTING ──handshake──▶ READING ──every read terminal──▶ SEALING ──seals read──▶ reported
                │                        ▲  │                             │ │
@@ -12,60 +12,40 @@ every entry point takes the time and returns actions. Called by ``connectors.p2p
 A load of a peer that cannot be opened by the chosen transport goes back to CONNECTING while there is another.
 
 A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
-does not become terminal is ended by fencing its peer. A block is accepted only by a seal read that was posted when every byte
-had arrived; no lease and no timer takes part in that.
+does not become terminal is ended by fencing its peer. A block is accepted only by a seal read that began when every byte had
+arrived; no lease and no timer takes part in that. It is ordered with the last of the blocks, and the transfer thread begins it
+when they are there (``PostSealRead.after``), so that the load does not wait for two changes of thread in between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from connectors.p2p.actions import (
     Action,
-    CancelRead,
     CloseControl,
     HandoffRef,
     PeerFailed,
     PostRead,
     PostSealRead,
     PullRequest,
-    QuarantineEnded,
     ReadEnded,
     TransferEvent,
 )
 from connectors.p2p.handshake import WorkerIdentity, peer_error
 from connectors.p2p.held_leases import HeldLeases
 from connectors.p2p.load import Load, LoadPhase, RowSlice
+from connectors.p2p.open_reads import OpenReads, QuarantineBounds
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
-from connectors.p2p.quarantine import Quarantine
+from connectors.p2p.settings import PullSettings
 from connectors.p2p.verification import SealCheck, check_seals
 from connectors.reporting import LoadEnded
 from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
 from core.transport import PeerId
-from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, KVVerify, LeaseState
+from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, LeaseState
 from core.wire.messages import ErrorInfo, TransferUsage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullSettings:
-    """Durations and bounds. A read is one handle of a transport; a load is cut into reads of at most ``max_read_bytes``.
-
-    ``lease_margin_s`` is how long a read may take, by the reckoning of who asks whether its lease lasts so long.
-    """
-
-    transfer_deadline_s: float
-    handshake_timeout_s: float
-    lease_renew_interval_s: float
-    lease_margin_s: float = 0.0
-    kv_verify: KVVerify = "auto"
-    max_quarantined_blocks: int = 1024  # per peer, with those of its loads in progress once there are any
-    max_quarantined_blocks_in_total: int = 2048
-    fence_grace_s: float = 1.0  # of a peer that has reached it: most cancelled reads end at once
-    max_read_bytes: int = 16 << 20
-    max_read_bytes_by: Mapping[str, int] = field(default_factory=dict)  # transport; not where blocks are converted
-    max_reads_in_flight: int = 4  # per load
 
 
 @dataclass(slots=True)
@@ -90,11 +70,19 @@ class PullProtocol:
         terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s)
         self._peers = Peers(identity, terms, self._emit)
         self._leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
-        self._quarantine = Quarantine()
+        bounds = QuarantineBounds(
+            settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total, settings.fence_grace_s
+        )
+        self._reads = OpenReads(bounds, self._emit)
+        self._quarantine = self._reads.quarantine
         self._loads: dict[str, Load] = {}
-        self._reads: dict[int, Load] = {}
-        self._last_read_id = 0
-        self.counts = PullCounts()
+        self._counts = PullCounts()
+
+    @property
+    def counts(self) -> PullCounts:
+        """What has happened since the start."""
+        self._counts.quarantined_blocks = self._reads.num_quarantined
+        return self._counts
 
     @property
     def num_loads(self) -> int:
@@ -141,8 +129,8 @@ class PullProtocol:
         self._loads[request.request_id] = load = Load(request, now, deadline)
         if deadline <= now:
             self._on_deadline(load, now)
-        elif self._is_full(load.owner):
-            self._end(load, self._full_quarantine(load.owner), now)
+        elif self._reads.is_full(load.owner):
+            self._end(load, self._reads.why_full(load.owner), now)
         else:
             self._connect(load, now)
         return self._take_actions()
@@ -154,7 +142,7 @@ class PullProtocol:
             quarantined = load.open_rows()
             self._forget(load, fence_at=max(now, load.deadline))
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
-            self._hurry_if_full(now)
+            self._reads.hurry_if_full(self._served_by(), now)
         return self._take_actions()
 
     # ---- what the world says ---------------------------------------------------------------------------------------
@@ -172,7 +160,7 @@ class PullProtocol:
             case ControlError() if self._peers.is_shaking_hands(address):
                 self._fail_handshake(address, peer_error(message.code, message.message), now)
             case _:
-                self.counts.unexpected_messages += 1
+                self._counts.unexpected_messages += 1
         return self._take_actions()
 
     def on_disconnected(self, address: str, now: float) -> list[Action]:
@@ -181,7 +169,7 @@ class PullProtocol:
         Who waits for another life of it than the one that is lost gets a new handshake, once.
         """
         if self._peers.end_handshake(address):
-            self.counts.failed_handshakes += 1
+            self._counts.failed_handshakes += 1
         self._leases.on_disconnected(address)
         self._emit(CloseControl(address))
         error = PeerUnreachable(f"the control connection to {address} was lost")
@@ -240,7 +228,7 @@ class PullProtocol:
         if peer is not None:
             self._begin_reading(load, peer, now)
         elif self._peers.shake_hands(load.owner, now):
-            self.counts.handshakes += 1
+            self._counts.handshakes += 1
 
     def _on_handshake_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
         self._note_incarnation(address, reply.incarnation, now)
@@ -250,7 +238,7 @@ class PullProtocol:
             self._fail_handshake(address, ErrorInfo.of(error), now)
             return
         for load in self._connecting_to(address):
-            if not load.open_reads:  # else its reads, posted in vain, are about to end
+            if not load.is_reading:  # else its reads, posted in vain, are about to end
                 self._begin_reading(load, peer, now)
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
@@ -268,7 +256,7 @@ class PullProtocol:
     def _fail_handshake(self, address: str, error: ErrorInfo, now: float) -> None:
         """Fail all loads that wait for this handshake."""
         self._peers.end_handshake(address)
-        self.counts.failed_handshakes += 1
+        self._counts.failed_handshakes += 1
         for load in self._connecting_to(address):
             self._end(load, error, now)
 
@@ -292,27 +280,9 @@ class PullProtocol:
                 self._end(load, error, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
-        self.counts.fenced_peers += 1
+        self._counts.fenced_peers += 1
         self._quarantine.fence(peer_id)
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
-
-    def _is_full(self, peer_id: PeerId) -> bool:
-        """Say whether no load from a peer may be added.
-
-        A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
-        """
-        if self._quarantine.num_waiting_blocks >= self._settings.max_quarantined_blocks_in_total:
-            return True
-        num_quarantined = self._quarantine.num_blocks_of(peer_id)
-        num_open = sum(load.num_open_rows for load in self._loads.values() if load.owner == peer_id)
-        return num_quarantined > 0 and num_quarantined + num_open >= self._settings.max_quarantined_blocks
-
-    def _full_quarantine(self, peer_id: PeerId) -> PeerUnreachable:
-        ours, total = self._quarantine.num_blocks_of(peer_id), self._quarantine.num_waiting_blocks
-        return PeerUnreachable(
-            f"no load from {peer_id.address} is started: {ours} blocks are quarantined for its reads that do not end, "
-            f"{total} in total"
-        )
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 
@@ -330,7 +300,7 @@ class PullProtocol:
         self._go_on_reading(load, now)
 
     def _go_on_reading(self, load: Load, now: float, max_reads: int | None = None) -> None:
-        """Post what may be in flight; once everything is terminal, ask for the seals."""
+        """Post what may be in flight; with the last of it, order the seals."""
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
@@ -338,11 +308,10 @@ class PullProtocol:
                 load.spoil_waiting(ErrorInfo.of(error))
             elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
-                read_id = self._open_read(load, rows)
-                self._emit(self._post_read(read_id, load.owner, rows))
+                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.owner, rows))
             else:
                 return
-        if not load.open_reads and not load.is_waiting:
+        if not load.is_waiting:
             self._read_seals(load, now)
 
     def _offer_room(self, now: float) -> None:
@@ -357,72 +326,100 @@ class PullProtocol:
         return PostRead(read_id, owner, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
 
     def _read_seals(self, load: Load, now: float) -> None:
-        rows = load.arrived(now)
+        """Order the seals of all that has arrived or is about to; without anything, the load is over.
+
+        Blocks that are converted may be read in vain, for want of room: their seals are ordered when they are here.
+        """
+        if load.seal_read is not None or (load.open_reads and load.is_converted):
+            return
+        rows = load.to_seal()
         if not rows.indices:
             self._end(load, None, now)
             return
         peer = self._peers.get(load.owner)
         assert peer is not None, "a lost peer ends its loads"
-        load.phase = LoadPhase.SEALING
-        read_id = self._open_read(load, rows)
+        after = tuple(load.open_reads)
+        read_id = self._reads.open_seals(load, rows)
         wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
-        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests))
-
-    def _open_read(self, load: Load, rows: RowSlice) -> int:
-        self._last_read_id += 1
-        self._reads[self._last_read_id] = load
-        load.open_reads[self._last_read_id] = rows
-        return self._last_read_id
+        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests, after))
+        if not after:
+            load.begin_sealing(now)
 
     def _on_read_ended(self, read: ReadEnded, now: float) -> None:
-        freed = self._quarantine.end(read.read_id)
-        if freed is not None:
-            self._emit(QuarantineEnded(freed))
-            return
-        load = self._reads.pop(read.read_id, None)
+        load = self._reads.end(read.read_id)
         if load is None:
             return
-        rows = load.open_reads.pop(read.read_id)
-        if read.has_no_room or load.phase is LoadPhase.CONNECTING:  # posted in vain, there to a peer that could not be opened
-            load.want_again(rows)
-            load.wants_room = load.phase is LoadPhase.READING
-            if not load.open_reads and load.phase is LoadPhase.CONNECTING:
-                self._connect(load, now)
+        if load.phase is LoadPhase.CONNECTING:  # posted in vain, to a peer that could not be opened
+            self._on_read_in_vain(load, read, now)
             return
         peer = self._peers.get(load.owner)
         assert peer is not None, "a lost peer ends its loads"
-        if read.error is None:
+        if read.error is None and not read.has_no_room:
             peer.last_progress_at = now
+        if read.read_id == load.seal_read:
+            self._on_seals_read(load, peer, read, now)
+        else:
+            self._on_blocks_read(load, read, now)
+
+    def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
+        """Ask for the blocks again, by another transport; for their seals when it comes to that."""
+        if read.read_id == load.seal_read:
+            load.end_sealing()
+        else:
+            load.want_again(load.open_reads.pop(read.read_id))
+        if not load.is_reading:
+            self._connect(load, now)
+
+    def _on_blocks_read(self, load: Load, read: ReadEnded, now: float) -> None:
+        rows = load.open_reads.pop(read.read_id)
+        if read.has_no_room:
+            load.want_again(rows)
+            load.wants_room = True
+            return
+        if read.error is None:
+            load.arrive(rows)
             load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
         else:
             load.spoil(rows.indices, ErrorInfo.of(read.error))
         if isinstance(read.error, PeerUnreachable):
             self._lose(load.owner, read.error, now)
-        elif load.phase is LoadPhase.SEALING:
-            self._on_seals_read(load, peer, rows, read, now)
-        else:
-            if read.error is None:
-                load.arrive(rows)
+        elif load.seal_read is None:
             self._go_on_reading(load, now)
+        elif not load.open_reads:
+            self._on_bytes_here(load, now)
 
-    def _on_seals_read(self, load: Load, peer: Peer, rows: RowSlice, read: ReadEnded, now: float) -> None:
+    def _on_bytes_here(self, load: Load, now: float) -> None:
+        """The seals are being read by now. If no block has come there is nothing to prove."""
+        if load.has_arrived:
+            load.begin_sealing(now)
+        else:
+            self._end(load, None, now)
+
+    def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
         """Decide about the rows; bytes that do not fit their seal are read once more."""
+        assert not load.open_reads, "seals are read when the blocks have been"
+        rows = load.end_sealing()
         if read.error is not None:
+            load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
+            if isinstance(read.error, PeerUnreachable):
+                self._lose(load.owner, read.error, now)
             self._end(load, None, now)
             return
+        load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
         check = SealCheck(load.owner.incarnation, peer.layout_version, peer.verifies_digests)
         verdict = check_seals(check, load.request, rows, read.seals, load.digests)
-        load.verify(verdict.good)
-        for index, error in verdict.stale.items():
-            load.spoil([index], error)
-        if verdict.corrupt and not load.has_read_again:
-            self.counts.blocks_read_again += len(verdict.corrupt)
-            load.read_again(list(verdict.corrupt))
+        load.verify(load.arrived_of(verdict.good))
+        for index in load.arrived_of(verdict.stale):
+            load.spoil([index], verdict.stale[index])
+        corrupt = load.arrived_of(verdict.corrupt)
+        if corrupt and not load.has_read_again:
+            self._counts.blocks_read_again += len(corrupt)
+            load.read_again(corrupt)
             load.phase = LoadPhase.READING
             self._go_on_reading(load, now)
             return
-        for index, error in verdict.corrupt.items():
-            load.spoil([index], error)
+        for index in corrupt:
+            load.spoil([index], verdict.corrupt[index])
         self._end(load, None, now)
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
@@ -454,29 +451,21 @@ class PullProtocol:
         report = load.report(info, peer.transport if peer else "", self._layout_of(load.request).block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at)
         self._emit(report)
-        self._hurry_if_full(now)
-
-    def _hurry_if_full(self, now: float) -> None:
-        """Fence peers soon that keep the quarantine full, once the loads that they still serve are over."""
-        serving = {load.owner for load in self._loads.values()}
-        for peer_id in self._quarantine.peers():
-            if peer_id not in serving and self._is_full(peer_id):
-                self._quarantine.hurry(peer_id, now + self._settings.fence_grace_s)
+        self._reads.hurry_if_full(self._served_by(), now)
 
     def _forget(self, load: Load, fence_at: float) -> None:
-        """Let go of a load; its open reads are cancelled, and their blocks quarantined until they have ended."""
+        """Let go of a load, and of its reads."""
         del self._loads[load.request.request_id]
         is_open = self._peers.get(load.owner) is not None
-        for read_id, rows in load.open_reads.items():
-            del self._reads[read_id]
-            self._quarantine.add(read_id, load.owner, rows.local_rows, fence_at if is_open else math.inf)
-            self.counts.quarantined_blocks += len(rows.local_rows)
-            self._emit(CancelRead(read_id))
+        self._reads.abandon(load, fence_at if is_open else math.inf)
 
     # ---- small change --------------------------------------------------------------------------------------------------
 
     def _layout_of(self, request: PullRequest) -> KVLayoutInfo:
         return self._layout if request.layout is None else request.layout
+
+    def _served_by(self) -> set[PeerId]:
+        return {load.owner for load in self._loads.values()}
 
     def _loads_at(self, address: str) -> list[Load]:
         return [load for load in self._loads.values() if load.owner.address == address]

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -31,7 +31,7 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.staging import StagedRows, StagingArea
-from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError
+from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import DigestBlocks, SealTable
 from core.log import event
 from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
@@ -51,8 +51,18 @@ class _OpenRead:
     is_cancelled: bool = False
 
 
+@dataclass(slots=True)
+class _NextRead:
+    """A read of seals whose turn comes when the reads of the blocks have ended."""
+
+    command: PostSealRead
+    is_cancelled: bool = False
+
+
 class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
+
+    A read of seals that waits for the blocks' reads is begun here, when the last of them is terminal: nobody has to be asked.
 
     Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
     ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
@@ -77,6 +87,7 @@ class TransferExecutor:
         self._block_bytes: dict[PeerId, int] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
+        self._next: dict[int, _NextRead] = {}
 
     def execute(self, command: TransferCommand) -> None:
         """Carry out one command. Failures become events."""
@@ -85,6 +96,8 @@ class TransferExecutor:
                 self._open(command)
             case ClosePeer():
                 self._close_peer(command.peer)
+            case PostSealRead() if self._is_open(command.after):
+                self._next[command.read_id] = _NextRead(command)
             case PostRead() | PostSealRead():
                 self._post(command)
             case CancelRead():
@@ -98,6 +111,8 @@ class TransferExecutor:
                 has_ended = True
                 read_id = self._read_ids.pop((transport.name, result.handle))
                 self._report(self._ended(self._reads.pop(read_id), result.error))
+        if has_ended and self._next:
+            self._begin_next()
         return has_ended
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
@@ -134,7 +149,23 @@ class TransferExecutor:
         if transport is not None:
             transport.remove_peer(peer)
 
+    def _is_open(self, read_ids: Iterable[int]) -> bool:
+        return any(read_id in self._reads for read_id in read_ids)
+
+    def _begin_next(self) -> None:
+        """Post the reads of seals whose blocks have been read; one that nobody wants any more ends here."""
+        for read_id, following in list(self._next.items()):
+            if self._is_open(following.command.after):
+                continue
+            del self._next[read_id]
+            if following.is_cancelled:
+                self._report(ReadEnded(read_id, TransferError("the read was cancelled before its turn came")))
+            else:
+                self._post(following.command)
+
     def _cancel(self, read_id: int) -> None:
+        if read_id in self._next:
+            self._next[read_id].is_cancelled = True
         found = self._reads.get(read_id)
         if found is not None:
             found.is_cancelled = True

@@ -26,9 +26,9 @@ from connectors.p2p.actions import (
     TransferCommand,
     TransferEvent,
 )
-from connectors.p2p.carrier import node_settings
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.node import P2PNode
+from connectors.p2p.settings import node_settings
 from connectors.p2p.staging import StagedRows, StagingArea, map_staging_area
 from connectors.p2p.transfer import TransferExecutor
 from connectors.p2p.transports import TransportSettings, open_transports

@@ -23,7 +23,8 @@ from connectors.p2p.actions import (
     row_units,
 )
 from connectors.p2p.handshake import WorkerIdentity
-from connectors.p2p.pull import PullProtocol, PullSettings
+from connectors.p2p.pull import PullProtocol
+from connectors.p2p.settings import PullSettings
 from connectors.reporting import LoadEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
@@ -176,6 +177,7 @@ class PullDriver:
         digests: dict[int, int] | None = None,
     ) -> list[Action]:
         """Let a read end. Seals are right, but for the remote rows in ``seals``; digests are 9 but for the rows there."""
+        assert read_id not in self.open_reads or read_id in self.endable, "no transfer thread begins a seal read so early"
         read = self.open_reads.pop(read_id, None)
         event = ReadEnded(read_id, error)
         if isinstance(read, PostRead):
@@ -191,10 +193,20 @@ class PullDriver:
         del self.open_reads[read_id]
         return self.take(self.protocol.on_transfer(ReadEnded(read_id, has_no_room=True), self.now))
 
+    @property
+    def endable(self) -> list[int]:
+        """The open reads that can end now: a seal read waits for those that it was ordered after."""
+        reads = self.open_reads.items()
+        return [number for number, read in reads if isinstance(read, PostRead) or not self.open_reads.keys() & read.after]
+
     def end_reads(self, error: KVFerryError | None = None) -> None:
         """End open reads until there are none."""
         while self.open_reads:
             self.end_read(min(self.open_reads), error)
+
+    def data_reads(self, request_id: str = "r") -> list[int]:
+        """Open reads that write blocks of the request."""
+        return [read_id for read_id in self.reads_of(request_id) if isinstance(self.open_reads[read_id], PostRead)]
 
     def end_data_reads(self) -> int:
         """End reads of blocks until only the seal read is left; returns its id."""
@@ -248,7 +260,7 @@ class PullDriver:
         for remote, local in zip(read.remote_rows, read.local_rows, strict=True):
             right = seal_row(expected_seal(remote), read.peer.incarnation, 9 if read.wants_digests else None)
             rows.append(wrong.get(remote, right))
-            if rows[-1] == right and digests.get(remote, 9) == 9:
+            if rows[-1] == right and digests.get(remote, 9) == 9 and local in self.bytes_here:
                 self.sealed.add(local)
         found = tuple(digests.get(remote, 9) for remote in read.remote_rows) if read.wants_digests else ()
         return ReadEnded(read.read_id, seals=tuple(rows), digests=found)
@@ -277,9 +289,11 @@ class PullDriver:
         assert read.read_id not in self.open_reads
         assert not self.quarantined & set(read.local_rows), "a read into a quarantined block"
         if isinstance(read, PostSealRead):
-            assert set(read.local_rows) <= self.bytes_here, "seals are asked for before the bytes are here"
-            for other in self.open_reads.values():
-                assert not set(other.local_rows) & set(read.local_rows), "seals are asked for during a read of the blocks"
+            awaited = {row for read_id in read.after for row in self.open_reads[read_id].local_rows}
+            assert set(read.local_rows) <= self.bytes_here | awaited, "seals are asked for of blocks that nobody reads"
+            for read_id, other in self.open_reads.items():
+                is_awaited = read_id in read.after and isinstance(other, PostRead)
+                assert is_awaited or not set(other.local_rows) & set(read.local_rows), "seals are read beside their blocks"
         else:
             self.bytes_here.difference_update(read.local_rows)
         self.open_reads[read.read_id] = read

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.actions import P2PConnectorMetadata, PeerFailed, PeerOpened
 from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.carrier import node_settings
+from connectors.p2p.settings import node_settings
 from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock

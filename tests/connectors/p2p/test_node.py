@@ -7,8 +7,8 @@ import pytest
 from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, Reply, SendControl, SendingEnded
 from connectors.p2p.handshake import HandshakeResponder
 from connectors.p2p.leases import LeaseTerms
-from connectors.p2p.node import NodeSettings, P2PNode
-from connectors.p2p.pull import PullSettings
+from connectors.p2p.node import P2PNode
+from connectors.p2p.settings import NodeSettings, PullSettings
 from core.testing.clock import FakeClock
 from core.transport import PeerId
 from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState

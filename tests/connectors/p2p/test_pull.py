@@ -33,11 +33,12 @@ def test_load_goes_from_question_to_blocks(pull, address, layout):
     assert [type(action.message) for action in first] == [LeaseRenew, Handshake]
     (opened,) = pull.accept()
     assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata", 100_000, layout.block_bytes)
-    (read,) = pull.grant()
+    read, seals = pull.grant()
     assert (read.peer, read.remote_rows, read.local_rows) == (PeerId(address, 1), (500,), (0,))
-    pull.clock.advance(0.25)
-    (seals,) = pull.end_read(read.read_id)
     assert (seals.peer, seals.remote_rows, seals.local_rows) == (PeerId(address, 1), (500,), (0,))
+    assert seals.after == (read.read_id,)
+    pull.clock.advance(0.25)
+    assert pull.end_read(read.read_id) == []
     pull.clock.advance(0.125)
     (ended,) = pull.end_read(seals.read_id)
     assert (ended.request_id, ended.error, ended.invalid_block_ids, ended.quarantined_block_ids) == ("r", None, (), ())

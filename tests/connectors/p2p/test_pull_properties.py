@@ -139,7 +139,7 @@ class HostileWorld(RuleBasedStateMachine):
         wrong_digest=st.booleans(),
     )
     def end_read(self, data: st.DataObject, error: TransferError | None, wrong_seal: bytes | None, wrong_digest: bool) -> None:
-        read_id = data.draw(st.sampled_from(sorted(self.pull.open_reads)))
+        read_id = data.draw(st.sampled_from(sorted(self.pull.endable)))
         row = data.draw(st.sampled_from(self.pull.open_reads[read_id].remote_rows))
         seals = {} if wrong_seal is None else {row: wrong_seal}
         self._end_read(read_id, error, seals=seals, digests={row: 1} if wrong_digest else {})
@@ -195,7 +195,7 @@ class HostileWorld(RuleBasedStateMachine):
                 self._end_read(read_id, PeerUnreachable("fenced"))
 
     def _end_read(self, read_id: int, error: TransferError | None = None, **spoiled: dict[int, object]) -> None:
-        if read_id in self.pull.open_reads:  # an earlier one may have ended it
+        if read_id in self.pull.endable:  # an earlier one may have ended it
             self.ended_reads.append(read_id)
             self.pull.end_read(read_id, error, **spoiled)
 
@@ -275,7 +275,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     @precondition(lambda self: self.pull.open_reads)
     @rule(data=st.data())
     def copy_a_row(self, data: st.DataObject) -> None:
-        read_id = data.draw(st.sampled_from(sorted(self.pull.open_reads)))
+        read_id = data.draw(st.sampled_from(sorted(self.pull.endable)))
         self._copy(read_id, data.draw(st.sampled_from(self.pull.open_reads[read_id].remote_rows)))
 
     @precondition(lambda self: self.pull.open_reads)

@@ -27,11 +27,13 @@ def test_load_that_goes_over_to_another_transport_is_cut_for_that(make_pull, lay
     pull.grant()
     pull.start(num_rows=5)
     opened, *posted = pull.accept(transport="shm")
-    assert [read.local_rows for read in posted] == [(0, 1, 2, 3), (4,)]
+    assert [read.local_rows for read in posted] == [(0, 1, 2, 3), (4,), (0, 1, 2, 3, 4)], "blocks, blocks, seals"
     pull.take(pull.protocol.on_transfer(PeerFailed(opened.peer, PeerUnreachable("denied"), "shm"), pull.now))
     pull.accept(transport="tcp")
     ended = [pull.end_read(read.read_id, PeerUnreachable("not open")) for read in posted]
-    assert [read.local_rows for read in ended[-1]] == [(0, 1), (2, 3), (4,)]
+    assert [read.local_rows for read in ended[-1]] == [(0, 1), (2, 3), (4,), (0, 1, 2, 3, 4)]
+    pull.end_reads()
+    assert pull.usable_rows("r") == set(range(5))
 
 
 def test_blocks_that_are_converted_are_read_by_as_few_as_the_staging_area_holds(make_pull, layout):
@@ -42,9 +44,9 @@ def test_blocks_that_are_converted_are_read_by_as_few_as_the_staging_area_holds(
 
 def test_reads_in_flight_are_bounded_per_load(pull):
     pull.start_reading(num_rows=9)
-    assert len(pull.open_reads) == 2
+    assert len(pull.data_reads()) == 2
     while pull.open_reads:
-        assert len(pull.open_reads) <= 2
+        assert len(pull.data_reads()) <= 2
         assert "r" not in pull.ended
         pull.end_read(min(pull.open_reads))
     assert len(pull.actions(PostRead)) == 5
@@ -60,19 +62,30 @@ def test_row_larger_than_a_read_is_still_read(make_pull):
 def test_reads_may_end_in_any_order(make_pull):
     pull = make_pull(max_reads_in_flight=4)
     pull.start_reading(num_rows=8)
-    for read_id in sorted(pull.open_reads, reverse=True):
-        assert not pull.actions(PostSealRead)
+    for read_id in sorted(pull.data_reads(), reverse=True):
         pull.end_read(read_id)
     pull.end_reads()
     assert pull.usable_rows("r") == set(range(8))
 
 
-def test_all_seals_are_read_at_once_when_the_last_byte_is_here(pull):
+def test_all_seals_are_read_at_once_after_the_last_byte(pull):
     pull.start_reading(num_rows=9)
-    pull.end_data_reads()
+    for _ in range(3):
+        assert not pull.actions(PostSealRead)
+        pull.end_read(min(pull.open_reads))
     (read,) = pull.actions(PostSealRead)
     assert (read.remote_rows, read.local_rows) == (tuple(range(500, 509)), tuple(range(9)))
+    assert read.after == tuple(pull.data_reads())
     assert not read.wants_digests
+
+
+def test_seals_of_blocks_that_are_converted_are_asked_for_when_the_last_byte_is_here(pull):
+    """They may be read in vain, for want of room."""
+    pull.start_reading(num_rows=4, is_converted=True)
+    assert not pull.actions(PostSealRead)
+    pull.end_data_reads()
+    (read,) = pull.actions(PostSealRead)
+    assert read.after == ()
 
 
 def test_loads_complete_in_the_order_of_their_last_reads(pull):
@@ -119,11 +132,26 @@ def test_failed_read_costs_its_own_rows_and_the_rest_is_verified(pull):
     assert ended.usage.transferred_bytes == 4 * 1024
 
 
-def test_load_whose_reads_all_fail_asks_for_no_seals(pull):
+def test_seal_says_nothing_of_a_block_whose_read_has_failed_after_it_was_ordered(pull):
     pull.start_reading(num_rows=4)
-    pull.end_reads(TransferError("no"))
-    assert not pull.actions(PostSealRead)
+    pull.end_read(max(pull.data_reads()), TransferError("a read failed"))
+    seal_read = pull.end_data_reads()
+    assert pull.open_reads[seal_read].local_rows == (0, 1, 2, 3)
+    pull.end_read(seal_read)
+    assert pull.usable_rows("r") == {0, 1}
+    assert pull.ended["r"].error.code == "transfer_error"
+
+
+def test_load_whose_reads_all_fail_does_not_wait_for_seals(pull):
+    pull.start_reading(num_rows=4)
+    seal_read = max(pull.open_reads)
+    for read_id in pull.data_reads():
+        pull.end_read(read_id, TransferError("no"))
+    assert pull.actions(CancelRead) == [CancelRead(seal_read)]
     assert pull.failed == {"r": "transfer_error"}
+    assert pull.quarantined == {0, 1, 2, 3}, "a seal may still land beside them"
+    pull.end_read(seal_read, TransferError("cancelled"))
+    assert not pull.quarantined
     assert pull.ended["r"].invalid_block_ids == ()
     assert pull.ended["r"].usage.verified_blocks == 0
 
@@ -150,7 +178,7 @@ def test_read_that_finds_the_peer_gone_fences_it_and_fails_all_its_loads_at_once
     actions = pull.end_read(pull.reads_of("a")[0], PeerUnreachable("connection reset"))
     assert ClosePeer(PeerId(address, 1)) in actions
     assert pull.failed == {"a": "peer_lost", "b": "peer_lost"}
-    assert pull.quarantined == {1}
+    assert pull.quarantined == {0, 1}
     pull.end_reads(PeerUnreachable("closed"))
     assert not pull.quarantined
 
@@ -188,6 +216,18 @@ def test_abort_while_reading_ends_at_once_and_quarantines_what_is_open(pull):
     pull.end_read(second, TransferError("cancelled"))
     assert not pull.quarantined
     assert len(pull.actions(PostRead)) == 2
+
+
+def test_abort_after_the_seals_were_ordered_keeps_all_blocks_until_their_read_has_ended(pull):
+    """It is not begun any more, and ends when the blocks' reads have."""
+    pull.start_reading(num_rows=4)
+    first, second, seals = pull.open_reads
+    pull.end_read(first)
+    assert pull.abort() == [CancelRead(second), CancelRead(seals), LoadEnded("r", None, quarantined_block_ids=(0, 1, 2, 3))]
+    assert pull.end_read(second, TransferError("cancelled")) == []
+    assert pull.quarantined == {0, 1, 2, 3}
+    pull.end_read(seals, TransferError("cancelled"))
+    assert not pull.quarantined
 
 
 def test_abort_while_the_seals_are_read_quarantines_their_blocks(pull):

@@ -13,10 +13,10 @@ OTHER = "tcp://10.0.0.2:5600"
 @pytest.fixture
 def crowded(pull):
     """A load of another peer has the room, that of ``r`` has been told so."""
-    pull.start("other", 1, transfer_id="u", address=OTHER)
+    pull.start("other", 1, transfer_id="u", address=OTHER, is_converted=True)
     pull.accept(address=OTHER)
     pull.grant(60_000, "u", address=OTHER)
-    pull.start_reading(num_rows=4)
+    pull.start_reading(num_rows=4, is_converted=True)
     for read_id in pull.reads_of("r"):
         pull.refuse_read(read_id)
     return pull
@@ -47,7 +47,7 @@ def test_load_that_has_no_room_again_waits_for_the_next_read_to_end(crowded):
 
 
 def test_eldest_load_gets_room_first(crowded):
-    crowded.start("young", 1)
+    crowded.start("young", 1, is_converted=True)
     crowded.refuse_read(crowded.reads_of("young")[0])
     assert posted(end_read_of_other(crowded)) == [(1, 2), (5,)]
 
@@ -86,13 +86,13 @@ def test_peer_has_all_its_time_from_when_there_was_room(crowded, address):
 
 
 def test_peer_that_does_not_deliver_what_had_room_is_frozen_although_more_had_none(pull, address):
-    pull.start_reading(num_rows=4)
+    pull.start_reading(num_rows=4, is_converted=True)
     pull.refuse_read(max(pull.open_reads))
     assert ClosePeer(PeerId(address, 1)) in pull.tick(30)
 
 
 def test_aborted_load_is_out_of_quarantine_when_its_read_had_no_room(pull):
-    pull.start_reading(num_rows=2)
+    pull.start_reading(num_rows=2, is_converted=True)
     (read_id,) = pull.open_reads
     assert CancelRead(read_id) in pull.abort()
     assert pull.refuse_read(read_id) == [QuarantineEnded((0, 1))]

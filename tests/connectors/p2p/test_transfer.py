@@ -20,7 +20,7 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.transfer import TransferExecutor, TransferThread
-from core.errors import KVFerryError, PeerUnreachable, ProtocolError
+from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
@@ -65,8 +65,15 @@ class World:
     def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
         self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
 
-    def read_seals(self, read_id: int, remote: tuple[int, ...], local: tuple[int, ...], wants_digests: bool = False) -> None:
-        self.executor.execute(PostSealRead(read_id, PEER, remote, local, wants_digests))
+    def read_seals(
+        self,
+        read_id: int,
+        remote: tuple[int, ...],
+        local: tuple[int, ...],
+        wants_digests: bool = False,
+        after: tuple[int, ...] = (),
+    ) -> None:
+        self.executor.execute(PostSealRead(read_id, PEER, remote, local, wants_digests, after))
 
     def digest(self, block_id: int) -> int:
         self.digested.append(block_id)
@@ -135,6 +142,63 @@ def test_reads_are_told_apart(world):
         world.read(read_id, (read_id,), (read_id,))
     assert errors_of(world.poll()) == {7: None, 3: None, 5: None}
     assert all(world.has_row(row, row) for row in (3, 5, 7))
+
+
+def test_seals_are_read_when_the_reads_before_them_have_ended(world):
+    """What the owner says before the last block is here, is not what is found."""
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read(2, (9,), (5,))
+    world.read_seals(3, (3, 9), (0, 5), after=(1, 2))
+    assert world.poll() == []
+    world.their_seals.seal(3, ExpectedSeal(7, 0, bytes(16), 32))
+    world.freeze(False)
+    *blocks, seals = world.poll()
+    assert errors_of(blocks) == {1: None, 2: None}
+    assert decode_seal(seals.seals[0]).generation == 7
+
+
+def test_seals_are_read_although_a_read_before_them_has_failed(world):
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read(2, (9,), (5,))
+    world.read_seals(3, (3, 9), (0, 5), after=(1, 2))
+    world.executor.execute(CancelRead(1))
+    assert errors_of(world.poll()) == {1: TransferError}
+    world.freeze(False)
+    assert errors_of(world.poll()) == {2: None, 3: None}
+
+
+def test_seals_are_read_at_once_if_all_before_them_has_ended(world):
+    world.open()
+    world.read(1, (3,), (0,))
+    world.poll()
+    world.read_seals(2, (3,), (0,), after=(1,))
+    assert errors_of(world.poll()) == {2: None}
+
+
+@pytest.mark.parametrize("late_bytes", [False, True])
+def test_cancelled_read_of_seals_ends_after_the_reads_before_it_and_is_not_begun(make_world, late_bytes):
+    world = make_world(late_bytes)
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    world.executor.execute(CancelRead(2))
+    assert world.poll() == [], "its blocks may still be written"
+    world.freeze(False)
+    assert errors_of(world.poll()) == {1: None, 2: TransferError}
+
+
+def test_reads_of_seals_that_wait_end_with_their_peer(world):
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    world.executor.execute(ClosePeer(PEER))
+    assert errors_of(world.poll()) == {1: PeerUnreachable, 2: PeerUnreachable}
 
 
 def test_peer_that_cannot_be_opened_is_reported(world):

@@ -151,13 +151,13 @@ def test_what_is_verified_follows_setting_and_transport(make_pull, kv_verify, tr
 def test_corrupt_blocks_alone_are_read_once_more_bytes_first_and_then_seals(digesting):
     pull = digesting
     pull.clock.advance(1)
-    (again,) = pull.end_read(pull.end_data_reads(), digests={501: 1, 502: 2})
+    again, seals = pull.end_read(pull.end_data_reads(), digests={501: 1, 502: 2})
     assert isinstance(again, PostRead)
     assert (again.remote_rows, again.local_rows) == ((501, 502), (1, 2))
-    pull.clock.advance(1)
-    (seals,) = pull.end_read(again.read_id)
     assert isinstance(seals, PostSealRead)
-    assert seals.local_rows == (1, 2)
+    assert (seals.local_rows, seals.after) == ((1, 2), (again.read_id,))
+    pull.clock.advance(1)
+    pull.end_read(again.read_id)
     pull.clock.advance(1)
     pull.end_read(seals.read_id)
     ended = pull.ended["r"]
@@ -193,7 +193,7 @@ def test_what_was_verified_survives_whatever_happens_to_the_second_read(digestin
         pull.grant(0)
         pull.end_read(max(pull.open_reads), digests={502: 2})
     else:
-        (again,) = pull.end_read(pull.end_data_reads(), digests={502: 2})
+        again, _ = pull.end_read(pull.end_data_reads(), digests={502: 2})
     if how == "peer lost":
         pull.end_read(again.read_id, PeerUnreachable("gone"))
     elif how == "deadline":
@@ -212,4 +212,4 @@ def test_what_was_verified_survives_whatever_happens_to_the_second_read(digestin
     )
     assert ended.invalid_block_ids == (2,)
     assert pull.usable_rows("r") == {0, 1, 3}
-    assert pull.quarantined == ({2} if how == "deadline" else set())
+    assert pull.quarantined == (set() if how == "lease over" else {2})

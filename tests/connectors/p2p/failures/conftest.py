@@ -27,8 +27,8 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.leases import LeaseTerms
-from connectors.p2p.node import NodeSettings, P2PNode
-from connectors.p2p.pull import PullSettings
+from connectors.p2p.node import P2PNode
+from connectors.p2p.settings import NodeSettings, PullSettings
 from connectors.p2p.transfer import TransferExecutor
 from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, fallback_reason

@@ -1,0 +1,66 @@
+"""What the settings of a connector mean for a node: how it reads, and how long it keeps blocks for readers.
+
+Values without behaviour. Built by ``connectors.p2p.carrier`` in a worker, and by the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from connectors.p2p.leases import LeaseTerms
+from core.config import ConnectorSection
+from core.wire.kv import KVVerify
+
+RENEWAL_S = 20.0  # what a renewal adds, at most
+LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
+READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt; four converted ones fit the staging area
+DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullSettings:
+    """Durations and bounds. A read is one handle of a transport; a load is cut into reads of at most ``max_read_bytes``.
+
+    ``lease_margin_s`` is how long a read may take, by the reckoning of who asks whether its lease lasts so long. The bounds of
+    the quarantine are those of ``QuarantineBounds``.
+    """
+
+    transfer_deadline_s: float
+    handshake_timeout_s: float
+    lease_renew_interval_s: float
+    lease_margin_s: float = 0.0
+    kv_verify: KVVerify = "auto"
+    max_quarantined_blocks: int = 1024
+    max_quarantined_blocks_in_total: int = 2048
+    fence_grace_s: float = 1.0
+    max_read_bytes: int = 16 << 20
+    max_read_bytes_by: Mapping[str, int] = field(default_factory=dict)  # transport; not where blocks are converted
+    max_reads_in_flight: int = 4  # per load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """How a node reads, and how long it keeps blocks for readers."""
+
+    pull: PullSettings
+    leases: LeaseTerms
+
+
+def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
+    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks, in host memory or on a device."""
+    max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
+    return NodeSettings(
+        pull=PullSettings(
+            transfer_deadline_s=config.transfer_deadline_s,
+            handshake_timeout_s=config.handshake_timeout_s,
+            lease_renew_interval_s=config.lease_renew_interval_s,
+            lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),
+            kv_verify=config.kv_verify,
+            max_quarantined_blocks=max_quarantined_blocks,
+            max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
+            max_read_bytes=READ_BYTES,
+            max_read_bytes_by=DEVICE_READ_BYTES if is_on_device else {},
+        ),
+        leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
+    )
