@@ -2,9 +2,9 @@
 
 Two real connectors in two processes, each beside an engine without a model (``core.testing.connector_engine``): the owner's
 blocks have the size of SmolLM2-135M's in float32 and lie in random order, as the reader's do. Two readers take turns, one
-compares seals, one the digests of all bytes as well. Both say of every load how long the bytes took and how long the verdict
-took after them, thread changes included. So transfer without verification and with it are measured on the same load, and the
-ratio of the two does not mix loads.
+compares seals, one the digests of all bytes as well. Both say of every load how long the bytes took and how long it took after
+them until the seals were at hand, thread changes included; the comparison itself is timed here and added. So transfer without
+verification and with it are measured on the same load, and the ratio of the two does not mix loads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ import msgspec
 from common import Spread, Table
 from prometheus_client import CollectorRegistry
 
+import connectors.p2p.pull
+from connectors.p2p.actions import PullRequest
 from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.load import RowSlice
+from connectors.p2p.verification import SealCheck, Verdict, check_seals
 from connectors.registry import ConnectorContext
 from core.clock import SystemClock
 from core.config import ConnectorSection
@@ -65,6 +70,25 @@ class Load:
 
 
 Loads = dict[str, list[Load]]  # by kind of verification
+
+
+class TimedCheck:
+    """Stands before the function that compares seals, in this process. ``ms``: what its calls took."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        setattr(connectors.p2p.pull, check_seals.__name__, self)
+
+    def __call__(
+        self, check: SealCheck, request: PullRequest, rows: RowSlice, seals: Sequence[bytes], digests: Mapping[int, int]
+    ) -> Verdict:
+        started_at = time.perf_counter()
+        verdict = check_seals(check, request, rows, seals, digests)
+        self.ms += 1000 * (time.perf_counter() - started_at)
+        return verdict
+
+    def remove(self) -> None:
+        setattr(connectors.p2p.pull, check_seals.__name__, check_seals)
 
 
 class Side:
@@ -124,15 +148,17 @@ async def _own(transport: str, num_blocks: int, channel: Connection) -> None:
 class Reader:
     """Loads what the owner has, and measures."""
 
-    def __init__(self, side: Side, channel: Connection, copy: PlainCopy) -> None:
+    def __init__(self, side: Side, channel: Connection, copy: PlainCopy, check: TimedCheck) -> None:
         self._side = side
         self._channel = channel
         self._copy = copy
+        self._check = check
         self._handoffs = msgspec.msgpack.Decoder(KVHandoff)
 
     async def load(self, seed: int, num_tokens: int, is_checked: bool) -> Load:
         """Load a new prompt; where ``is_checked`` compare all of it with what the owner computed."""
         engine, request_id = self._side.engine, f"d{seed}"
+        self._check.ms = 0.0
         self._channel.send((seed, num_tokens))
         if not await asyncio.to_thread(self._channel.poll, OWNER_TIMEOUT_S):
             raise TimeoutError(f"the owner computed no prompt in {OWNER_TIMEOUT_S:g} s")
@@ -149,7 +175,7 @@ class Reader:
         engine.finish(request)
         engine.step()  # tells the owner to let go
         copy_ms = self._copy(outcome.usage.transferred_bytes)
-        return Load(num_tokens, outcome.usage.transfer_ms, outcome.usage.verify_ms, copy_ms)
+        return Load(num_tokens, outcome.usage.transfer_ms, outcome.usage.verify_ms + self._check.ms, copy_ms)
 
 
 def measure(transport: str, sizes: Sequence[int], repeats: int, copy: PlainCopy) -> Loads:
@@ -175,12 +201,14 @@ async def _measure(
     found: Loads = {kind: [] for kind in KINDS}
     seeds = iter(range(1, 1 << 18))
     async with AsyncExitStack() as sides:
+        check = TimedCheck()
+        sides.callback(check.remove)
         readers = {}
         for incarnation, kind in enumerate(KINDS, OWNER_INCARNATION + 1):
             side = Side("decode", incarnation, ConnectorSection(transports=(transport,), kv_verify=kind), num_blocks)
             await side.connector.start()
             sides.push_async_callback(side.close)
-            readers[kind] = Reader(side, *parts)
+            readers[kind] = Reader(side, *parts, check)
         for turn in range(WARM_UPS + repeats):
             for num_tokens in sizes:
                 for kind, reader in readers.items():
