@@ -107,7 +107,8 @@ class ImagePreparation(ImageReadiness):
     def end_step(self) -> None:
         """See ``ImageReadiness``."""
         with self._changed:
-            if self._images.end_step():
+            self._images.end_step()
+            if self._images.has_next:
                 self._changed.notify()
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from core.encoder import ImageReadiness
 from core.errors import KVFerryError
 from core.wire.media import MMFeature
 
@@ -47,7 +48,7 @@ class Preparation:
     outcome: Pixels | KVFerryError | None = None
 
 
-class PreparedImages:
+class PreparedImages(ImageReadiness):
     """The images of one worker between their first question and their embedding.
 
     ``prepared_bytes`` gives the size of the pixels of an image with so many embeddings.
@@ -80,10 +81,10 @@ class PreparedImages:
         """Note that a ready image is embedded in this step: it stays until it is taken."""
         self._images[identifier].is_claimed = True
 
-    def end_step(self) -> bool:
-        """Choose what is kept, drop what finds no room beside it, and queue what is to be prepared; False if nothing is."""
+    def end_step(self) -> None:
+        """Choose what is kept, drop what finds no room beside it, and queue what is to be prepared."""
         if not self._images:
-            return False
+            return
         kept, room = self._choose_kept()
         self._queue = deque(image for image in kept if not image.is_begun)
         others = [image for image in self._images.values() if image.is_begun and not image.is_claimed and image not in kept]
@@ -93,7 +94,6 @@ class PreparedImages:
                 room -= image.num_bytes
             elif image.outcome is not None:
                 del self._images[image.identifier]
-        return bool(self._queue)
 
     def _choose_kept(self) -> tuple[list[Preparation], int]:
         """Return the front of the order that the budget holds, and the bytes that are left beside it."""
@@ -112,6 +112,11 @@ class PreparedImages:
         return kept, room
 
     # ---- of an image -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_next(self) -> bool:
+        """True if something is to be prepared, or was until its requests left."""
+        return bool(self._queue)
 
     def begin_next(self) -> Preparation | None:
         """Return what is to be prepared now, None if nothing is. ``end`` follows."""

@@ -27,6 +27,7 @@ from core.testing.clock import FakeClock
 from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import FULL, HashAttention, HashModel, expected_tokens, hash_model_kv_config
 from core.testing.late_hash_model import LateHashModel
+from core.testing.manual_images import ManualImages
 from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 from core.testing.scripted_loads import Remote, Script, ScriptedScheduler, ScriptedWorker
 from core.wire.kv import KVHandoff, KVLayoutInfo
@@ -71,6 +72,7 @@ class WorldConfig:
     encoder_cache_size: int = 0  # embeddings; 0 = a model without images
     max_embeds_per_step: int = 64
     with_ec_connector: bool = False
+    image_budget: int | None = None  # embeddings; None = images are ready as they come
     looks_ahead: bool = False  # the model computes as late as it may
 
 
@@ -114,7 +116,8 @@ class World:
         )
         policy = config.kv_load_failure_policy
         ec_connector = ScriptedECScheduler(self.ec) if config.with_ec_connector else None
-        encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector)
+        self.images = ManualImages(config.image_budget) if config.image_budget is not None else None
+        encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector, self.images)
         self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy, encoder=encoder)
         self.last = SchedulerOutput()
         self.in_flight: deque[tuple[SchedulerOutput, Callable]] = deque()
@@ -195,11 +198,13 @@ class World:
         return self.finish_step()
 
     def run(self, max_steps: int = 500) -> None:
-        """Step until no request is unfinished."""
+        """Step until no request is unfinished, and prepare an image between any two steps."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished_requests():
                 return
             self.step()
+            if self.images is not None:
+                self.images.work()
         raise AssertionError(f"still unfinished after {max_steps} steps: {list(self.scheduler.requests.values())}")
 
     def abort(self, *request_ids: str) -> list[str]:
@@ -310,6 +315,7 @@ class World:
         assert not self.scheduler.requests
         assert not self.scheduler.has_requests()
         assert not self.model.request_ids
+        assert self.images is None or self.images.num_images == 0
 
 
 def hash_of(text: str) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from core.request import Request, RequestStatus
 from core.testing.hash_encoder import BAD_IMAGE, Image
+from core.testing.manual_images import PIXEL_BYTES
 
 IMAGES = [Image(b"image %d" % number, 1 + number % 5, row=number % 3) for number in range(6)]
 BAD = Image(BAD_IMAGE, 3)
@@ -37,6 +38,7 @@ class ImageMachine(RuleBasedStateMachine):
         encoder_cache_size=st.sampled_from([5, 8, 20]),
         max_embeds_per_step=st.sampled_from([5, 7, 20]),
         looks_ahead=st.booleans(),
+        image_budget=st.sampled_from([None, 5, 12]),
     )
     def build(self, **config):
         self.world = self.make_world(block_size=4, hash_block_size=4, max_model_len=40, with_ec_connector=True, **config)
@@ -79,6 +81,12 @@ class ImageMachine(RuleBasedStateMachine):
         """The worker loses an entry that it ought to have."""
         self.world.encoder.cache.pop(image.identifier, None)
 
+    @precondition(lambda self: self.world.images is not None)
+    @rule(count=st.integers(1, 3))
+    def prepare_images(self, count):
+        for _ in range(count):
+            self.world.images.work()
+
     @rule(data=st.data())
     def abort(self, data):
         alive = [name for name, request in self.requests.items() if not request.status.is_finished]
@@ -112,6 +120,8 @@ class ImageMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.world.assert_sound()
+        if self.world.images is not None:
+            assert self.world.images.num_bytes <= PIXEL_BYTES * max(self.world.config.image_budget, *IMAGE_SIZES.values())
         for name, tokens in self.world.tokens.items():
             assert tokens == self.world.expected(self.world.inputs[name], len(tokens)), name
         for name, end in self.world.ends.items():

@@ -1,0 +1,33 @@
+"""The preparation of images for a ``HashModel``: the real decisions, and work that a test does when it likes.
+
+What is claimed counts as taken at once, as the model has no use for pixels: an image has one for each embedding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.engine.prepared_images import PreparedImages
+
+PIXEL_BYTES = 4
+
+
+class ManualImages(PreparedImages):
+    """Prepares an image with each call of ``work``. ``prepared`` are their files, in order."""
+
+    def __init__(self, budget_embeds: int) -> None:
+        super().__init__(lambda num_embeds: num_embeds * PIXEL_BYTES, budget_embeds * PIXEL_BYTES)
+        self.prepared: list[bytes] = []
+
+    def claim(self, identifier: bytes) -> None:
+        """Take the pixels."""
+        assert self.take(identifier) is not None, "it is not ready"
+
+    def work(self) -> bool:
+        """Prepare the next image; False if there is none."""
+        image = self.begin_next()
+        if image is None:
+            return False
+        self.prepared.append(image.content)
+        self.end(image, np.zeros(image.num_bytes // PIXEL_BYTES, dtype=np.float32))
+        return True
