@@ -1,11 +1,12 @@
 """What this build of torch offers for paged attention on CUDA: one place that looks, so that nobody else has to know versions.
 
 Owns the names of torch's functions and of the optional packages behind them. Does not know: pools, batches, or whether a
-kernel is right; ``core.attention.select`` probes that. Called by ``core.attention.varlen``.
+kernel is right; ``core.attention.select`` probes that. Called by the backends; ``core.engine`` copies by it.
 
-``torch.nn.attention.varlen.varlen_attn`` is documented with ``block_table`` from torch 2.12 on; its signature is looked at. The
-kernels that torch brings along (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one,
-and come in packages of their own that ``activate_flash_attention_impl`` puts in their place.
+``torch.nn.attention.varlen.varlen_attn`` takes ``block_table``, ``seqused_k`` and ``enable_gqa`` from torch 2.12 on; its
+signature is looked at. In torch 2.11 it takes none of them; there the operator behind it takes ``seqused_k``. The kernels that
+torch brings along (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one, and come in
+packages of their own that ``activate_flash_attention_impl`` puts in their place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 
+_LENGTHS_ARGUMENTS = frozenset({"return_aux", "window_size", "enable_gqa", "seqused_k"})
 _PAGED_ARGUMENTS = frozenset({"window_size", "enable_gqa", "seqused_k", "block_table"})
 _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}  # by the major number of the device's compute capability
 
@@ -32,10 +34,7 @@ def varlen_kernel() -> Callable[..., Any]:
     Raises:
         ConfigError: this torch has none, or one that takes no block table; says which version it is.
     """
-    try:
-        kernel: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        raise ConfigError(f"torch {torch.__version__} has no varlen_attn") from None
+    kernel: Callable[..., Any] = _varlen_module().varlen_attn
     missing = _PAGED_ARGUMENTS - inspect.signature(kernel).parameters.keys()
     if missing:
         raise ConfigError(f"varlen_attn of torch {torch.__version__} lacks {', '.join(sorted(missing))}")
@@ -49,20 +48,66 @@ def varlen_kernel_with_sums() -> Callable[..., Any]:
     Their axes are in one order in its documentation, and in the other one in its source: tell them by their lengths.
 
     Raises:
-        ConfigError: this torch has none that takes ``seqused_k``.
+        ConfigError: this torch has none that takes ``seqused_k``; says which version it is.
     """
-    try:
-        module = importlib.import_module("torch.nn.attention.varlen")
-        kernel, aux = module.varlen_attn, module.AuxRequest(lse=True)
-    except (ImportError, AttributeError):
-        raise ConfigError(f"torch {torch.__version__} has no varlen_attn") from None
-    if "seqused_k" not in inspect.signature(kernel).parameters:
-        raise ConfigError(f"varlen_attn of torch {torch.__version__} lacks seqused_k")
+    module = _varlen_module()
+    kernel, aux = module.varlen_attn, module.AuxRequest(lse=True)
+    missing = _LENGTHS_ARGUMENTS - inspect.signature(kernel).parameters.keys()
+    if missing and _operator_takes_lengths():
+        return flash_attention_operator
+    if missing:
+        raise ConfigError(f"varlen_attn of torch {torch.__version__} lacks {', '.join(sorted(missing))}")
 
     def attend(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's parameters
         return kernel(*args, return_aux=aux, **kwargs)
 
     return attend
+
+
+def _varlen_module() -> Any:  # noqa: ANN401 - torch's module
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+        _ = module.varlen_attn, module.AuxRequest
+    except (ImportError, AttributeError):
+        raise ConfigError(f"torch {torch.__version__} has no varlen_attn") from None
+    return module
+
+
+def _operator_takes_lengths() -> bool:
+    try:
+        schema = torch.ops.aten._flash_attention_forward.default._schema
+    except AttributeError:
+        return False
+    return {"window_size_left", "window_size_right", "seqused_k"} <= {argument.name for argument in schema.arguments}
+
+
+def flash_attention_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *lengths: Any,  # noqa: ANN401 - torch's parameters
+    **options: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor]:
+    """Call what ``varlen_attn`` of torch 2.11 calls, with its parameters and ``seqused_k``; return output and log-sum-exps.
+
+    The operator is private to torch. It shares KV heads among query heads unasked, so ``enable_gqa`` has nothing to say.
+    """
+    left, right = options["window_size"]
+    is_causal = (left, right) == (-1, 0)
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *lengths,
+        0.0,  # no dropout
+        is_causal,
+        False,  # no mask for debugging
+        scale=options["scale"],
+        window_size_left=left,
+        window_size_right=right,
+        seqused_k=options["seqused_k"],
+    )
+    return output, sums
 
 
 def activate_paged_kernel(device: torch.device) -> str | None:
@@ -71,7 +116,7 @@ def activate_paged_kernel(device: torch.device) -> str | None:
     A process has one at a time; one that is active already stays. None on devices that no such package serves.
 
     Raises:
-        ConfigError: there is one for this device, but its package is not installed; says why.
+        ConfigError: there is one for this device, but its package is not installed; or torch takes no block table. Says why.
     """
     attention = importlib.import_module("torch.nn.attention")
     current, activate = (
@@ -79,6 +124,7 @@ def activate_paged_kernel(device: torch.device) -> str | None:
     )
     if device.type != "cuda" or current is None or activate is None:
         return None
+    varlen_kernel()  # of a torch that passes no block table on, FlashAttention stays the one that it brought along
     active: str | None = current()
     if active is not None:
         return active

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -113,7 +114,8 @@ def test_named_backend_is_never_replaced():
 
 
 def test_torch_refuses_varlen_on_the_cpu_and_the_probe_says_so():
-    assert "CPU" in probe(VarlenBackend, problem(torch.bfloat16))
+    refusal = probe(VarlenBackend, problem(torch.bfloat16))
+    assert re.search("'CPU' backend|lacks block_table", refusal), refusal  # the second before torch 2.12
 
 
 def test_varlen_without_a_kernel_is_refused_by_the_probe():
