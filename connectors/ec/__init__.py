@@ -7,5 +7,5 @@ memory      that memory, and its seals
 scheduler   what is fetched and for what a request waits           } of every worker that reads
 worker      host memory to the encoder cache, and back             }
 p2p, offers     read from the encode worker that has computed them
-shared, mover   through a store that all workers of a host share (``kvstore``)
+shared, stored, mover   through a store that all workers of a host share (``kvstore``)
 """

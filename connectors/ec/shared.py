@@ -8,99 +8,29 @@ chunks come into the worker's host memory while the request waits and others run
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from connectors.ec.alarm import Alarm
-from connectors.ec.chunks import ChunkLayout, num_chunks
+from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches, publish_store
-from connectors.ec.mover import (
-    NAME,
-    CheckStored,
-    EmbeddingMover,
-    Forgotten,
-    Holder,
-    Order,
-    SaveEmbeddings,
-    StoreReport,
-)
+from connectors.ec.mover import NAME, EmbeddingMover, Holder, Order, StoreReport
 from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
+from connectors.ec.stored import StoredOffers, pass_on
 from connectors.ec.tensors import to_bytes, to_tensor
-from connectors.ec.worker import FetchingWorker, OfferEnded
+from connectors.ec.worker import FetchingWorker
 from connectors.tier.thread import TierThread
 from core.encoder import ECRole, EmbeddingsLayout
-from core.errors import Full
-from core.wire.media import ECSource
-from core.wire.messages import ErrorInfo
 from kvstore.base import BlockStore
 from kvstore.client import connect_store
 
 CONNECT_TIMEOUT_S = 2.0  # so that the first images can hit; a worker starts without its store as well
-MAX_REMEMBERED = 4096  # embeddings that an encode worker knows to be in the store
 
 OpenStore = Callable[[ECContext, int], BlockStore]
-
-
-class StoredOffers:
-    """What this worker has put into the store, as far as it remembers. ``submit`` gets the orders for the mover."""
-
-    def __init__(self, layout: ChunkLayout, max_bytes: int, submit: Callable[[Order], None]) -> None:
-        self._layout = layout
-        self._max_bytes = max_bytes
-        self._submit = submit
-        self._stored: OrderedDict[bytes, ECSource] = OrderedDict()
-        self._saving: dict[bytes, int] = {}  # identifier → bytes
-        self._news: deque[OfferEnded | Forgotten] = deque()
-
-    @property
-    def num_saving_bytes(self) -> int:
-        """Copies of embeddings that are on their way to the store. Any thread may ask."""
-        return sum(list(self._saving.values()))
-
-    def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
-        """Copy the rows and have them stored. While an earlier copy is on its way that one counts."""
-        if identifier in self._saving:
-            return None
-        num_bytes = num_chunks(num_embeds) * self._layout.chunk_bytes
-        if self.num_saving_bytes + num_bytes > self._max_bytes:
-            error = Full(f"{self.num_saving_bytes} bytes of embeddings are on their way to the store already")
-            return OfferEnded(identifier, error=ErrorInfo.of(error))
-        content = np.zeros(num_bytes, dtype=np.uint8)
-        content[: rows.nbytes] = np.frombuffer(rows, dtype=np.uint8)
-        self._saving[identifier] = num_bytes
-        self._submit(SaveEmbeddings(identifier, num_embeds, content.data))
-        return None
-
-    def find(self, identifier: bytes) -> ECSource | None:
-        """Return where an item is, as far as is known; the store is asked for the next time."""
-        source = self._stored.get(identifier)
-        if source is not None:
-            self._stored.move_to_end(identifier)
-            self._submit(CheckStored(source.seal))
-        return source
-
-    def on_step(self) -> None:
-        """Take in what the mover has said."""
-        while self._news:
-            news = self._news.popleft()
-            if isinstance(news, Forgotten):
-                self._stored.pop(news.identifier, None)
-                continue
-            self._saving.pop(news.identifier, None)
-            if news.source is not None:
-                self._stored[news.identifier] = news.source
-                if len(self._stored) > MAX_REMEMBERED:
-                    self._stored.popitem(last=False)
-
-    def tell(self, news: OfferEnded | Forgotten) -> None:
-        """Say what has become of an order. Any thread."""
-        self._news.append(news)
 
 
 class SharedECConnector(ECConnector):
@@ -189,10 +119,8 @@ class SharedECConnector(ECConnector):
             self._thread.submit(order)
 
     def _on_report(self, report: StoreReport) -> None:
-        if isinstance(report, (OfferEnded, Forgotten)) and self._offers is not None:
-            self._offers.tell(report)
-        if not isinstance(report, Forgotten):
-            self.worker.report(report)
+        assert self._offers is not None, "they come with the layout"
+        pass_on(report, self._offers, self.worker)
 
 
 def connect_to_store(context: ECContext, chunk_bytes: int) -> BlockStore:

@@ -26,7 +26,7 @@ from kvferry.sim.member import FINGERPRINT
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.repeatable import may_repeat
 from kvferry.sim.router import SimRouter
-from kvferry.sim.tiers import SimTiers
+from kvferry.sim.stores import SimStores
 from kvferry.sim.worker import SimWorker
 
 MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
@@ -68,7 +68,7 @@ class SimCluster:
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
         self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
-        self.tiers = SimTiers(self._world, plan.tier) if plan.tier is not None else None
+        self.stores = SimStores(self._world, plan.tier, plan.embedding_store)
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_lives: Counter[str] = Counter()
         self._lives: list[SimWorker | SimEncoder] = []
@@ -100,8 +100,7 @@ class SimCluster:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def _plan_events(self) -> None:
-        if self.tiers is not None:
-            self.tiers.start()
+        self.stores.start()
         for name in self.plan.routers:
             self._start_router(name)
         for spec in (*self.plan.workers, *self.plan.encoders):
@@ -117,10 +116,10 @@ class SimCluster:
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
         worker: SimWorker | SimEncoder
         if spec.role == "encode":
-            worker = SimEncoder(Host(self._world, process), self.plan, spec, seed, self.complain)
+            worker = SimEncoder(Host(self._world, process), self.plan, spec, seed, self.complain, self.stores)
         else:
             checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
-            worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.tiers)
+            worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.stores)
         self.workers[spec.engine_id] = worker
         self._lives.append(worker)
 
@@ -182,22 +181,23 @@ class SimCluster:
                 self.workers[event.targets[0]].jump(event.seconds)
             case Fault.DRAIN:
                 self._drain(event.targets[0], event.seconds)
-            case Fault.STORE_CORRUPT if isinstance(encoder := self.workers.get(event.targets[0]), SimEncoder):
-                encoder.embeddings.corrupt()
-            case _ if self.tiers is not None:
-                self._strike_tier(self.tiers, event)
-
-    def _strike_tier(self, tiers: SimTiers, event: FaultEvent) -> None:
-        match event.kind:
             case Fault.STORE_CRASH:
-                tiers.crash(event.seconds)
+                self.stores.shared[event.targets[0]].crash(event.seconds)
             case Fault.STORE_FREEZE:
-                self._freeze(tiers.process, event.seconds)
+                self._freeze(self.stores.shared[event.targets[0]].process, event.seconds)
             case Fault.STORE_CORRUPT:
-                owner = self.workers.get(event.targets[0])
-                assert not isinstance(owner, SimEncoder), "it has no tier"
-                if owner is None or owner.host.process.is_alive:
-                    tiers.corrupt(owner.tier if owner is not None else None)
+                self._corrupt(event.targets[0])
+
+    def _corrupt(self, name: str) -> None:
+        """Change a bit of what a store holds, or a worker in a tier of its own or for readers of embeddings."""
+        if name in self.stores.shared:
+            self.stores.corrupt(self.stores.shared[name])
+            return
+        worker = self.workers[name]
+        if isinstance(worker, SimEncoder):
+            worker.embeddings.corrupt()
+        elif worker.tier is not None and worker.host.process.is_alive:
+            self.stores.corrupt(worker.tier)
 
     def _freeze(self, process: Process, seconds: float) -> None:
         if process.is_alive and not process.is_frozen:
@@ -245,8 +245,7 @@ class SimCluster:
         """Nothing more goes wrong. What is left must end now, within bounds."""
         self.log.write("FAULT", "no more")
         self.plan.faults.calm_down()
-        if self.tiers is not None:
-            self.tiers.calm_down()
+        self.stores.calm_down()
         self._check_end()
 
     def _check_end(self) -> None:
@@ -288,7 +287,7 @@ class SimCluster:
         for worker in self._lives:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
-        return found + (self.tiers.leftovers() if self.tiers is not None else [])
+        return found + self.stores.leftovers()
 
     def _result(self) -> RunResult:
         outcomes = Counter(client.outcome or "unfinished" for client in self.clients)
@@ -313,9 +312,8 @@ class SimCluster:
             stalled_reads=reads.num_stalled,
             failed_reads=reads.num_failed,
             corrupted_reads=reads.num_corrupted,
+            flipped_bits=self.stores.num_flipped_bits,
         )
-        if self.tiers is not None:
-            happened["flipped_bits"] = self.tiers.num_flipped_bits
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened.update(self._retries)
         for worker in self._lives:

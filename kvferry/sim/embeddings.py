@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import numpy as np
 
 from connectors.ec import handover
 from connectors.ec.chunks import ChunkLayout
@@ -22,11 +19,10 @@ from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import ConnectorSection
-from core.encoder import EmbeddingsLayout
 from core.ids import IdSource
-from core.testing.hash_encoder import HASH_EMBEDDINGS, ROW_BYTES
-from core.testing.sim_loop import Timer
+from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource, MMFeature
+from kvferry.sim.ec import SimAlarm, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.node import SimNode
@@ -54,7 +50,7 @@ class SimEmbeddings(SimNode):
         self.scheduler = FetchingScheduler(
             handover.NAME, host.process.clock, plan.deadline_s, self._locate, is_consumer=not is_encoder
         )
-        self.worker = FetchingWorker(_to_bytes, _to_rows, self._on_layout)
+        self.worker = FetchingWorker(to_bytes, to_rows, check_layout)
         self._layout = layout
         self._memory = ChunkMemory(layout, num_chunks * layout.chunk_bytes, identity.incarnation)
         self._memory.close()  # only the files; simulated transports copy the memory itself
@@ -67,7 +63,7 @@ class SimEmbeddings(SimNode):
             self._offers = HeldOffers(self._memory, terms, ids, self._lease)
             self._offers.control_address = address
         self.worker.bind(self._memory.rows, self._submit, self._offers)
-        self._alarm: Timer | None = None
+        self._alarm = SimAlarm(host.process, self.worker.wake)
         self._num_to_flip = 0
         self._num_flipped = 0
 
@@ -79,17 +75,15 @@ class SimEmbeddings(SimNode):
         """Change a bit of the embeddings that are promised to a reader next, before it has read them."""
         self._num_to_flip += 1
 
+    def release_sources(self, sources: Sequence[ECSource]) -> None:
+        """Let go of what nobody will read."""
+        self.release([handover.decode_held(source.payload).transfer_id for source in sources])
+
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
-        scheduler, offers = self.scheduler, self._offers
         left = {f"{what} of embeddings": count for what, count in super().leftovers().items()}
-        return left | {
-            "embeddings on their way": scheduler.num_fetching_items,
-            "chunks that requests want": scheduler.num_wanted_chunks,
-            "quarantined chunks": scheduler.num_quarantined_chunks,
-            "requests that the EC connector knows": len(scheduler._wishes),
-            "leases of embeddings": len(offers._leases) if offers is not None else 0,
-        }
+        left["leases of embeddings"] = len(self._offers._leases) if self._offers is not None else 0
+        return left | leftovers_of_reader(self.scheduler)
 
     def count_what_happened(self) -> Counter[str]:
         """Count what need not happen in a run."""
@@ -101,9 +95,6 @@ class SimEmbeddings(SimNode):
         return happened
 
     # ---- what happens ------------------------------------------------------------------------------------------------
-
-    def _on_layout(self, layout: EmbeddingsLayout) -> None:
-        assert layout == HASH_EMBEDDINGS, "embeddings of a HashModel"
 
     def _lease(self, grant: LeaseGrant) -> None:
         """Start a lease, of something that has changed since it was sealed if that is due. Each time it is another bit."""
@@ -122,9 +113,7 @@ class SimEmbeddings(SimNode):
         if metadata.has_orders:
             self._put(self._host.from_engine, lambda node: node.on_metadata(handover.as_p2p(metadata)))
         if metadata.wake_at is not None:
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._alarm = self._host.process.call_at(metadata.wake_at, self.worker.wake)
+            self._alarm.set(metadata.wake_at)
 
     def _report(self, report: Report) -> None:
         if not isinstance(report, SendingEnded):
@@ -138,7 +127,7 @@ class _ChunkWatch:
     """Sees what transfers write into the chunks of a reader."""
 
     def __init__(self, scheduler: FetchingScheduler, name: str, complain: Callable[[str], None]) -> None:
-        self._shelf = scheduler._shelf
+        self._scheduler = scheduler
         self._name = name
         self._complain = complain
 
@@ -154,11 +143,11 @@ class _ChunkWatch:
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:
         """Check that the chunk is being filled, or belongs to nobody."""
-        if region or local_row in self._shelf._quarantined:
+        if region or local_row in self._scheduler._shelf._quarantined:
             return
-        items = [item for item in self._shelf._items.values() if local_row in item.chunks]
-        if not items or items[0].is_here:
-            self._complain(f"{self._name}: a transfer wrote chunk {local_row}, which nobody fills: {items}")
+        problem = why_not_written(self._scheduler, local_row)
+        if problem:
+            self._complain(f"{self._name}: {problem}")
 
 
 def _section(plan: ImagePlan, config: ConnectorSection) -> ConnectorSection:
@@ -171,11 +160,3 @@ def _section(plan: ImagePlan, config: ConnectorSection) -> ConnectorSection:
         lease_renew_interval_s=plan.lease_s / _RENEWALS_PER_LEASE,
         lease_max_s=4 * plan.lease_s,
     )
-
-
-def _to_bytes(rows: object) -> memoryview:
-    return memoryview(cast(Any, rows).reshape(-1))
-
-
-def _to_rows(content: memoryview, layout: EmbeddingsLayout) -> Any:  # noqa: ANN401  stands for a tensor
-    return np.frombuffer(content, dtype=np.uint8).copy().reshape(-1, ROW_BYTES)

@@ -10,7 +10,6 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
-from connectors.ec.handover import decode_held
 from connectors.p2p.handshake import WorkerIdentity
 from core.engine.actions import AdmissionLimits, EngineLoad
 from core.engine.inbox import take_in
@@ -26,11 +25,12 @@ from core.wire.messages import RegisterEncoder
 from encode.engine import EncodeEngine
 from encode.hands import EncodeHands
 from encode.metrics import EncodeMetrics
-from kvferry.sim.embeddings import SimEmbeddings
 from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
+from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.stores import SimStores
 
 _MAX_BATCH_IMAGES = 2
 
@@ -73,7 +73,15 @@ class SimEncoder(SimMember):
 
     engine: _EngineThread
 
-    def __init__(self, host: Host, plan: ClusterPlan, spec: WorkerPlan, ids_seed: int, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        plan: ClusterPlan,
+        spec: WorkerPlan,
+        ids_seed: int,
+        complain: Callable[[str], None],
+        stores: SimStores,
+    ) -> None:
         super().__init__(host)
         assert plan.images is not None, "there are images to embed"
         self.spec = spec
@@ -86,9 +94,9 @@ class SimEncoder(SimMember):
             layout=hash_model_layout(spec.block_size),
             host_id=HOST_ID,
         )
-        self.embeddings = SimEmbeddings(host, identity, plan.images, plan.config.connector, ids, spec.control_address)
+        self.embeddings = open_embeddings(host, identity, plan, spec, ids, stores)
         core = EncodeEngine(
-            HashImageEncoder(plan.images.images),
+            HashImageEncoder(plan.images.all_images),
             self.embeddings.worker,
             EncodeMetrics(CollectorRegistry()),
             host.process.clock,
@@ -103,7 +111,7 @@ class SimEncoder(SimMember):
             incarnation=identity.incarnation,
             model=MODEL,
             model_fingerprint=FINGERPRINT,
-            ec_connector="p2p",
+            ec_connector=plan.images.connector,
             max_num_images=_MAX_BATCH_IMAGES + worker.max_waiting_requests,
             host_id=HOST_ID,
         )
@@ -131,7 +139,7 @@ class SimEncoder(SimMember):
         return [self.embeddings.on_timer]
 
     def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
-        self.embeddings.release([decode_held(source.payload).transfer_id for source in sources])
+        self.embeddings.release_sources(sources)
 
     def _load(self) -> EngineLoad:
         gauges = self.engine.core.gauges

@@ -6,17 +6,21 @@ Drawn apart from everything else, so that a run without images is what it was. C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from connectors.ec.chunks import CHUNK_EMBEDS
 from core.testing.hash_encoder import Image, image_feature
 from core.testing.sim_faults import Fault, FaultEvent
 from core.wire.media import MMFeature
 
-_SHARE = 0.2  # of runs that have images
+_SHARE = 0.2  # of runs that have images, most of them with encode workers whose memory is read
+_SHARED_SHARE = 0.15  # of the others: images with a store for embeddings
 _SHOWING_SHARE = 0.7  # of their requests that show some
 _PLACES = (5, 17, 30, 52)  # where an image may begin: the same for all, so that they meet in the prefix cache
 _NUM_IMAGES = 5
+_LARGE_EMBEDS = (CHUNK_EMBEDS + 1, CHUNK_EMBEDS + 6)  # of an image that takes two chunks, and most of a long prompt
+_LARGE_SHARE = 0.5  # of runs with a store for embeddings that have one, and of the prompts with room for it that show it
 _GENTLE_SHARE = 0.3
 _BEFALLS = (  # kind, how often at most, for how long at most
     (Fault.CRASH, 2, 3.0),
@@ -37,15 +41,20 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """The images of a run. A worker keeps ``cache_size`` embeddings and computes at most ``max_embeds_per_step`` in a step."""
+    """The images of a run. A worker keeps ``cache_size`` embeddings and computes at most ``max_embeds_per_step`` in a step.
+
+    ``connector`` says how embeddings travel; "" = not at all.
+    """
 
     seed: int
+    connector: str
     images: tuple[Image, ...]
+    large_image: Image | None = None
     cache_size: int
     max_embeds_per_step: int
     num_encoders: int
     encode_s: float  # of a batch, up to
-    num_encoder_chunks: int  # of memory, on each encode worker; an image takes one
+    num_encoder_chunks: int  # of memory, on each encode worker; an image takes one, a large one two
     num_reader_chunks: int  # and on each worker that fetches
     deadline_s: float  # of a request's wait for embeddings
     lease_s: float
@@ -53,12 +62,18 @@ class ImagePlan:
     is_gentle: bool  # nothing goes wrong with encode workers in particular
 
     def __str__(self) -> str:
-        sizes = ", ".join(str(image.num_embeds) for image in self.images)
+        sizes = ", ".join(str(image.num_embeds) for image in self.all_images)
         kept = f"{self.cache_size} are kept, {self.max_embeds_per_step} computed in a step"
         waits = f"waits of {self.encode_timeout_s:.3g} and {self.deadline_s:.3g} s"
         times = f"batches of {self.encode_s:.3g} s, {waits}, leases of {self.lease_s:.3g} s"
         room = f"{self.num_encoder_chunks} and {self.num_reader_chunks} chunks"
-        return f"images of {sizes} embeddings; {kept}; {self.num_encoders} encode workers, {times}, {room}"
+        shared = f" by {self.connector}" if self.connector == "shared" else ""
+        return f"images of {sizes} embeddings{shared}; {kept}; {self.num_encoders} encode workers, {times}, {room}"
+
+    @property
+    def all_images(self) -> tuple[Image, ...]:
+        """Return every image that a prompt of this run may show."""
+        return self.images if self.large_image is None else (*self.images, self.large_image)
 
     def show(self, name: str, prompt_token_ids: Sequence[int]) -> Shown:
         """Return the prompt with images instead of some of its tokens. The same name gets the same ones."""
@@ -67,8 +82,10 @@ class ImagePlan:
         features: list[MMFeature] = []
         media: list[bytes] = []
         places = [place for place in _PLACES if random.random() < _SHOWING_SHARE / 2]
-        for place, following in zip(places, [*places[1:], len(tokens)], strict=False):
-            image = random.choice(self.images)
+        images = [random.choice(self.images) for _ in places]
+        if self.large_image is not None and len(tokens) > _PLACES[0] + _LARGE_EMBEDS[1] and random.random() < _LARGE_SHARE:
+            places, images = [_PLACES[0]], [self.large_image]
+        for image, place, following in zip(images, places, [*places[1:], len(tokens)], strict=False):
             span = image.token_ids
             if place + len(span) > min(following, len(tokens)):
                 continue
@@ -84,6 +101,8 @@ class ImagePlan:
         if self.is_gentle or not encoders:
             return events
         for kind, most, longest_s in _BEFALLS:
+            if kind is Fault.STORE_CORRUPT and self.connector != "p2p":
+                continue  # they hold nothing for readers
             for _ in range(random.randint(0, most)):
                 at = random.choice(moments) + random.choice((0.05, 0.2, 1.0)) * random.random()
                 seconds = random.uniform(0.1, longest_s) if longest_s else 0.0
@@ -94,15 +113,26 @@ class ImagePlan:
 def draw_images(seed: int) -> ImagePlan | None:
     """Return the images of a seed, if it has some."""
     random = Random(f"{seed}/photos")
-    if random.random() >= _SHARE:
-        return None
+    if random.random() < _SHARE:
+        plan = _draw_plan(random, seed, "p2p")
+        return plan if plan.num_encoders else replace(plan, connector="")
+    random = Random(f"{seed}/stored photos")
+    return _draw_plan(random, seed, "shared") if random.random() < _SHARED_SHARE else None
+
+
+def _draw_plan(random: Random, seed: int, connector: str) -> ImagePlan:
     images = tuple(
         Image(b"image %d" % number, random.randint(2, 12), random.choice((0, 0, 3))) for number in range(_NUM_IMAGES)
     )
-    largest = max(image.num_embeds for image in images)
+    large = None
+    if connector == "shared" and random.random() < _LARGE_SHARE:
+        large = Image(b"large image", random.randint(*_LARGE_EMBEDS))
+    largest = max(image.num_embeds for image in (*images, *([large] if large is not None else [])))
     return ImagePlan(
         seed=seed,
+        connector=connector,
         images=images,
+        large_image=large,
         cache_size=largest + random.choice((0, 5, 100)),
         max_embeds_per_step=largest + random.choice((0, 5, 100)),
         num_encoders=random.choice((0, 1, 1, 2)),

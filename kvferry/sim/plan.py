@@ -25,7 +25,7 @@ from core.wire.media import MMFeature
 from core.wire.messages import LoadFailurePolicy, Role
 from core.wire.pairing import verifies_digests
 from kvferry.sim.image_plan import ImagePlan, draw_images
-from kvferry.sim.tier_plan import TierPlan, draw_tier
+from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
@@ -117,6 +117,7 @@ class ClusterPlan:
     max_rows_per_read: int
     tier: TierPlan | None = None
     images: ImagePlan | None = None
+    embedding_store: TierPlan | None = None  # where embeddings have a store of their own
     encoders: tuple[WorkerPlan, ...] = ()
 
     @property
@@ -144,7 +145,7 @@ class ClusterPlan:
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}")
-        lines += [str(part) for part in (self.tier, self.images) if part is not None]
+        lines += [str(part) for part in (self.tier, self.images, self.embedding_store) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
@@ -198,6 +199,10 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     encoders = _draw_encoders(images, kinds) if images is not None else ()
     if images is not None:
         faults.add(frozenset(), images.draw_events([encoder.engine_id for encoder in encoders], moments))
+    embedding_store = None
+    if images is not None and images.connector == "shared" and (tier is None or tier.name != "store"):
+        embedding_store = draw_embedding_store(seed, chosen, [worker.engine_id for worker in (*workers, *encoders)])
+        faults.add(frozenset(), embedding_store.draw_events(moments))  # which excuse nothing
     return ClusterPlan(
         seed=seed,
         config=config,
@@ -209,6 +214,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
         max_rows_per_read=random.choice((1, 2, 100)),
         tier=tier,
         images=images,
+        embedding_store=embedding_store,
         encoders=encoders,
     )
 

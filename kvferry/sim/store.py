@@ -31,7 +31,6 @@ from kvstore.testing.sim_store import DictTier, SimArena
 from kvstore.tiers.base import TierJob
 from kvstore.tiers.worker import TierRunner
 
-STORE_ADDRESS = "tcp://store-0:7100"
 REQUEST_TIMEOUT_S = 1.0
 HEARTBEAT_INTERVAL_S = 0.25
 CLIENT_TIMEOUT_S = 3.0
@@ -43,6 +42,11 @@ _RECONNECT_S = 0.3
 _NOTICE_DEATH_S = 0.01
 _HEADER = b"\x00\xff"  # no kind of frame of the other protocols
 _FOREVER_S = 1e12
+
+
+def store_address(name: str) -> str:
+    """Return where clients connect to a store."""
+    return f"tcp://{name}:7100"
 
 
 class CopyWatch(Protocol):
@@ -110,7 +114,7 @@ class SimStoreServer:
         self._runners = [TierRunner(tier) for tier in tiers]
         self._processes = processes
         self._replies: dict[bytes, Queue] = {}
-        self._server = host.network.listen(host.process, STORE_ADDRESS, self._on_frame)
+        self._server = host.network.listen(host.process, store_address(host.process.name), self._on_frame)
         self._is_calm = False
         host.process.call_later(_TIMER_S, self._on_timer)
 
@@ -201,10 +205,13 @@ class SimStoreFront(StoreFront):
 
 
 class SimStoreClient(SimStoreFront):
-    """A client of the shared store. Its thread does one thing after another, and nothing else while it copies."""
+    """A client of the store at ``address``. Its thread does one thing after another, and nothing else while it copies."""
 
-    def __init__(self, host: Host, options: ClientOptions, ids: SeededIds, arena_of: Callable[[int], Arena | None]) -> None:
+    def __init__(
+        self, host: Host, address: str, options: ClientOptions, ids: SeededIds, arena_of: Callable[[int], Arena | None]
+    ) -> None:
         super().__init__(ClientMachine(options, ids), host.process.clock)
+        self._address = address
         self._host = host
         self.on_progress = _nothing
         self._arena_of = arena_of
@@ -290,7 +297,7 @@ class SimStoreClient(SimStoreFront):
     # ---- the link ----------------------------------------------------------------------------------------------------
 
     def _open_link(self) -> None:
-        link = Link(self._host.network, self._host.process, STORE_ADDRESS, self._on_frame, lambda: self._on_lost(link))
+        link = Link(self._host.network, self._host.process, self._address, self._on_frame, lambda: self._on_lost(link))
         self._link = link
         self._do(lambda: self._machine.on_link_up(self._clock.now()))
 

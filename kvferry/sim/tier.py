@@ -1,7 +1,6 @@
 """A tier connector under virtual time, and what makes it and p2p one connector.
 
-Scheduler side, worker side, mover and the multi connector are the real ones; the mover's thread (``connectors.tier.thread``) is
-a queue of events.
+Scheduler side, worker side, mover and the multi connector are the real ones; the mover's thread is ``kvferry.sim.tier_thread``.
 """
 
 from __future__ import annotations
@@ -15,20 +14,17 @@ import numpy as np
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.pool_access import HostPoolAccess
-from connectors.tier.jobs import TierConnectorMetadata
+from connectors.tier.jobs import Report, TierConnectorMetadata
 from connectors.tier.mover import TierMover
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.worker import TierConnectorWorker
 from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
-from core.testing.sim_loop import Queue
 from core.wire.kv import KVLayoutInfo
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.host import Host
 from kvferry.sim.store import SimEmbeddedStore, SimStoreFront
 from kvferry.sim.tier_plan import TierPlan
-from kvstore.base import LookupTicket
-
-POLL_S = 0.005  # of the thread while it waits; the real one looks more often
+from kvferry.sim.tier_thread import SimTierThread
 
 
 class TierWatch(Protocol):
@@ -69,14 +65,11 @@ class SimTier:
     def __init__(self, host: Host, plan: TierPlan, layout: KVLayoutInfo, store: SimStoreFront) -> None:
         settings = TierSettings(name=plan.name, is_lazy=plan.is_lazy)
         self.store = store
-        self.scheduler = TierConnectorScheduler(settings, layout, host.process.clock, lambda: store, self._watch_ticket)
-        self.worker = TierConnectorWorker(plan.name, self._submit)
+        self._thread: SimTierThread[TierConnectorMetadata, Report] = SimTierThread(host, self._wake)
+        self.scheduler = TierConnectorScheduler(settings, layout, host.process.clock, lambda: store, self._thread.watch)
+        self.worker = TierConnectorWorker(plan.name, self._thread.submit)
         self.is_lazy = plan.is_lazy
         self._host = host
-        self._watched: list[LookupTicket] = []
-        self._to_thread = Queue(host.process, host.loop, host.thread_delay_s)
-        self._is_turn_planned = False
-        self._is_poll_planned = False
 
     def start(self, watch: TierWatch) -> None:
         """Be ready to save and to load."""
@@ -85,14 +78,15 @@ class SimTier:
         assert pool.seals is not None
         access = _WatchedPool(pool, watch)
         self.store.watch = access
-        self.store.on_progress = self._plan_turn
+        self.store.on_progress = self._thread.plan_turn
         clock = self._host.process.clock
         self.mover = TierMover(self.scheduler._settings.name, self.store, access, pool.seals, pool.block_bytes, clock)
+        self._thread.start(self.mover, self.worker.report)
 
     @property
     def has_news_for_engine(self) -> bool:
         """True if an answer is there of which the engine has not heard yet."""
-        return any(ticket.is_done for ticket in self._watched)
+        return self._thread.has_news
 
     def saving_block_ids(self) -> list[int]:
         """Return the blocks that are kept until they are copied."""
@@ -125,47 +119,8 @@ class SimTier:
         happened["tier_restarts_noticed"] += statistics.restarts_noticed
         return happened
 
-    # ---- the mover's thread ------------------------------------------------------------------------------------------
-
-    def _submit(self, metadata: TierConnectorMetadata) -> None:
-        def take() -> None:
-            self._host.log("moves", metadata)
-            self.mover.submit(metadata)
-            self._turn()
-
-        self._to_thread.put(take)
-
-    def _watch_ticket(self, ticket: LookupTicket) -> None:
-        self._watched.append(ticket)
-        self._plan_turn()
-
-    def _plan_turn(self) -> None:
-        if not self._is_turn_planned:
-            self._is_turn_planned = True
-            self._to_thread.put(self._turn_as_planned)
-
-    def _turn_as_planned(self) -> None:
-        self._is_turn_planned = False
-        self._turn()
-
-    def _turn(self) -> None:
-        has_progress = self.mover.step()
-        for report in self.mover.take_reports():
-            self._host.log("reports", report)
-            self.worker.report(report)
-        if self.has_news_for_engine:
-            self._watched = [ticket for ticket in self._watched if not ticket.is_done]
-            self.worker.wake()
-        if has_progress:
-            self._plan_turn()
-        elif self.mover.is_waiting and not self._is_poll_planned:
-            self._is_poll_planned = True
-            self._host.process.call_later(POLL_S, self._poll)
-
-    def _poll(self) -> None:
-        """Look again, as the thread does while something is open: retries and deadlines come by time alone."""
-        self._is_poll_planned = False
-        self._plan_turn()
+    def _wake(self) -> None:
+        self.worker.wake()
 
 
 def scheduler_side(p2p: SimConnector | None, tier: SimTier | None) -> KVConnectorScheduler | None:

@@ -1,28 +1,33 @@
-"""Which tier a simulated run has behind its workers' pools, and what goes wrong with it, drawn from the seed.
+"""Which tier a simulated run has behind its workers' pools, which store of embeddings, and what goes wrong with them.
 
-Drawn apart from everything else, so that a run without a tier is what it was. Called by ``kvferry.sim.plan``.
+Drawn from the seed apart from everything else, so that a run without is what it was. Called by ``kvferry.sim.plan``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
 from core.testing.sim_faults import STORE_FAULTS, Fault, FaultEvent
 
 STORE = "store-0"  # the process's name
+EMBEDDING_STORE = "store-1"
 _SHARE = 0.35  # of runs that have a tier
 _GENTLE_SHARE = 0.3  # of these, runs in which nothing goes wrong with it
 _OFFLOAD_SHARE = 0.35
 _ONLY_OF_A_STORE = frozenset({Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS})
 _MANY_SLOTS = 400
+_FEW_IMAGES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPlan:
-    """One tier. ``name`` is its connector: each worker has a tier of its own (``offload``), or all share one (``store``)."""
+    """One tier. ``name`` is its connector: each worker has a tier of its own (``offload``), or all share one (``store``).
+
+    A store of embeddings alone is planned in the same way.
+    """
 
     seed: int
     name: Literal["offload", "store"]
@@ -37,6 +42,7 @@ class TierPlan:
     loss_rate: float = 0.0  # share of the store's replies that never come
     late_rate: float = 0.0  # share of those that are late, and all behind them
     late_s: float = 0.0  # up to
+    process: str = STORE  # of a store that all share
 
     def __str__(self) -> str:
         details = {
@@ -49,12 +55,13 @@ class TierPlan:
             f"{self.loss_rate:.2f} of replies lost": self.loss_rate,
             f"{self.late_rate:.2f} up to {self.late_s:.2f} s late": self.late_rate,
         }
-        return f"tier {self.name}: {', '.join(text for text, is_told in details.items() if is_told)}"
+        what = f"tier {self.name}" if self.process == STORE else "store of embeddings"
+        return f"{what}: {', '.join(text for text, is_told in details.items() if is_told)}"
 
     def draw_events(self, moments: Sequence[float]) -> list[FaultEvent]:
         """Draw what befalls it at fixed times, shortly after something has begun."""
         random = Random(f"{self.seed}/tier events")
-        owners = (STORE,) if self.name == "store" else self.workers
+        owners = (self.process,) if self.name == "store" else self.workers
         events = []
         for kind, most, longest_s in (
             (Fault.STORE_CRASH, 3, 3.0),
@@ -76,6 +83,19 @@ def draw_tier(seed: int, chosen: Collection[Fault] | None, workers: Sequence[str
     if not has_tier and (chosen is None or not kinds):
         return None
     is_offload = random.random() < _OFFLOAD_SHARE and not kinds & _ONLY_OF_A_STORE
+    return _draw_plan(random, seed, kinds, workers, is_offload=is_offload)
+
+
+def draw_embedding_store(seed: int, chosen: Collection[Fault] | None, workers: Sequence[str]) -> TierPlan:
+    """Return the store of embeddings alone of a seed that has one. A full one holds fewer than there are images."""
+    random = Random(f"{seed}/embedding store")
+    kinds = _draw_kinds(random) if chosen is None else frozenset(chosen) & frozenset(STORE_FAULTS)
+    plan = _draw_plan(random, seed, kinds, workers, is_offload=False)
+    num_slots = random.randint(1, _FEW_IMAGES) if Fault.STORE_FULL in kinds else plan.num_slots
+    return replace(plan, process=EMBEDDING_STORE, num_slots=num_slots)
+
+
+def _draw_plan(random: Random, seed: int, kinds: frozenset[Fault], workers: Sequence[str], *, is_offload: bool) -> TierPlan:
     has_loss = Fault.STORE_LOSS in kinds
     num_lower_tiers = random.choice((0, 1, 1, 2))
     return TierPlan(

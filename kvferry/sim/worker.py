@@ -29,14 +29,15 @@ from core.wire.messages import Register
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
-from kvferry.sim.embeddings import SimEmbeddings
+from kvferry.sim.ec import Embeddings
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
+from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import scheduler_side, worker_side
-from kvferry.sim.tiers import SimTiers
 from prefill.worker import PrefillHands
 
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
@@ -54,7 +55,7 @@ class SimWorker(SimMember):
         spec: WorkerPlan,
         ids_seed: int,
         checks: WorkerChecks,
-        tiers: SimTiers | None = None,
+        stores: SimStores,
     ) -> None:
         super().__init__(host)
         self.spec = spec
@@ -65,8 +66,8 @@ class SimWorker(SimMember):
         self.incarnation = new_incarnation(ids)
         config = plan.config
         self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
-        self.tier = tiers.open(host, self._layout, ids_seed) if tiers is not None else None
-        self.embeddings = self._make_embeddings(plan, ids_seed)
+        self.tier = stores.open_tier(host, self._layout, ids_seed)
+        self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connector_worker = worker_side(self.connector, self.tier)
         self.model = self._make_model(plan)
         core = self._make_engine(config, plan.images)
@@ -82,7 +83,7 @@ class SimWorker(SimMember):
             self.embeddings.worker.set_wakeup(self.engine.wake)
             self.embeddings.start(checks.complain, plan.max_rows_per_read)
         self.hands = self._make_hands()
-        self.state = self._make_state(config, core.scheduler.max_model_len)
+        self.state = self._make_state(plan, core.scheduler.max_model_len)
         self._join(config.worker.router_addresses)
 
     def leftovers(self) -> list[str]:
@@ -134,11 +135,11 @@ class SimWorker(SimMember):
         address = self.spec.control_address if self.spec.role == "prefill" else ""
         return SimConnector(self.host, self._identity(), config.connector, ids, address)
 
-    def _make_embeddings(self, plan: ClusterPlan, seed: int) -> SimEmbeddings | None:
-        if plan.images is None or not plan.encoders:
+    def _make_embeddings(self, plan: ClusterPlan, seed: int, stores: SimStores) -> Embeddings | None:
+        if plan.images is None or not plan.images.connector:
             return None
         ids = SeededIds(Random(f"{seed}/embeddings").getrandbits(63))
-        return SimEmbeddings(self.host, self._identity(), plan.images, plan.config.connector, ids, "")
+        return open_embeddings(self.host, self._identity(), plan, self.spec, ids, stores)
 
     def _make_model(self, plan: ClusterPlan) -> HashModel:
         num_blocks, block_size = self.spec.num_blocks, self.spec.block_size
@@ -173,7 +174,8 @@ class SimWorker(SimMember):
         facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
         return PrefillHands(facts) if self.spec.role == "prefill" else DecodeHands(facts)
 
-    def _make_state(self, config: KVFerryConfig, max_model_len: int) -> WorkerState:
+    def _make_state(self, plan: ClusterPlan, max_model_len: int) -> WorkerState:
+        config, images = plan.config, plan.images
         registration = Register(
             engine_id=self.spec.engine_id,
             incarnation=self.incarnation,
@@ -187,7 +189,7 @@ class SimWorker(SimMember):
             max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
             connector=config.connector.name if self.connector is not None else "",
             transports=self.connector.transports if self.connector is not None else (),
-            ec_connector="p2p" if self.embeddings is not None else "",
+            ec_connector=images.connector if images is not None else "",
             host_id=HOST_ID,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,

@@ -19,7 +19,7 @@ from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 
 NUM_RUNS = 20
-WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.num_encoders][:NUM_RUNS]
+WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.connector == "p2p"][:NUM_RUNS]
 RELEASED_LATE = 179  # a fetch ends when no request is left
 
 
@@ -69,6 +69,7 @@ def test_some_seeds_have_images_and_some_of_these_encode_workers():
     with_images = [plan for plan in plans if plan.images is not None]
     assert 0 < len(with_images) < len(plans) / 2
     assert {bool(plan.encoders) for plan in with_images} == {True, False}
+    assert {plan.images.connector for plan in with_images} == {"", "p2p", "shared"}
 
 
 # ---- defects that must be noticed ------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""What a worker has put into the store that it shares with others, as far as it knows, and what is on its way there.
+
+Owns the copies that wait to be stored, within a bound, and the memory of what was. Called by ``connectors.ec.worker`` on the
+engine thread; what has become of an order is told by the mover's thread. Knows no store: the mover is given orders.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from connectors.ec.chunks import ChunkLayout, num_chunks
+from connectors.ec.mover import CheckStored, Forgotten, Order, SaveEmbeddings, StoreReport
+from connectors.ec.worker import FetchingWorker, OfferEnded
+from core.errors import Full
+from core.wire.media import ECSource
+from core.wire.messages import ErrorInfo
+
+MAX_REMEMBERED = 4096  # embeddings that a worker knows to be in the store
+
+
+class StoredOffers:
+    """What this worker has put into the store, as far as it remembers. ``submit`` gets the orders for the mover."""
+
+    def __init__(self, layout: ChunkLayout, max_bytes: int, submit: Callable[[Order], None]) -> None:
+        self._layout = layout
+        self._max_bytes = max_bytes
+        self._submit = submit
+        self._stored: OrderedDict[bytes, ECSource] = OrderedDict()
+        self._saving: dict[bytes, int] = {}  # identifier → bytes
+        self._news: deque[OfferEnded | Forgotten] = deque()
+
+    @property
+    def num_saving_bytes(self) -> int:
+        """Copies of embeddings that are on their way to the store. Any thread may ask."""
+        return sum(list(self._saving.values()))
+
+    def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
+        """Copy the rows and have them stored. While an earlier copy is on its way that one counts."""
+        if identifier in self._saving:
+            return None
+        num_bytes = num_chunks(num_embeds) * self._layout.chunk_bytes
+        if self.num_saving_bytes + num_bytes > self._max_bytes:
+            error = Full(f"{self.num_saving_bytes} bytes of embeddings are on their way to the store already")
+            return OfferEnded(identifier, error=ErrorInfo.of(error))
+        content = np.zeros(num_bytes, dtype=np.uint8)
+        content[: rows.nbytes] = np.frombuffer(rows, dtype=np.uint8)
+        self._saving[identifier] = num_bytes
+        self._submit(SaveEmbeddings(identifier, num_embeds, content.data))
+        return None
+
+    def find(self, identifier: bytes) -> ECSource | None:
+        """Return where an item is, as far as is known; the store is asked for the next time."""
+        source = self._stored.get(identifier)
+        if source is not None:
+            self._stored.move_to_end(identifier)
+            self._submit(CheckStored(source.seal))
+        return source
+
+    def on_step(self) -> None:
+        """Take in what the mover has said."""
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, Forgotten):
+                self._stored.pop(news.identifier, None)
+                continue
+            self._saving.pop(news.identifier, None)
+            if news.source is not None:
+                self._stored[news.identifier] = news.source
+                if len(self._stored) > MAX_REMEMBERED:
+                    self._stored.popitem(last=False)
+
+    def tell(self, news: OfferEnded | Forgotten) -> None:
+        """Say what has become of an order. Any thread."""
+        self._news.append(news)
+
+
+def pass_on(report: StoreReport, offers: StoredOffers, worker: FetchingWorker) -> None:
+    """Give a mover's report to those whom it concerns: nobody waits to hear that something was forgotten. Any thread."""
+    if isinstance(report, (OfferEnded, Forgotten)):
+        offers.tell(report)
+    if not isinstance(report, Forgotten):
+        worker.report(report)

@@ -1,0 +1,93 @@
+"""What both EC connectors under virtual time have in common, and what a simulated worker sees of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from connectors.ec.scheduler import FetchingScheduler
+from connectors.ec.worker import FetchingWorker
+from core.encoder import EmbeddingsLayout
+from core.testing.hash_encoder import HASH_EMBEDDINGS, ROW_BYTES
+from core.testing.sim_loop import Process, Timer
+from core.wire.media import ECSource
+
+
+class Embeddings(Protocol):
+    """An EC connector of a simulated worker."""
+
+    scheduler: FetchingScheduler
+    worker: FetchingWorker
+
+    def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
+        """Be ready for readers, and to read."""
+
+    def on_timer(self) -> None:
+        """Do what is due."""
+
+    def corrupt(self) -> None:
+        """Change a bit of the embeddings that are promised to a reader next."""
+
+    def release_sources(self, sources: Sequence[ECSource]) -> None:
+        """Let go of what nobody will read."""
+
+    def num_leased_blocks(self) -> int:
+        """Return how many chunks are held for readers."""
+
+    def longest_lease_s(self) -> float:
+        """Return how long readers may still need this worker."""
+
+    def leftovers(self) -> dict[str, int]:
+        """Count what must be gone once every request has ended."""
+
+    def count_what_happened(self) -> Counter[str]:
+        """Count what need not happen in a run."""
+
+
+class SimAlarm:
+    """``connectors.ec.alarm`` as an event: calls ``ring`` at the time that was set last, by the process's own clock."""
+
+    def __init__(self, process: Process, ring: Callable[[], None]) -> None:
+        self._process = process
+        self._ring = ring
+        self._timer: Timer | None = None
+
+    def set(self, at: float) -> None:
+        """Ring at a time, and not at the one that was set before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._process.call_at(at, self._ring)
+
+
+def leftovers_of_reader(scheduler: FetchingScheduler) -> dict[str, int]:
+    """Count what a scheduler side must not hold once every request has ended."""
+    return {
+        "embeddings on their way": scheduler.num_fetching_items,
+        "chunks that requests want": scheduler.num_wanted_chunks,
+        "quarantined chunks": scheduler.num_quarantined_chunks,
+        "requests that the EC connector knows": len(scheduler._wishes),
+    }
+
+
+def why_not_written(scheduler: FetchingScheduler, chunk: int) -> str:
+    """Say why nobody may write a chunk of a reader's memory: it has to be one that is being filled. Empty if it is."""
+    items = [item for item in scheduler._shelf._items.values() if chunk in item.chunks]
+    return "" if items and not items[0].is_here else f"chunk {chunk} was written, which nobody fills: {items}"
+
+
+def check_layout(layout: EmbeddingsLayout) -> None:
+    """Expect the embeddings of a ``HashModel``."""
+    assert layout == HASH_EMBEDDINGS
+
+
+def to_bytes(rows: object) -> memoryview:
+    """Return the bytes of rows as a ``HashModel`` has them."""
+    return memoryview(cast(Any, rows).reshape(-1))
+
+
+def to_rows(content: memoryview, layout: EmbeddingsLayout) -> Any:  # noqa: ANN401  stands for a tensor
+    """Return a copy of bytes as rows."""
+    return np.frombuffer(content, dtype=np.uint8).copy().reshape(-1, ROW_BYTES)
