@@ -131,7 +131,7 @@ class NodeCarrier:
             self._transport_set.transports,
             pool.seals,
             pool.new_digester() if pool.new_digester is not None else _no_digest,
-            lambda happened: self.call_soon(self._on_transfer, happened),
+            lambda happened: self.call_soon(self._on_transfer, happened, self._context.clock.now()),
             staging,
         )
         self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
@@ -188,8 +188,8 @@ class NodeCarrier:
     def _on_disconnected(self, address: str) -> None:
         self.tell(lambda node: node.on_disconnected(address))
 
-    def _on_transfer(self, happened: TransferEvent) -> None:
-        self.tell(lambda node: node.on_transfer(happened))
+    def _on_transfer(self, happened: TransferEvent, reported_at: float) -> None:
+        self.tell(lambda node: node.on_transfer(happened, reported_at))
         match happened:
             case PeerOpened():
                 self._note_peer(happened)

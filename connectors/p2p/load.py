@@ -158,11 +158,11 @@ class Load:
         indices = self._arrived.union(*(rows.indices for rows in self.open_reads.values()))
         return self._whole if len(indices) == len(self._whole.indices) else self._slice(sorted(indices))
 
-    def begin_sealing(self, now: float) -> None:
-        """The bytes are here: from now on it is verification."""
+    def begin_sealing(self, bytes_ended_at: float) -> None:
+        """The bytes are here: from then on it is verification."""
         self.phase = LoadPhase.SEALING
         if self._bytes_ended_at is None:
-            self._bytes_ended_at = now
+            self._bytes_ended_at = bytes_ended_at
 
     def end_sealing(self) -> RowSlice:
         """Take out the seal read, which is terminal, and return what it was of."""

@@ -183,15 +183,15 @@ class PullProtocol:
                 self._end(load, error, now)
         return self._take_actions()
 
-    def on_transfer(self, event: TransferEvent, now: float) -> list[Action]:
-        """Take a report of the transfer thread."""
+    def on_transfer(self, event: TransferEvent, now: float, reported_at: float | None = None) -> list[Action]:
+        """Take a report of the transfer thread. ``reported_at``: when it was made, on the same clock; None = now."""
         match event:
             case PeerFailed():
                 self._on_peer_failed(event, now)
             case ReadEnded():
                 if not event.has_no_room:
                     self._offer_room(now)
-                self._on_read_ended(event, now)
+                self._on_read_ended(event, now, now if reported_at is None else reported_at)
         return self._take_actions()
 
     def on_timer(self, now: float) -> list[Action]:
@@ -345,7 +345,7 @@ class PullProtocol:
         if not after:
             load.begin_sealing(now)
 
-    def _on_read_ended(self, read: ReadEnded, now: float) -> None:
+    def _on_read_ended(self, read: ReadEnded, now: float, ended_at: float) -> None:
         load = self._reads.end(read.read_id)
         if load is None:
             return
@@ -360,6 +360,8 @@ class PullProtocol:
             self._on_seals_read(load, peer, read, now)
         else:
             self._on_blocks_read(load, read, now)
+            if load.seal_read is not None and not load.open_reads:
+                load.begin_sealing(ended_at)
 
     def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
         """Ask for the blocks again, by another transport; for their seals when it comes to that."""
@@ -385,14 +387,7 @@ class PullProtocol:
             self._lose(load.owner, read.error, now)
         elif load.seal_read is None:
             self._go_on_reading(load, now)
-        elif not load.open_reads:
-            self._on_bytes_here(load, now)
-
-    def _on_bytes_here(self, load: Load, now: float) -> None:
-        """The seals are being read by now. If no block has come there is nothing to prove."""
-        if load.has_arrived:
-            load.begin_sealing(now)
-        else:
+        elif not (load.open_reads or load.has_arrived):  # then there is nothing to prove
             self._end(load, None, now)
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:

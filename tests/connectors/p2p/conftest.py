@@ -175,6 +175,7 @@ class PullDriver:
         *,
         seals: dict[int, bytes] | None = None,
         digests: dict[int, int] | None = None,
+        reported_at: float | None = None,
     ) -> list[Action]:
         """Let a read end. Seals are right, but for the remote rows in ``seals``; digests are 9 but for the rows there."""
         assert read_id not in self.open_reads or read_id in self.endable, "no transfer thread begins a seal read so early"
@@ -186,7 +187,7 @@ class PullDriver:
                 self.bytes_here.update(read.local_rows)
         elif isinstance(read, PostSealRead) and error is None:
             event = self._seals_read(read, seals or {}, digests or {})
-        return self.take(self.protocol.on_transfer(event, self.now))
+        return self.take(self.protocol.on_transfer(event, self.now, reported_at))
 
     def refuse_read(self, read_id: int) -> list[Action]:
         """Let a read have no room in the staging area."""

@@ -151,7 +151,7 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     peer = PeerId("tcp://p:1", 1)
     connector.carrier._note_peer(PeerOpened(peer, "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
-    connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"))
+    connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0)
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text

@@ -53,6 +53,16 @@ def test_load_goes_from_question_to_blocks(pull, address, layout):
     assert pull.protocol.num_loads == pull.protocol.num_loading_blocks == 0
 
 
+def test_verification_begins_when_the_last_byte_was_reported_not_when_somebody_looked(pull):
+    begun_at = pull.now
+    pull.start_reading(num_rows=1)
+    pull.clock.advance(2.0)
+    pull.end_read(min(pull.open_reads), reported_at=begun_at + 0.5)
+    pull.end_reads()
+    usage = pull.ended["r"].usage
+    assert (usage.transfer_ms, usage.verify_ms) == (500.0, 1500.0)
+
+
 def test_handshake_says_who_reads_and_how(pull, make_identity):
     pull.start()
     (handshake,) = pull.messages(Handshake)
