@@ -8,15 +8,16 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from connectors.ec.jobs import FetchingMetadata
 from connectors.ec.registry import ECContext
 from connectors.ec.shared import SharedECConnector
 from core.clock import SystemClock
 from core.config import KVStoreSection
-from core.errors import Full
+from core.errors import EncoderInputMissing, EngineDead, Full
 from core.ids import RandomIds
 from core.testing import ec_engine
 from core.testing.ec_engine import Image, embed
-from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, ECSide, poll_until
+from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from kvstore.arena import round_slot_bytes
 from kvstore.build import machine_options, make_tiers
 from kvstore.server import StoreServer
@@ -150,6 +151,46 @@ async def test_store_that_is_started_again_is_used_again(new_store, new_side):
     await encoder.engine.save(Image("b"))
     await reader.engine.run(reader.engine.add("found", [Image("b")]))
     assert reader.engine.loaded == [Image("b").identifier]
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+async def test_frozen_store_costs_no_more_than_the_time_there_is(new_store, new_side, monkeypatch, has_images):
+    """It answers nobody; other requests go on meanwhile, and afterwards it is used again."""
+    server, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    encoder, reader = await new_side("encoder", config), await new_side("reader", config)
+    sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]
+    request = reader.engine.add("r", [Image("a")], sources[:1], has_images=has_images)
+    request.deadline = SystemClock().now() + SHORT_S
+    text = reader.engine.add("text", [])
+    with monkeypatch.context() as frozen:
+        frozen.setattr(server.machine, "on_parcel", lambda *_: [])
+        reader.engine.step()
+        assert text.request_id in reader.engine.ran, "a request without images waits for another's"
+        await reader.engine.run(request)
+    assert ("r" in reader.engine.ran) == has_images
+    assert (reader.engine.computed == [Image("a").identifier]) == has_images
+    if not has_images:
+        assert reader.engine.errors["r"].code == EncoderInputMissing.code
+        assert "deadline" in reader.engine.errors["r"].message
+    await reader.engine.until(lambda: not reader.connector.scheduler.num_fetching_items)
+    await poll_until(lambda: reader.connector._store.is_connected)
+    await reader.engine.run(reader.engine.add("again", [Image("b")], sources[1:], has_images=False))
+    assert reader.engine.loaded == [Image("b").identifier]
+
+
+async def test_bug_in_taking_something_in_ends_the_worker(new_store, new_side):
+    _, config = await new_store(memory_bytes=64 * SLOT_BYTES)
+    reader = await new_side("reader", config)
+    reader.connector._order(FetchingMetadata(fetches=[None]))
+
+    def is_dead():
+        try:
+            reader.engine.step()
+        except EngineDead:
+            return True
+        return False
+
+    await poll_until(is_dead)
 
 
 async def test_copies_for_the_store_are_bounded(new_store, new_side):
