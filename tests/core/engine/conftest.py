@@ -1,8 +1,9 @@
-"""Builders shared by the engine's tests: sampling rows, tiny real engines, their oracle, and a connector that copies blocks."""
+"""Builders shared by the engine's tests: sampling rows, tiny real engines, their oracles, a connector that copies blocks."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,18 @@ from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnecto
 from core.engine.build import BuiltEngine, build_engine
 from core.engine.core import EngineCore
 from core.engine.sampling_state import SamplingRows, build_edits
+from core.model.arch import model_fingerprint, parse_arch
+from core.model.hub import ModelFiles
+from core.model.image_file import read_image_size
+from core.model.image_prompt import ImagePrompts, PromptImage, load_image_prompts
+from core.model.tokenizer import Tokenizer
 from core.request import EngineCoreOutput, KVConnectorOutput, NewRequest
+from core.testing.tiny_smolvlm import ReferenceSmolVLM
 from core.wire.sampling import SamplingParams
 
 VOCAB = 211
 BLOCK = 16
+MAILBOX_DEADLINE_S = 20.0
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -165,6 +173,78 @@ def run_engine() -> Callable[..., dict[str, Finished]]:
         return found
 
     return run
+
+
+class Mailbox:
+    """What an engine thread has said, and a way to wait for more of it."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self.tokens = {}
+        self.ends = {}
+        self.deaths = []
+
+    def on_outputs(self, outputs):
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = output
+            self._changed.notify_all()
+
+    def on_death(self, error):
+        with self._changed:
+            self.deaths.append(error)
+            self._changed.notify_all()
+
+    def wait(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(condition, MAILBOX_DEADLINE_S), "nothing happened"
+
+
+@pytest.fixture
+def make_mailbox() -> type[Mailbox]:
+    return Mailbox
+
+
+@dataclass
+class ImageRouter:
+    """The router's part for a model that sees images: conversations to requests."""
+
+    tiny: ReferenceSmolVLM
+    tokenizer: Tokenizer
+    prompts: ImagePrompts
+    fingerprint: bytes
+
+    def request(self, name: str, parts: Iterable[str | bytes], **changes) -> NewRequest:
+        images = [PromptImage(part, read_image_size(part)) for part in parts if isinstance(part, bytes)]
+        text = self.prompts.expand(self.tiny.render(*parts), [image.size for image in images])
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        features, media = self.prompts.features(token_ids, images, self.fingerprint)
+        sampling = SamplingParams(temperature=0.0, max_tokens=changes.pop("max_tokens", 12))
+        new = {"mm_features": features, "media": media, **changes}
+        return NewRequest(request_id=name, prompt_token_ids=token_ids, sampling=sampling, **new)
+
+
+@pytest.fixture
+def make_image_router() -> Callable[[ReferenceSmolVLM, ModelFiles], ImageRouter]:
+    def make(tiny: ReferenceSmolVLM, files: ModelFiles) -> ImageRouter:
+        tokenizer = Tokenizer(files)
+        fingerprint = model_fingerprint(parse_arch(files.config), files.weights_id)
+        return ImageRouter(tiny, tokenizer, load_image_prompts(files, tokenizer), fingerprint)
+
+    return make
+
+
+@pytest.fixture
+def image_router(make_image_router, tiny_smolvlm, tiny_smolvlm_files) -> ImageRouter:
+    return make_image_router(tiny_smolvlm, tiny_smolvlm_files)
+
+
+@pytest.fixture
+def build_smolvlm(tiny_smolvlm, build_tiny) -> Callable[..., BuiltEngine]:
+    """Return a builder of engines of a tiny model that sees images."""
+    return lambda **settings: build_tiny(model__name=str(tiny_smolvlm.folder), **settings)
 
 
 class CopyMetadata(KVConnectorMetadata):

@@ -19,40 +19,13 @@ def request(name, prompt=PROMPT, **sampling):
     )
 
 
-class Mailbox:
-    """What the thread has said, and a way to wait for more of it."""
-
-    def __init__(self):
-        self._changed = threading.Condition()
-        self.tokens = {}
-        self.ends = {}
-        self.deaths = []
-
-    def on_outputs(self, outputs):
-        with self._changed:
-            for output in outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    self.ends[output.request_id] = output
-            self._changed.notify_all()
-
-    def on_death(self, error):
-        with self._changed:
-            self.deaths.append(error)
-            self._changed.notify_all()
-
-    def wait(self, condition):
-        with self._changed:
-            assert self._changed.wait_for(condition, DEADLINE_S), "nothing happened"
-
-
 @pytest.fixture
-def start(build_tiny):
+def start(build_tiny, make_mailbox):
     """Start a thread around an engine; it is stopped at the end."""
     threads = []
 
     def start(connector=None, prepare=None, **settings):
-        mailbox = Mailbox()
+        mailbox = make_mailbox()
         engine = build_tiny(connector, **settings).engine
         engine.shutdown = lambda: None  # the fixture of the engine does it
         thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death, prepare)
@@ -185,8 +158,8 @@ def test_idle_engine_steps_once_for_a_wakeup_and_then_rests(start, copy_connecto
     assert thread.gauges().num_steps == 1
 
 
-def test_age_of_a_step_is_known_while_it_hangs(build_tiny):
-    clock, engine, mailbox = FakeClock(), build_tiny().engine, Mailbox()
+def test_age_of_a_step_is_known_while_it_hangs(build_tiny, make_mailbox):
+    clock, engine, mailbox = FakeClock(), build_tiny().engine, make_mailbox()
     engine.shutdown = lambda: None
     entered, release = threading.Event(), threading.Event()
     step = engine.step
@@ -232,8 +205,8 @@ def test_prepare_runs_on_the_engines_thread_first(start):
     assert names == ["kvferry-engine"]
 
 
-def test_stop_ends_the_thread_in_the_middle_of_work_and_shuts_the_engine_down(build_tiny):
-    mailbox = Mailbox()
+def test_stop_ends_the_thread_in_the_middle_of_work_and_shuts_the_engine_down(build_tiny, make_mailbox):
+    mailbox = make_mailbox()
     engine = build_tiny().engine
     closed = []
     engine.shutdown = lambda: closed.append(threading.current_thread().name)
