@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import Idefics3ImageProcessorPil, SmolVLMImageProcessorPil
@@ -59,7 +59,11 @@ def test_any_size_is_cut_as_in_transformers(width, height, longest, tile):
     config = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
     reference = SmolVLMImageProcessorPil(**config)
     image = np.zeros((3, height, width), dtype=np.uint8)
-    resized = reference.resize_for_vision_encoder(reference.resize(image, reference.size), tile)
+    try:
+        resized = reference.resize_for_vision_encoder(reference.resize(image, reference.size), tile)
+    except ValueError:  # its rounding has left nothing of an edge of one pixel
+        assert min(width, height) * longest <= max(width, height)
+        reject()
     _, rows, columns = reference.split_images(resized, reference.max_image_size)
     grid = parse_image_processor(config).grid(ImageSize(width, height))
     assert (grid.num_rows, grid.num_columns) == (rows, columns)
