@@ -21,6 +21,7 @@ from core.attention.base import (
     KVLayout,
     split_sequences,
 )
+from core.attention.torch_kernels import upload
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class SdpaBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Copy each sequence's part of the block table to the pool's device."""
         sequences = [
-            (sequence, torch.from_numpy(sequence.block_ids).to(self.cache.device))
+            (sequence, upload(sequence.block_ids, self.cache.device))
             for sequence in split_sequences(batch, self.cache.block_size)
         ]
         return SdpaPlan(self._write_rows(batch), sequences)

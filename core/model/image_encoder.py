@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from core.attention.torch_kernels import upload
 from core.encoder import EmbeddingsLayout
 from core.kv.hashing import hash_media
 from core.kv.spec import ceil_div
@@ -81,7 +82,8 @@ class ImageEncoder:
     @torch.inference_mode()
     def embed(self, tiles: npt.NDArray[np.float32]) -> Tensor:
         """Return the embeddings ``[num_embeds, output_size]`` of the tiles of an image, in the order of its image tokens."""
-        return self._tower.embed(torch.from_numpy(tiles))
+        is_here = self.device.type == "cpu"
+        return self._tower.embed(torch.from_numpy(tiles) if is_here else upload(tiles, self.device))
 
     def encode(self, content: bytes) -> Tensor:
         """Return the embeddings of an image file, both halves at once. Raises: what ``prepare`` does."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.attention.torch_kernels import upload
 from core.model.linear import Linear
 from core.model.vision_arch import VisionArch
 
@@ -96,7 +97,8 @@ class VisionTower:
         """
         weights = self._weights
         patches_per_side = tiles.shape[-1] // self.arch.patch_size
-        positions = weights.positions[position_ids(patches_per_side, self.arch.num_positions_per_side).to(self.device)]
+        ids = position_ids(patches_per_side, self.arch.num_positions_per_side)
+        positions = weights.positions[upload(ids.numpy(), self.device)]
         parts = torch.split(tiles, self.tiles_per_pass)
         return torch.cat([self._embed_part(part.to(positions), positions) for part in parts])
 
