@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from encode.engine import EncodeEngine
 from encode.metrics import EncodeMetrics
 
 CAT, DOG, FOX = b"cat", b"dog", b"fox"
+WAIT_S = 20.0
 
 
 def name_of(content: bytes) -> bytes:
@@ -313,3 +315,117 @@ def test_the_connector_is_shut_down_once(bench):
     bench.engine.shutdown()
     bench.engine.shutdown()
     assert bench.connector.is_shut_down == 1
+
+
+# ---- with a thread that decodes --------------------------------------------------------------------------------------
+
+
+class Beside:
+    """An engine whose images are decoded on a thread, which is held while ``gate`` is closed."""
+
+    def __init__(self, bench: SimpleNamespace) -> None:
+        self.engine, self.encoder, self.connector = bench.engine, bench.encoder, bench.connector
+        self.gate, self.has_begun, self.woken = threading.Event(), threading.Event(), threading.Semaphore(0)
+        self.decoded: list[bytes] = []
+        self._prepare, self.encoder.prepare = self.encoder.prepare, self.prepare
+        self.engine.preparation.start(self.woken.release)
+
+    def prepare(self, content: bytes) -> np.ndarray:
+        self.has_begun.set()
+        assert self.gate.wait(WAIT_S)
+        self.decoded.append(content)
+        return self._prepare(content)
+
+    def let_decode(self, count: int) -> None:
+        """Open the gate, and wait until so many images are decoded."""
+        self.gate.set()
+        for _ in range(count):
+            assert self.woken.acquire(timeout=WAIT_S)
+        self.engine.wake()
+
+
+@pytest.fixture
+def beside(bench):
+    beside = Beside(bench)
+    yield beside
+    beside.gate.set()
+    beside.engine.shutdown()
+    assert beside.engine.preparation.num_bytes == 0
+
+
+def test_while_an_image_is_decoded_the_engine_sleeps_and_takes_others_in(beside):
+    beside.engine.add_request(request("r0/0", CAT))
+    assert run(beside.engine) == {}
+    beside.connector.kept.add(name_of(DOG))
+    beside.engine.add_request(request("r1/0", DOG))
+    assert run(beside.engine).keys() == {"r1/0"}
+    beside.let_decode(1)
+    assert run(beside.engine).keys() == {"r0/0"}
+    assert beside.engine.preparation.num_bytes == 0
+
+
+def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
+    for number, content in enumerate((CAT, DOG, FOX)):
+        beside.engine.add_request(request(f"r{number}/0", content))
+    assert run(beside.engine) == {}
+    assert beside.has_begun.wait(WAIT_S)
+    assert beside.engine.abort_requests(["r0/0", "r1/0"]) == ["r0/0", "r1/0"]
+    assert run(beside.engine) == {}
+    beside.let_decode(2)
+    assert run(beside.engine).keys() == {"r2/0"}
+    assert beside.encoder.encoded == [FOX]
+    assert beside.decoded == [CAT, FOX]  # the one that was in progress, and the one that is wanted
+
+
+def test_the_next_images_are_decoded_while_a_batch_is_computed(beside, monkeypatch):
+    contents = [b"%d.." % number for number in range(3)]
+    for content in contents:
+        beside.engine.add_request(request(content.decode(), content))
+    assert run(beside.engine) == {}
+    beside.let_decode(3)
+    more = b"4.."
+    beside.engine.add_request(request("more", more))
+    embed = beside.encoder.embed
+
+    def wait_and_embed(tiles):
+        assert beside.woken.acquire(timeout=WAIT_S)
+        beside.woken.release()
+        return embed(tiles)
+
+    monkeypatch.setattr(beside.encoder, "embed", wait_and_embed)
+    assert {output.request_id for output in beside.engine.step()} == {"0..", "1.."}
+    assert beside.decoded == [*contents, more]
+    assert run(beside.engine).keys() == {"2..", "more"}
+
+
+@pytest.mark.parametrize(("by_priority", "order"), [(False, [DOG, CAT]), (True, [CAT, DOG])])
+def test_images_are_decoded_in_the_order_in_which_they_are_computed(make_engine, by_priority, order):
+    beside = Beside(make_engine(by_priority=by_priority))
+    beside.engine.add_request(request("r0/0", DOG, priority=5))
+    beside.engine.add_request(request("r1/0", CAT, priority=-5))
+    assert run(beside.engine) == {}
+    beside.let_decode(2)
+    assert run(beside.engine).keys() == {"r0/0", "r1/0"}
+    assert beside.decoded == beside.encoder.encoded == order
+    beside.engine.shutdown()
+
+
+def test_a_bad_image_fails_alone_when_it_is_decoded(beside):
+    beside.engine.add_request(request("r0/0", b"bad"))
+    beside.engine.add_request(request("r1/0", CAT))
+    assert run(beside.engine) == {}
+    beside.let_decode(2)
+    outputs = run(beside.engine)
+    assert (outputs["r0/0"].error.code, outputs["r1/0"].error) == ("invalid_request", None)
+
+
+def test_a_bug_on_the_thread_ends_the_engine(beside, monkeypatch):
+    def broken(content):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(beside.encoder, "prepare", broken)
+    beside.engine.add_request(request("r0/0", CAT))
+    assert beside.engine.step() == []
+    beside.let_decode(1)
+    with pytest.raises(ZeroDivisionError):
+        beside.engine.step()
