@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow names them; of an animation, the first frame is the image
 MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
 MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
+_COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it lays one image upon another
 _JPEG_END = b"\xff\xd9"
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
@@ -113,8 +114,13 @@ def _opaque(image: Image.Image) -> Image.Image:
 
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, (255, 255, 255, 255)), layer).convert("RGB")
+    opaque = Image.new("RGB", image.size)
+    num_rows = max(1, _COMPOSED_PIXELS // image.width)
+    for top in range(0, image.height, num_rows):
+        layer = image.crop((0, top, image.width, min(top + num_rows, image.height))).convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        opaque.paste(Image.alpha_composite(white, layer).convert("RGB"), (0, top))
+    return opaque
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from core.errors import InvalidRequest
+from core.model import image_file
 from core.model.image_file import FORMATS, ImageSize, decode_image, read_image_size
 
 
@@ -112,6 +113,15 @@ def test_every_mode_becomes_rgb_as_in_transformers(mode):
         assert again.mode == mode
         expected = convert_to_rgb(again, return_numpy=True)
     assert np.array_equal(np.asarray(decode_image(content)), expected)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_images_are_composed_alike_in_one_part_and_in_many(mode, monkeypatch):
+    image = noise(channels=4).convert(mode) if mode != "P" else noise().quantize(200)
+    content = encoded(image, "PNG", **({"transparency": bytes(range(200))} if mode == "P" else {}))
+    whole = np.asarray(decode_image(content))
+    monkeypatch.setattr(image_file, "_COMPOSED_PIXELS", 7 * 60 + 1)  # the last part is smaller
+    np.testing.assert_array_equal(np.asarray(decode_image(content)), whole)
 
 
 def test_the_first_frame_of_an_animation_is_the_image():
