@@ -62,20 +62,30 @@ class SimAlarm:
         self._timer = self._process.call_at(at, self._ring)
 
 
-def leftovers_of_reader(scheduler: FetchingScheduler) -> dict[str, int]:
-    """Count what a scheduler side must not hold once every request has ended."""
+def leftovers_of_reader(scheduler: FetchingScheduler, worker: FetchingWorker) -> dict[str, int]:
+    """Count what neither side may hold once every request has ended."""
     return {
         "embeddings on their way": scheduler.num_fetching_items,
         "chunks that requests want": scheduler.num_wanted_chunks,
         "quarantined chunks": scheduler.num_quarantined_chunks,
         "requests that the EC connector knows": len(scheduler._wishes),
+        "requests that the EC connector has given up": len(scheduler._unavailable),
+        "fetches that the worker side expects": len(worker._fetches),
+        "reports of the EC connector": len(worker._reports),
     }
 
 
-def why_not_written(scheduler: FetchingScheduler, chunk: int) -> str:
-    """Say why nobody may write a chunk of a reader's memory: it has to be one that is being filled. Empty if it is."""
+def why_not_written(scheduler: FetchingScheduler, chunk: int, *fetched: bytes) -> str:
+    """Say why a chunk of a reader's memory may not be written: it has to be one that is being filled. Empty if it may.
+
+    ``fetched`` are the items that are, or may be, written there: only the one to which it belongs, where that is known.
+    """
     items = [item for item in scheduler._shelf._items.values() if chunk in item.chunks]
-    return "" if items and not items[0].is_here else f"chunk {chunk} was written, which nobody fills: {items}"
+    if not items or items[0].is_here:
+        return f"chunk {chunk} was written, which nobody fills: {items}"
+    if fetched and fetched != (items[0].identifier,):
+        return f"chunk {chunk} of {items[0]} was written for {', '.join(identifier.hex() for identifier in fetched)}"
+    return ""
 
 
 def check_layout(layout: EmbeddingsLayout) -> None:

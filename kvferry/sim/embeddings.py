@@ -83,7 +83,7 @@ class SimEmbeddings(SimNode):
         """Count what must be gone once every request has ended."""
         left = {f"{what} of embeddings": count for what, count in super().leftovers().items()}
         left["leases of embeddings"] = len(self._offers._leases) if self._offers is not None else 0
-        return left | leftovers_of_reader(self.scheduler)
+        return left | leftovers_of_reader(self.scheduler, self.worker)
 
     def count_what_happened(self) -> Counter[str]:
         """Count what need not happen in a run."""

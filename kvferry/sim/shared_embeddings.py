@@ -58,7 +58,8 @@ class SimSharedEmbeddings:
         """Be ready to put and to get."""
 
         def check(chunk: int) -> None:
-            problem = why_not_written(self.scheduler, chunk)
+            fetched = [identifier for identifier, ours in self._mover._fetches.items() if chunk in ours.fetch.chunks]
+            problem = why_not_written(self.scheduler, chunk, *fetched)
             if problem:
                 complain(f"{self._name}: {problem}")
 
@@ -100,7 +101,7 @@ class SimSharedEmbeddings:
                 "saves of the mover": len(mover._saves),
                 "checks of the mover": len(mover._checks),
             }
-            | leftovers_of_reader(self.scheduler)
+            | leftovers_of_reader(self.scheduler, self.worker)
         )
 
     def count_what_happened(self) -> Counter[str]:

@@ -11,7 +11,7 @@ from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchEnded
 from connectors.ec.mover import EmbeddingMover
 from connectors.ec.stored import StoredOffers
-from connectors.ec.worker import OfferEnded
+from connectors.ec.worker import FetchingWorker, OfferEnded
 from kvferry.sim.image_plan import draw_images
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
@@ -114,12 +114,17 @@ def tell_nobody_what_was_stored(patch: Patch) -> None:
     patch(kvferry.sim.shared_embeddings, "pass_on", pass_on)
 
 
+def sleep_beyond_the_time_for_embeddings(patch: Patch) -> None:
+    patch(FetchingWorker, "wake", lambda _: None)
+
+
 @pytest.mark.parametrize(
     "defect",
     [
         leave_pinned_what_was_fetched,
         name_chunks_by_their_place_alone,
         save_for_ever,
+        sleep_beyond_the_time_for_embeddings,
         take_half_an_item_for_all_of_it,
         tell_nobody_what_was_stored,
         use_what_the_store_gives_unverified,
