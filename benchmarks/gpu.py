@@ -14,8 +14,9 @@ Sections, in this order:
 * handover     a prefill and a decode worker as two processes on this device, by each transport that works here
 * transformers ``generate`` of the same weights beside it
 
-A section that fails, does not fit or has no time left says so and stops no other. ``--smoke`` runs all of it with tiny shapes
-on the CPU: the figures mean nothing, every line is run.
+A section that fails, does not fit or has no time left says so and stops no other, not even if it takes its process along
+(``gpu_report``); what has been found until then is in the file. ``--smoke`` runs all of it with tiny shapes on the CPU: the
+figures mean nothing, every line is run.
 """
 
 from __future__ import annotations
@@ -25,12 +26,9 @@ import json
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -40,6 +38,7 @@ from gpu_engine import EngineBench, EngineSize
 from gpu_models import LLAMA_8B, NUMERICS, SMOLLM2, TINY, Shape, write_model, write_small
 from gpu_pair import PairSize, measure_pair, transports_here
 from gpu_reference import compare_numbers, generation_rates
+from gpu_report import Report, measure_in_processes
 
 SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handover", "transformers")
 AIMS = {"decode": 0.75, "prefill": 0.55, "handover": 0.70, "idle": 0.05}
@@ -125,46 +124,6 @@ def changed(plan: Plan, assignments: Sequence[str]) -> Plan:
     return replace(plan, engine=replace(plan.engine, changes=changes), pair=pair)
 
 
-@dataclass(slots=True)
-class Report:
-    """What was found, and what was not and why."""
-
-    deadline: float
-    wanted: frozenset[str]
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)  # what, found, of the ceiling, aim
-    figures: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    num_failures: int = 0
-
-    def add(self, section: str, case: str, found: str, share: float | None = None, aim: float | None = None) -> None:
-        """Note one figure; ``share`` is that of its ceiling."""
-        aimed = "" if aim is None or share is None else f"{100 * aim:.0f} % {'reached' if share >= aim else 'MISSED'}"
-        self.rows.append((f"{section}: {case}", found, "" if share is None else f"{100 * share:.1f} %", aimed))
-
-    def keep(self, section: str, case: str, value: Any) -> None:  # noqa: ANN401
-        """Keep a measurement for the file."""
-        self.figures.setdefault(section, {})[case] = value
-
-    @contextmanager
-    def part(self, section: str, case: str = "") -> Iterator[bool]:
-        """Yield whether a part is to be measured; whatever goes wrong in it is noted, and stops no other."""
-        name = f"{section} {case}".strip()
-        if section not in self.wanted | {"engine"}:
-            yield False
-        elif time.monotonic() > self.deadline:
-            self.notes.append(f"{name}: no time was left")
-            yield False
-        else:
-            begin = time.monotonic()
-            try:
-                yield True
-            except Exception as error:
-                traceback.print_exc(file=sys.stderr)
-                self.num_failures += 1
-                self.notes.append(f"{name}: FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-            self.keep("seconds", name, time.monotonic() - begin)
-
-
 class GpuBenchmark:
     """All sections over one plan."""
 
@@ -179,21 +138,38 @@ class GpuBenchmark:
         with report.part("numerics") as is_wanted:
             if is_wanted:
                 self._numerics()
-        self._ceilings = measure_ceilings(plan.device, getattr(torch, plan.dtype), plan.ceilings)
-        self._show_ceilings(self._ceilings)
+        self._measure_ceilings()
         for shape in plan.shapes:
             if not self._has_room(shape):
                 report.notes.append(f"{shape.name}: its weights do not fit twice into this device's memory; left out")
                 continue
-            model = write_model(self._folder / shape.name, shape)
-            self._engine(model, shape)
-            for transport in transports_here(plan.device):
-                with report.part("handover", f"{shape.name} {transport}") as is_wanted:
-                    if is_wanted:
-                        self._handover(model, shape, transport)
-            with report.part("transformers", shape.name) as is_wanted:
+            model = self._folder / shape.name
+            with report.part("weights", shape.name, is_needed=True) as is_wanted:
+                if is_wanted and not model.exists():
+                    write_model(model, shape)
+            if model.exists():
+                self._measure_model(model, shape)
+
+    def _measure_model(self, model: Path, shape: Shape) -> None:
+        plan, report = self._plan, self._report
+        self._engine(model, shape)
+        for transport in transports_here(plan.device):
+            with report.part("handover", f"{shape.name} {transport}") as is_wanted:
                 if is_wanted:
-                    self._transformers(model, shape)
+                    self._handover(model, shape, transport)
+        with report.part("transformers", shape.name) as is_wanted:
+            if is_wanted:
+                self._transformers(model, shape)
+
+    def _measure_ceilings(self) -> None:
+        plan, report = self._plan, self._report
+        with report.part("ceilings", is_needed=not report.figures.get("ceilings")) as is_wanted:
+            if is_wanted:
+                found = measure_ceilings(plan.device, getattr(torch, plan.dtype), plan.ceilings)
+                report.keep("ceilings", plan.device, asdict(found))
+                self._show_ceilings(found)
+        if report.figures.get("ceilings"):
+            self._ceilings = Ceilings(**report.figures["ceilings"][plan.device])
 
     def _transformers(self, model: Path, shape: Shape) -> None:
         plan, report = self._plan, self._report
@@ -214,7 +190,6 @@ class GpuBenchmark:
 
     def _show_ceilings(self, ceilings: Ceilings) -> None:
         report = self._report
-        report.keep("ceilings", self._plan.device, asdict(ceilings))
         report.add("ceilings", "device copy", f"{ceilings.copy_bytes_per_s / 1e9:,.0f} GB/s, read and written")
         report.add("ceilings", f"{self._plan.dtype} product", f"{ceilings.matmul_flops / 1e12:,.1f} TFLOP/s")
         to_host, to_device = ceilings.to_host_bytes_per_s / 1e9, ceilings.to_device_bytes_per_s / 1e9
@@ -223,21 +198,26 @@ class GpuBenchmark:
     def _engine(self, model: Path, shape: Shape) -> None:
         """Measure one engine in one process: decode, prefill, host."""
         plan, report = self._plan, self._report
-        if not report.wanted & {"decode", "prefill", "host"}:
+        decodes = [(f"{shape.name} {batch} x {context}", batch, context) for context in plan.contexts for batch in plan.batches]
+        prefills = [(f"{shape.name} {num_tokens}", num_tokens) for num_tokens in plan.prompts]
+        cases = (
+            [("decode", case) for case, *_ in decodes] + [("prefill", case) for case, _ in prefills] + [("host", shape.name)]
+        )
+        if not any(report.is_left(section, case) for section, case in cases):
             return
         bench = None
-        with report.part("engine", shape.name):
-            bench = EngineBench(model, shape, plan.engine, plan.device)
+        with report.part("engine", shape.name, is_needed=True) as is_wanted:
+            if is_wanted:
+                bench = EngineBench(model, shape, plan.engine, plan.device)
         if bench is None:
             return
         try:
-            for context in plan.contexts:
-                for batch in plan.batches:
-                    with report.part("decode", f"{shape.name} {batch} x {context}") as is_wanted:
-                        if is_wanted:
-                            self._decode(bench, batch, context)
-            for num_tokens in plan.prompts:
-                with report.part("prefill", f"{shape.name} {num_tokens}") as is_wanted:
+            for case, batch, context in decodes:
+                with report.part("decode", case) as is_wanted:
+                    if is_wanted:
+                        self._decode(bench, batch, context)
+            for case, num_tokens in prefills:
+                with report.part("prefill", case) as is_wanted:
                     if is_wanted:
                         self._prefill(bench, num_tokens)
             with report.part("host", shape.name) as is_wanted:
@@ -326,6 +306,36 @@ def describe_device(device: str) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
+def is_lost() -> bool:
+    """Say whether this process can do nothing on the device any more, as behind an error of a kernel."""
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def measure(plan: Plan, folder: Path, report: Report) -> None:
+    """Measure all that is left. Runs in a process of its own."""
+    if plan.device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        report.is_device_lost = is_lost
+    report.device = describe_device(plan.device)
+    GpuBenchmark(plan, folder, report).run()
+    report.send(has_ended=True)
+
+
+def save(report: Report, path: Path | None, options: argparse.Namespace, begin: float) -> None:
+    """Write all that is known by now."""
+    if path is None:
+        return
+    content = {"device": report.device, "torch": torch.__version__, "seconds_in_all": time.monotonic() - begin}
+    content |= {"smoke": options.smoke, "set": options.set, "aims": AIMS, "notes": report.notes, **report.figures}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the file; 1 if a section has failed."""
     options = parse(arguments)
@@ -335,23 +345,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes: dict[str, Shape] = {"llama": LLAMA_8B, "smollm2": SMOLLM2}
     plan = smoke_plan() if options.smoke else full_plan(tuple(shapes[name] for name in options.models))
     plan = changed(plan, options.set)
-    if options.smoke:
-        torch.set_num_threads(1)
     begin, machine = time.monotonic(), Machine.now()
     report = Report(begin + 60 * (options.minutes - 1), frozenset(options.only))
     with tempfile.TemporaryDirectory(prefix="kvferry-gpu-", dir=options.folder) as folder:
-        GpuBenchmark(plan, Path(folder), report).run()
+        last_s = begin + 60 * options.minutes - 10
+        report = measure_in_processes(
+            measure, (plan, Path(folder)), report, last_s, lambda state: save(state, options.json, options, begin)
+        )
     print(Table(("", "found", "of the ceiling", "aim"), report.rows).text())
     elapsed = time.monotonic() - begin
-    for note in (*report.notes, f"{describe_device(plan.device)}; {machine}; {elapsed:.0f} s"):
+    for note in (*report.notes, f"{report.device}; {machine}; {elapsed:.0f} s"):
         print(f"- {note}")
     if options.smoke:
         print("- a smoke run: the figures mean nothing")
-    if options.json is not None:
-        content = {"device": describe_device(plan.device), "torch": torch.__version__, "seconds_in_all": elapsed}
-        content |= {"smoke": options.smoke, "set": options.set, "aims": AIMS, "notes": report.notes, **report.figures}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    save(report, options.json, options, begin)
     return 1 if report.num_failures else 0
 
 

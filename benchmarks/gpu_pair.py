@@ -326,7 +326,10 @@ def _prefill_request(name: str, prompt: Tokens, needs_handoff: bool) -> NewReque
 def _expect(pipe: Connection, wanted: str) -> Any:  # noqa: ANN401
     if not pipe.poll(TIMEOUT_S):
         raise RuntimeError(f"the prefill worker does not answer in {TIMEOUT_S:g} s")
-    name, answer = pipe.recv()
+    try:
+        name, answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError("the prefill worker has died") from None
     assert name == wanted
     return answer
 

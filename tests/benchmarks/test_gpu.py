@@ -1,6 +1,9 @@
 """The benchmark of a GPU: its arithmetic, and a run of every line of it on the CPU."""
 
+import importlib
 import json
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +76,7 @@ def test_device_is_busy_in_the_union_of_its_events(load_gpu):
 
 
 def test_what_fails_is_told_and_stops_nothing(load_gpu, capsys):
-    report = load_gpu("gpu").Report(deadline=float("inf"), wanted=frozenset({"decode"}))
+    report = load_gpu("gpu_report").Report(deadline=float("inf"), wanted=frozenset({"decode"}))
     with report.part("decode", "8 x 8") as is_wanted:
         assert is_wanted
         raise torch.OutOfMemoryError("too much\nof it")
@@ -85,14 +88,53 @@ def test_what_fails_is_told_and_stops_nothing(load_gpu, capsys):
 
 
 def test_no_part_is_begun_when_time_is_up(load_gpu):
-    report = load_gpu("gpu").Report(deadline=0.0, wanted=frozenset({"decode"}))
+    report = load_gpu("gpu_report").Report(deadline=0.0, wanted=frozenset({"decode"}))
     with report.part("decode", "8 x 8") as is_wanted:
         assert not is_wanted
     assert report.notes == ["decode 8 x 8: no time was left"]
 
 
 def test_an_aim_is_reached_or_missed(load_gpu):
-    report = load_gpu("gpu").Report(deadline=0.0, wanted=frozenset())
+    report = load_gpu("gpu_report").Report(deadline=0.0, wanted=frozenset())
     report.add("decode", "a", "1", 0.8, 0.75)
     report.add("decode", "b", "1", 0.7, 0.75)
     assert [row[2:] for row in report.rows] == [("80.0 %", "75 % reached"), ("70.0 %", "75 % MISSED")]
+
+
+DIES = """
+import os, signal, time
+def measure(mark, report):
+    for case in ("first", "dies", "fails", "loses", "hangs", "last"):
+        with report.part("decode", case) as is_wanted:
+            if is_wanted:
+                with open(mark, "a") as file:
+                    file.write(case + " ")
+                report.add("decode", case, "1")
+                if case == "dies":
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                report.is_device_lost = lambda: case == "loses"
+                if case in ("fails", "loses"):
+                    raise RuntimeError("an error of a kernel")
+                while case == "hangs" and report.wanted == {"decode", "hang"}:
+                    time.sleep(1)
+    report.send(has_ended=True)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_process_that_dies_or_hangs_costs_the_part_it_was_at(load_gpu, tmp_path, monkeypatch, hangs):
+    monkeypatch.delitem(sys.modules, "dying_measure", raising=False)
+    (tmp_path / "dying_measure.py").write_text(DIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_gpu("gpu_report")  # and from here on the other process finds it, by its own name
+    dying_measure, module, states = importlib.import_module("dying_measure"), importlib.import_module("gpu_report"), []
+    now = time.monotonic()
+    report = module.Report(now + 60, frozenset({"decode", "hang"} if hangs else {"decode"}))
+    target, mark = dying_measure.measure, tmp_path / "begun"
+    report = module.measure_in_processes(target, (mark,), report, now + (6 if hangs else 60), states.append)
+    assert mark.read_text().split() == ["first", "dies", "fails", "loses", "hangs", *([] if hangs else ["last"])]
+    reasons = ["ended with status -11", "an error of a kernel", "an error of a kernel"]
+    for note, reason in zip(report.notes, reasons, strict=False):
+        assert reason in note
+    assert any("was killed" in note for note in report.notes) == hangs
+    assert states[-1].rows == report.rows
