@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.engine.prepared_images import PreparedImages
+from core.engine.prepared_images import Preparation, PreparedImages
 
 PIXEL_BYTES = 4
 
@@ -26,8 +26,11 @@ class ManualImages(PreparedImages):
     def work(self) -> bool:
         """Prepare the next image; False if there is none."""
         image = self.begin_next()
-        if image is None:
-            return False
+        if image is not None:
+            self.complete(image)
+        return image is not None
+
+    def complete(self, image: Preparation) -> None:
+        """Finish what ``begin_next`` has returned."""
         self.prepared.append(image.content)
         self.end(image, np.zeros(image.num_bytes // PIXEL_BYTES, dtype=np.float32))
-        return True

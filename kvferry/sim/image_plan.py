@@ -43,7 +43,8 @@ class Shown:
 class ImagePlan:
     """The images of a run. A worker keeps ``cache_size`` embeddings and computes at most ``max_embeds_per_step`` in a step.
 
-    ``connector`` says how embeddings travel; "" = not at all.
+    ``connector`` says how embeddings travel; "" = not at all. To decode an image takes those who run models up to ``decode_s``,
+    0 = no time at all; of images that are decoded they keep as many as have ``decoded_embeds`` embeddings.
     """
 
     seed: int
@@ -60,10 +61,14 @@ class ImagePlan:
     lease_s: float
     encode_timeout_s: float  # that a router waits for encode workers
     is_gentle: bool  # nothing goes wrong with encode workers in particular
+    decode_s: float = 0.0
+    decoded_embeds: int = 1
 
     def __str__(self) -> str:
         sizes = ", ".join(str(image.num_embeds) for image in self.all_images)
         kept = f"{self.cache_size} are kept, {self.max_embeds_per_step} computed in a step"
+        if self.decode_s:
+            kept += f", {self.decoded_embeds} decoded in {self.decode_s:.3g} s each"
         waits = f"waits of {self.encode_timeout_s:.3g} and {self.deadline_s:.3g} s"
         times = f"batches of {self.encode_s:.3g} s, {waits}, leases of {self.lease_s:.3g} s"
         room = f"{self.num_encoder_chunks} and {self.num_reader_chunks} chunks"
@@ -128,6 +133,7 @@ def _draw_plan(random: Random, seed: int, connector: str) -> ImagePlan:
     if connector == "shared" and random.random() < _LARGE_SHARE:
         large = Image(b"large image", random.randint(*_LARGE_EMBEDS))
     largest = max(image.num_embeds for image in (*images, *([large] if large is not None else [])))
+    decoding = Random(f"{seed}/decoding")
     return ImagePlan(
         seed=seed,
         connector=connector,
@@ -143,4 +149,6 @@ def _draw_plan(random: Random, seed: int, connector: str) -> ImagePlan:
         lease_s=random.choice((0.3, 2.0, 8.0)),
         encode_timeout_s=random.choice((0.2, 2.0, 20.0)),
         is_gentle=random.random() < _GENTLE_SHARE,
+        decode_s=decoding.choice((0.0, 0.0, 0.01, 0.1, 1.0)),
+        decoded_embeds=decoding.choice((1, largest, 3 * largest)),
     )

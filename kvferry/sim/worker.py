@@ -33,6 +33,7 @@ from kvferry.sim.ec import Embeddings
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
+from kvferry.sim.images import SimImages
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
@@ -70,6 +71,7 @@ class SimWorker(SimMember):
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connector_worker = worker_side(self.connector, self.tier)
         self.model = self._make_model(plan)
+        self.images = self._make_images(plan.images)
         core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
         checks.attach(core.scheduler, self.model, self.tier)
@@ -79,6 +81,8 @@ class SimWorker(SimMember):
             self.connector.start(checks, plan.max_rows_per_read)
         if self.tier is not None:
             self.tier.start(checks)
+        if self.images is not None:
+            self.images.start(self.engine.wake)
         if self.embeddings is not None:
             self.embeddings.worker.set_wakeup(self.engine.wake)
             self.embeddings.start(checks.complain, plan.max_rows_per_read)
@@ -102,6 +106,8 @@ class SimWorker(SimMember):
             left |= self.tier.leftovers()
         if self.embeddings is not None:
             left |= self.embeddings.leftovers()
+        if self.images is not None:
+            left["images to decode"] = self.images.num_images
         found = [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
         return found + self.checks.leftovers()
 
@@ -113,6 +119,7 @@ class SimWorker(SimMember):
             "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
             "embedded_images": gauges.num_encoder_computed,
             "known_images": gauges.num_encoder_hits,
+            "decoded_images": len(self.images.prepared) if self.images is not None else 0,
             "waiting_for_embeddings": gauges.num_encoder_deferrals,
             "quarantined_blocks": self.checks.num_quarantined,
         }
@@ -151,6 +158,13 @@ class SimWorker(SimMember):
             num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder
         )
 
+    def _make_images(self, images: ImagePlan | None) -> SimImages | None:
+        if images is None or not images.decode_s:
+            return None
+        random = Random(f"{self.incarnation}/decoding")
+        longest_s = images.decode_s
+        return SimImages(self.host.process, images.decoded_embeds, lambda: random.uniform(0.1, 1.0) * longest_s)
+
     def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
         manager = KVCacheManager(
             hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions),
@@ -166,7 +180,7 @@ class SimWorker(SimMember):
         encoder: EncoderInputs | None = None
         if images is not None:
             ec_connector = self.embeddings.scheduler if self.embeddings is not None else None
-            encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step, ec_connector)
+            encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step, ec_connector, self.images)
         scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 

@@ -40,6 +40,7 @@ def test_no_request_ends_for_want_of_embeddings_while_its_images_are_at_hand(run
 @pytest.mark.parametrize(
     "happening",
     [
+        "decoded_images",
         "embedded_images",
         "encode_deadline",
         "encode_done",
