@@ -188,7 +188,9 @@ class ClaimedCuda:
 
     free: int = 8 << 30
     total: int = 8 << 30
+    largest: int | None = None  # bytes of a tensor that still finds room; None = any
     num_replayable: int = 0  # graphs that have been recorded
+    num_streams: int = 0  # that have been made
     _pinned: list[Tensor] = field(default_factory=list)  # kept, so that no other memory gets their addresses
     _addresses: set[int] = field(default_factory=set)
     _waits: list[str] | None = None
@@ -196,7 +198,7 @@ class ClaimedCuda:
 
     def __post_init__(self) -> None:
         """Begin on the default stream."""
-        self.stream = _Stream(self)
+        self.stream = self._default = _Stream(self)
         self._mode = _Mode(self)
 
     @contextmanager
@@ -349,6 +351,8 @@ class ClaimedCuda:
 
     def _execute(self, call: Callable[[], Any], writes: bool, inputs: Sequence[Tensor]) -> Any:  # noqa: ANN401
         results = call()
+        if self.largest is not None and any(tensor.untyped_storage().nbytes() > self.largest for tensor in _tensors(results)):
+            raise torch.OutOfMemoryError("CUDA out of memory, as the test wants it")
         if self._recording is not None:
             storages = {_address(tensor) for tensor in inputs}
             fresh = _tensors(results)
@@ -387,11 +391,12 @@ class ClaimedCuda:
         functions: dict[str, Callable[..., object]] = {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
-            "Stream": lambda device=None: _Stream(self),
+            "Stream": self._new_stream,
             "Event": lambda: _Event(self),
             "CUDAGraph": _Graph,
             "graph": self.recording,
             "graph_pool_handle": lambda: (0, 1),
+            "default_stream": lambda device=None: self._default,
             "current_stream": lambda device=None: self.stream,
             "stream": self._on_stream,
             "device": lambda device: nullcontext(),
@@ -401,6 +406,9 @@ class ClaimedCuda:
             "reset_peak_memory_stats": lambda device=None: None,
             "memory_allocated": lambda device=None: next(allocated),
             "max_memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
+            "set_per_process_memory_fraction": self._keep_within,
+            "is_current_stream_capturing": lambda: self._recording is not None,
             "mem_get_info": lambda device=None: (self.free, self.total),
             "get_device_capability": lambda device=None: (9, 0),
         }
@@ -414,6 +422,13 @@ class ClaimedCuda:
             torch._C._set_only_lift_cpu_tensors(True)  # so that ``torch.tensor`` shows its copy to the device
             stack.enter_context(self._mode)
             yield
+
+    def _new_stream(self, device: torch.device | None = None) -> _Stream:
+        self.num_streams += 1
+        return _Stream(self)
+
+    def _keep_within(self, share: float) -> None:
+        self.largest = None if share == 1.0 else int(share * self.total)
 
     @contextmanager
     def _on_stream(self, stream: _Stream) -> Iterator[None]:

@@ -137,6 +137,38 @@ async def test_blocks_of_a_gpu_are_handed_over_to_a_gpu(build_tiny, greedy_for, 
         rounded.assert_greedy(prompt, text)
 
 
+async def hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings):
+    """Let blocks of 16 tokens become blocks of 32; return the tokens of both workers."""
+    sizes = {"prefill": 16, "decode": 32}
+    prefill, decode = (
+        Worker(role, build_tiny, transport, cache__block_size=size, model__attention="gather", **settings)
+        for role, size in sizes.items()
+    )
+    texts = await hand_over(prefill, decode, greedy_for)
+    assert_was_handed_over(decode, transport)
+    assert [worker.built.layout.block_size for worker in (prefill, decode)] == [16, 32]
+    return texts
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_blocks_are_handed_over_to_a_worker_with_larger_ones(build_tiny, greedy_for, oracle, transport):
+    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, model__device="cpu")
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        oracle.assert_greedy(prompt, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+async def test_blocks_of_a_gpu_are_handed_over_to_larger_ones(build_tiny, greedy_for, oracle, make_oracle, transport):
+    if transport == "nixl" and installed_module() is None:
+        pytest.skip("NIXL is not installed")
+    settings = {"model__device": "cuda", "model__dtype": "bfloat16"}
+    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings)
+    rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        rounded.assert_greedy(prompt, text)
+
+
 @pytest.mark.gpu
 def test_seals_of_blocks_on_a_gpu_hold_the_digests_of_their_bytes(build_tiny, greedy_for, run_engine):
     built = build_tiny(has_readers=True, model__device="cuda", connector__transports=["tcp"])
