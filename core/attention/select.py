@@ -77,7 +77,8 @@ def choose_attention(
     """Return the backend to use, and the size of a block: the problem's, or a multiple of it where the kernel demands one.
 
     ``auto`` takes the first candidate for this type of device that passes the probe, and logs why others did not. A backend
-    asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown or nothing passes.
+    asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown, nothing passes, or a
+    kernel has left a device behind that does nothing any more.
     """
     if name == "auto":
         eligible = [c for c in candidates if not c.device_types or problem.device.type in c.device_types]
@@ -98,6 +99,12 @@ def choose_attention(
         reason = "; ".join(dict.fromkeys(refused))
         logger.warning(event("attention_backend_refused", backend=candidate.name, reason=reason))
         failures.append(f"{candidate.name}: {reason}")
+        if _is_lost(problem.device):
+            raise ConfigError(
+                f"attention backend {candidate.name} has made {problem.device} useless to this process ({reason}); "
+                "choose another one by model.attention",
+                param="model.attention",
+            )
     raise ConfigError(f"no attention backend can serve here ({'; '.join(failures)})")
 
 
@@ -126,6 +133,15 @@ def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> 
         )
     )
     return AttentionChoice(backend_type, problem.block_size)
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Say whether this process can do nothing on a device any more, as behind an error of a kernel on CUDA."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem, spec: AttentionSpec) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from core.attention import select
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.sdpa import SdpaBackend
@@ -103,6 +104,21 @@ def test_probe_refuses_a_result_that_is_not_a_number():
             return super().attend(layer, query, spec, plan) * float("nan")
 
     assert "nan" in probe(Leaking, problem())
+
+
+def test_a_kernel_that_leaves_a_lost_device_behind_is_named_and_no_other_is_asked(monkeypatch, caplog):
+    asked = []
+
+    def is_lost(device):
+        asked.append(device)
+        return True
+
+    monkeypatch.setattr(select, "_is_lost", is_lost)
+    with pytest.raises(ConfigError, match=r"paged_cpu has made cpu useless .*no kernel image.*model\.attention") as caught:
+        choose_attention(problem(), candidates=(Refusing, SdpaBackend))
+    assert caught.value.param == "model.attention"
+    assert asked == [torch.device("cpu")]
+    assert "backend=sdpa" not in caplog.text
 
 
 def test_named_backend_is_never_replaced():
