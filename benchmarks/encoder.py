@@ -102,11 +102,17 @@ class Late:
 
 
 class Engine:
-    """An engine with text requests that never end, and an image request now and then."""
+    """An engine with text requests that never end, and an image request now and then.
 
-    def __init__(self, config: KVFerryConfig) -> None:
+    ``decodes_beside``: images are decoded on a thread of their own, as in a worker.
+    """
+
+    def __init__(self, config: KVFerryConfig, *, decodes_beside: bool = True) -> None:
         self.late = Late()
         built = self._built = build_engine(config, SystemClock(), None, lambda fingerprint: self.late)
+        if decodes_beside and built.image_preparation is not None:
+            built.image_preparation.start(built.engine.wake)
+        self._longest_step_s = 0.0
         self._tokenizer = Tokenizer(built.files)
         self._numbers = itertools.count()
         self._texts: set[str] = set()
@@ -121,17 +127,37 @@ class Engine:
         start = time.monotonic()
         if delay_s is not None:
             self.late.scheduler.ready_at = start + delay_s
-            self._built.engine.add_request(image_request(self._built, self._tokenizer, next(self._numbers)))
+            self.show(encode_test_image(next(self._numbers)))
         num_tokens = self._run_until(start + seconds)
-        while delay_s is not None and any(not name.startswith("text") for name in self._live()):
-            self._built.engine.step()  # let it end before the next run
+        self.let_images_end()
         return num_tokens
 
+    def count_and_time(self, seconds: float, image: bytes | None) -> tuple[int, float]:
+        """Return the text tokens within ``seconds``, and the longest step; an image request comes at their beginning."""
+        self._run_until(time.monotonic() + WARM_UP_S)
+        if image is not None:
+            self.show(image)
+        num_tokens = self._run_until(time.monotonic() + seconds)
+        self.let_images_end()
+        return num_tokens, self._longest_step_s
+
+    def show(self, image: bytes) -> None:
+        """Add a request about an image."""
+        self._built.engine.add_request(image_request(self._built, self._tokenizer, next(self._numbers), image))
+
+    def let_images_end(self) -> None:
+        """Go on until the next run can begin."""
+        while any(not name.startswith("text") for name in self._live()):
+            self._built.engine.step()
+
     def _run_until(self, end: float) -> int:
-        num_tokens = 0
-        while time.monotonic() < end:
+        num_tokens, self._longest_step_s, last = 0, 0.0, time.monotonic()
+        while last < end:
             self._fill_up()
-            for output in self._built.engine.step():
+            outputs = self._built.engine.step()
+            before, last = last, time.monotonic()
+            self._longest_step_s = max(self._longest_step_s, last - before)
+            for output in outputs:
                 if output.request_id in self._texts:
                     num_tokens += len(output.new_token_ids)
                     if output.finish_reason is not None:
@@ -151,11 +177,10 @@ class Engine:
         return list(self._built.engine.scheduler.requests)
 
 
-def image_request(built: BuiltEngine, tokenizer: Tokenizer, number: int) -> NewRequest:
-    """Return a request about an image that no other request has shown."""
+def image_request(built: BuiltEngine, tokenizer: Tokenizer, number: int, content: bytes) -> NewRequest:
+    """Return a request about an image."""
     prompts = load_image_prompts(built.files, tokenizer)
     assert prompts is not None, "the model reads text only"
-    content = encode_test_image(number)
     images = [PromptImage(content, read_image_size(content))]
     message = {"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "image"}]}
     text = tokenizer.apply_chat_template([message], add_generation_prompt=True)

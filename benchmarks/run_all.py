@@ -55,6 +55,7 @@ BENCHMARKS = (
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
     Benchmark("encoder"),
+    Benchmark("photographs"),
     Benchmark("through_router"),
     Benchmark("cluster"),
 )

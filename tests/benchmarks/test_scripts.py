@@ -77,6 +77,17 @@ def test_encoder_measures_text_beside_late_images_and_counts_encodes(run_benchma
     assert len(figures["repeated"]["again_s"]) == 8
 
 
+@pytest.mark.full
+def test_photographs_measures_text_beside_each_way_to_decode_one(run_benchmark, tmp_path):
+    printed = run_benchmark("photographs", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    for way in ("alone", "decoded on a thread beside", "decoded in the step"):
+        assert way in printed
+        ((num_tokens, longest_s),) = figures[way]
+        assert num_tokens > 0
+        assert longest_s > 0
+
+
 def test_tiers_measures_every_way_to_a_store(run_benchmark, tmp_path):
     printed = run_benchmark("tiers", "--quick", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())
