@@ -119,11 +119,11 @@ def test_the_image_that_is_waited_for_first_gets_its_room_from_those_behind_it(b
 
 
 def test_images_that_nobody_asks_for_in_this_step_lose_their_room_first(bench):
-    bench.ask("bcd")
+    bench.ask("bc")
     bench.prepare_all()
-    bench.ask("acd")
+    bench.ask("axc", {"a": 2, "x": 5})  # there is room for one beside a, and x is not kept
     assert bench.prepare_all() == "a"
-    assert bench.ask("acd") == "acd"
+    assert bench.ask("bc") == "c"
 
 
 def test_images_that_nobody_asks_for_in_this_step_stay_while_there_is_room(bench):
