@@ -378,7 +378,7 @@ class EncodedImage:
 
     source: ECSource
     was_cached: bool
-    queue_s: float  # until it was its turn
+    queue_s: float  # until it was its turn, and decoded
     compute_s: float  # from there until others can read it
 
 

@@ -98,6 +98,7 @@ def cluster(request, reference, cluster_config, tmp_path_factory, eventually):
         yield sighted
         eventually(lambda: not sighted.count(PREFILL, "kvferry_ec_wanted_chunks"), "release of embeddings")
         assert not sighted.count(PREFILL, "kvferry_kv_leaked_blocks")
+        assert not sighted.count(PREFILL, "kvferry_encoder_prepared_bytes")
 
 
 @pytest.fixture
