@@ -17,11 +17,12 @@ dependencies-cpu | dependencies-cuda)
 	else
 		pip install "$torch"
 	fi
-	"$prefix/bin/python" - >"$prefix/requirements.txt" <<-'PYTHON'
-		import tomllib
+	"$prefix/bin/python" - "$variant" >"$prefix/requirements.txt" <<-'PYTHON'
+		import sys, tomllib
 		project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 		extras = project["optional-dependencies"]
-		print(*project["dependencies"], *extras["nixl"], *extras["redis"], *extras["otel"], *extras["vision"], sep="\n")
+		nixl = "nixl-cu13" if sys.argv[1] == "cuda" else "nixl"  # the usual index has torch for CUDA 13
+		print(*project["dependencies"], *extras[nixl], *extras["redis"], *extras["otel"], *extras["vision"], sep="\n")
 	PYTHON
 	pip install --constraint constraints.txt --requirement "$prefix/requirements.txt"
 	;;

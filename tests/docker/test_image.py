@@ -105,6 +105,21 @@ def source(instructions, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(("variant", "wanted"), [("cpu", "nixl-cu12"), ("cuda", "nixl-cu13")])
+def test_nixl_is_the_one_for_torchs_cuda(tmp_path, variant, wanted):
+    """Torch of the usual index is built for CUDA 13. Nothing is installed here: pip is a script that does nothing."""
+    prefix = tmp_path / "prefix"
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\ncase "$1" in -) exec {sys.executable} "$@" ;; esac\n')
+    python.chmod(0o755)
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "python").symlink_to(python)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["docker/install.sh", "dependencies", variant, prefix], cwd=ROOT, env=env, check=True, timeout=60)
+    names = re.findall(r"^nixl[\w-]*", (prefix / "requirements.txt").read_text(), re.MULTILINE)
+    assert names == [wanted]
+
+
 @pytest.mark.slow
 def test_package_step_installs_a_command_that_runs(instructions, source, tmp_path):
     prefix = tmp_path / "prefix"  # with the dependencies of this environment
