@@ -1,4 +1,4 @@
-# kvferry: everything a fresh machine needs (Python 3.11+, gcc, make).
+# kvferry: everything a fresh machine needs (Python 3.11 or 3.12, gcc, make).
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
 #   make test    the whole suite, as CI runs it
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
@@ -52,7 +52,7 @@ check-redis:
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || \
 		echo "The tests with a real Redis are skipped. To run them: apt-get install redis-server (or valkey-server)"
 
-# torch first and spelled exactly: any other spelling may pull gigabytes of CUDA libraries.
+# torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
