@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.errors import EncoderInputMissing
 from core.testing.sim_faults import STORE_FAULTS, Fault
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.plan import ClusterPlan
@@ -66,7 +67,7 @@ def _judge(plan: ClusterPlan, client: Client) -> str | None:
     name, reason = client.plan.name, client.fallback_reason
     if reason and not _FALLBACKS.get(reason, frozenset()) & plan.kinds:
         return f"{name}: its KV was not used ({reason}), which nothing in this run explains"
-    if client.outcome == "ok":
+    if client.outcome == "ok" or (client.outcome == EncoderInputMissing.code and _lacks_files(plan, client)):
         return None
     causes = _OUTCOMES.get(client.outcome, frozenset())
     if client.plan.policy == "fail" and client.outcome in _LOAD_ERRORS:
@@ -74,3 +75,8 @@ def _judge(plan: ClusterPlan, client: Client) -> str | None:
     if causes & plan.kinds:
         return None
     return f"{name}: ended with {client.outcome} ({client.message}), which nothing in this run explains"
+
+
+def _lacks_files(plan: ClusterPlan, client: Client) -> bool:
+    """Say whether an image that the request shows can only come from an encode worker."""
+    return plan.images is not None and not plan.images.absent.isdisjoint(client.plan.media)

@@ -22,6 +22,7 @@ _NUM_IMAGES = 5
 _LARGE_EMBEDS = (CHUNK_EMBEDS + 1, CHUNK_EMBEDS + 6)  # of an image that takes two chunks, and most of a long prompt
 _LARGE_SHARE = 0.5  # of runs with a store for embeddings that have one, and of the prompts with room for it that show it
 _GENTLE_SHARE = 0.3
+_ABSENT_SHARE = 0.3  # of runs with encode workers in which nobody else has the files of some images
 _BEFALLS = (  # kind, how often at most, for how long at most
     (Fault.CRASH, 2, 3.0),
     (Fault.FREEZE, 2, 6.0),
@@ -61,6 +62,7 @@ class ImagePlan:
     lease_s: float
     encode_timeout_s: float  # that a router waits for encode workers
     is_gentle: bool  # nothing goes wrong with encode workers in particular
+    absent: frozenset[bytes] = frozenset()  # files that only encode workers get
     decode_s: float = 0.0
     decoded_embeds: int = 1
 
@@ -72,6 +74,7 @@ class ImagePlan:
         waits = f"waits of {self.encode_timeout_s:.3g} and {self.deadline_s:.3g} s"
         times = f"batches of {self.encode_s:.3g} s, {waits}, leases of {self.lease_s:.3g} s"
         room = f"{self.num_encoder_chunks} and {self.num_reader_chunks} chunks"
+        room += f", without {', '.join(sorted(map(bytes.decode, self.absent)))}" if self.absent else ""
         shared = f" by {self.connector}" if self.connector == "shared" else ""
         return f"images of {sizes} embeddings{shared}; {kept}; {self.num_encoders} encode workers, {times}, {room}"
 
@@ -120,9 +123,17 @@ def draw_images(seed: int) -> ImagePlan | None:
     random = Random(f"{seed}/photos")
     if random.random() < _SHARE:
         plan = _draw_plan(random, seed, "p2p")
-        return plan if plan.num_encoders else replace(plan, connector="")
+        return _withhold_files(plan) if plan.num_encoders else replace(plan, connector="")
     random = Random(f"{seed}/stored photos")
-    return _draw_plan(random, seed, "shared") if random.random() < _SHARED_SHARE else None
+    return _withhold_files(_draw_plan(random, seed, "shared")) if random.random() < _SHARED_SHARE else None
+
+
+def _withhold_files(plan: ImagePlan) -> ImagePlan:
+    """Return the plan with files of which some, in some runs, are not sent to those who compute prompts."""
+    random = Random(f"{plan.seed}/absent files")
+    if not plan.num_encoders or random.random() >= _ABSENT_SHARE:
+        return plan
+    return replace(plan, absent=frozenset(image.media for image in random.sample(plan.images, random.randint(1, 2))))
 
 
 def _draw_plan(random: Random, seed: int, connector: str) -> ImagePlan:

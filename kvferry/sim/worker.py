@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.handshake import WorkerIdentity
@@ -25,7 +26,7 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
-from core.wire.messages import Register
+from core.wire.messages import Generate, Register, RouterMessage
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
@@ -62,6 +63,7 @@ class SimWorker(SimMember):
         self.spec = spec
         self.checks = checks
         self._random = Random(ids_seed)
+        self._absent_files = plan.images.absent if plan.images is not None else frozenset()
         self._layout = hash_model_layout(spec.block_size, len(plan.attentions))
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
@@ -242,6 +244,13 @@ class SimWorker(SimMember):
     def _release(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:
             self.connector.release(transfer_ids)
+
+    def _as_received(self, message: RouterMessage) -> RouterMessage:
+        """Return a prompt without the files that only encode workers get."""
+        if not self._absent_files or not isinstance(message, Generate):
+            return message
+        files = tuple(b"" if content in self._absent_files else content for content in message.media)
+        return msgspec.structs.replace(message, media=files)
 
     def _renew(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:

@@ -30,11 +30,6 @@ def test_what_becomes_of_embeddings_changes_no_answer_and_leaves_nothing_behind(
     assert not runs.failures, [(failure.seed, failure.violations) for failure in runs.failures]
 
 
-def test_no_request_ends_for_want_of_embeddings_while_its_images_are_at_hand(runs):
-    assert runs.outcomes["ok"]
-    assert "encoder_input_missing" not in runs.outcomes
-
-
 @pytest.mark.parametrize(
     "happening",
     [
