@@ -58,7 +58,10 @@ def settings(model: Path, size: EngineSize, device: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Milliseconds of one step, means over some: all of it, the scheduler's part, and the device's, None on a CPU."""
+    """Milliseconds of one step, means over some: all of it, the scheduler's part, and the device's.
+
+    The last one is None on a CPU, and where the profiler is not let see what the device does.
+    """
 
     wall_ms: float
     scheduler_ms: float
@@ -124,7 +127,7 @@ class EngineBench:
             self.engine.step()
         wall_s = time.perf_counter() - begin
         restore()
-        device_s = self._device_s(num_steps) if self.device == "cuda" else None
+        device_s = (self._device_s(num_steps) or None) if self.device == "cuda" else None
         self._abort(names)
         ms = 1e3 / num_steps
         return HostTime(wall_s * ms, sum(scheduler_s) * ms, None if device_s is None else device_s * ms)

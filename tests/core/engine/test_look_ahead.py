@@ -185,6 +185,7 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_look_ahead_on_cuda_gives_what_single_steps_give(run_both):
-    settings = {"model__device": "cuda", "model__dtype": "bfloat16", "scheduler__max_num_batched_tokens": 40}
+    """In float32: what is computed together differs, and in 16 bits rounding would decide between close logits."""
+    settings = {"model__device": "cuda", "model__dtype": "float32", "scheduler__max_num_batched_tokens": 40}
     without, with_it = run_both(mixed_requests(), per_step=2, **settings)
     assert with_it == without
