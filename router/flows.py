@@ -44,9 +44,7 @@ from router.flow import Deliver, EncodeEnded, Ended, Flow, FlowAction, Phase, Re
 from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, name_image, successor_message
 from router.news import Submission, Update
 from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, why_not_read
-
-_MAX_REMEMBERED = 4096  # ended tries whose late tokens are expected
-_ABORT_AGAIN_S = 2.0  # a worker that still sends tokens so long after an abort has not got it
+from router.tries import Tries
 
 
 class Flows:
@@ -70,9 +68,8 @@ class Flows:
         self._max_retries = max_retries
         self._worker_wait_s = worker_wait_s
         self._flows: dict[str, Flow] = {}
-        self._tries: dict[str, Flow] = {}  # by the id on the wire
+        self._tries = Tries()
         self._waiting: dict[str, Flow] = {}  # for a decode worker, first come first served
-        self._aborted_at: dict[str, float] = {}  # by the id on the wire of a try that has ended; oldest first
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -88,7 +85,7 @@ class Flows:
 
     def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
         """Return the ids of the requests whose present tries have these names on the wire, each once."""
-        return list(dict.fromkeys(self._tries[wire_id].request_id for wire_id in wire_ids if wire_id in self._tries))
+        return self._tries.find_requests(wire_ids)
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +246,7 @@ class Flows:
         flow.decode = route.decode.key
         first = route.workers[0]
         flow.model_fingerprint = first.facts.model_fingerprint
-        self._tries[flow.wire_id] = flow
+        self._tries.begin(flow)
         for worker in route.workers:
             self._claims.take(flow, worker, flow.submission.n)
         flow.phase = Phase.ENCODE
@@ -411,9 +408,7 @@ class Flows:
 
     def _begin_try(self, flow: Flow, failed: WorkerKey, error: ErrorInfo, now: float) -> None:
         """Give the request a new name on the wire, and let go of the workers that have failed it."""
-        self._forget_try(flow, now)
-        flow.num_tries += 1
-        self._tries[flow.wire_id] = flow
+        self._tries.begin_next(flow, now)
         flow.setback = error
         flow.avoid.add(failed)
         flow.shown.clear()
@@ -433,11 +428,9 @@ class Flows:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _unexpected(self, sender: Worker, wire_id: str, now: float) -> list[FlowAction]:
-        """Stop a worker that is at work on something nobody waits for; what was under way when it was told is no news."""
-        aborted_at = self._aborted_at.get(wire_id)
-        if aborted_at is not None and now < aborted_at + _ABORT_AGAIN_S:
+        """Stop a worker that is at work on something nobody waits for."""
+        if not self._tries.take_abort(wire_id, now):
             return []
-        self._remember(wire_id, now)
         return [Send(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
 
     def _fail(self, flow: Flow, error: KVFerryError, now: float) -> list[FlowAction]:
@@ -460,19 +453,9 @@ class Flows:
     def _end(self, flow: Flow, now: float) -> Ended:
         del self._flows[flow.request_id]
         self._waiting.pop(flow.request_id, None)
-        self._forget_try(flow, now)
+        self._tries.end(flow, now)
         self._claims.free_all(flow)
         return Ended(flow, now)
-
-    def _forget_try(self, flow: Flow, now: float) -> None:
-        del self._tries[flow.wire_id]
-        self._remember(flow.wire_id, now)
-
-    def _remember(self, wire_id: str, now: float) -> None:
-        self._aborted_at.pop(wire_id, None)
-        self._aborted_at[wire_id] = now
-        while len(self._aborted_at) > _MAX_REMEMBERED:
-            del self._aborted_at[next(iter(self._aborted_at))]
 
 
 def _demand(flow: Flow) -> Demand:
