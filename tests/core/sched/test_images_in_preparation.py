@@ -58,6 +58,7 @@ def test_it_runs_in_the_step_after_its_image_is_ready(world):
     assert world.images.work()
     assert world.schedule().num_scheduled_tokens == {"a": 24}
     assert world.last.scheduled_encoder_inputs == {"a": [0]}
+    assert world.images.num_bytes == 0  # claimed: nobody can take its room before it is embedded
     world.finish_step()
     run_to_end(world, request)
 
