@@ -17,7 +17,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 # Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.
 LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/lmcache-0.5.6
-LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))
+PYTHON_USED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))-$(PYTHON_USED)
 
 .PHONY: demo test test-full sim check lint bench chart install install-test install-lmcache check-redis clean
 
