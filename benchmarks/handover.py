@@ -8,8 +8,10 @@ tokens, so that nothing is cached. Time and bytes of the transfer and the time o
 first request is shown apart: it also shakes hands, sets up the connection and touches memory for the first time. Beside every
 request, this process copies as many bytes from one buffer to another (one thread, memory touched before): the plain copy.
 
-A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn. Compared is the client's time
-from the first to the second token: what the hand-over adds to the life of a request on an idle cluster.
+A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, five times as often. Compared
+is the client's time from the first to the second token: what the hand-over adds to the life of a request on an idle cluster.
+
+Prefill workers are killed while their blocks are read (``lost_owner.py``): how soon the decode worker begins to compute.
 
 Verification is measured apart, between two real connectors without a model (``verification.py``): prompts of 1 to 2,048 tokens,
 the same blocks, each load once with seals compared (``identity``) and once with digests of all bytes as well (``digest``). The
@@ -30,6 +32,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 from common import Machine, Outcome, Spread, Table, make_parser, publish
+from lost_owner import GOAL_S, measure_restarts_of_prompts
+from lost_owner import make_table as table_of_lost_owners
 from verification import DIGEST_GOALS, IDENTITY_GOAL, QUICK_SIZES, SIZES, Loads, make_table, measure
 
 from core.config import load_config
@@ -41,10 +45,13 @@ from kvferry.local import LocalCluster
 TRANSPORTS = ("shm", "tcp", "nixl")
 LONG_PROMPT, SHORT_PROMPT = 2048, 64
 QUICK_PROMPT = 256
+SHORT_REPEATS = 5  # of short prompts, for each of the long ones
 SHARE_GOAL = 0.08  # transfer / prefill
+ADDED_GOAL_MS = 10.0  # from the first to the second token of a short prompt
 RATE_GOALS = {"shm": 0.50, "nixl": 0.25}  # plain copy's time / transfer's time
 REQUEST_TIMEOUT_S = 600.0
 MAX_TRIES = 10
+MAX_KILLS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class Benchmark:
         found = Found(first, others, [], [])
         for cluster in (pair, self._aggregated):
             self._second_token_ms(cluster)  # not counted
-        for _ in range(self._repeats):
+        for _ in range(SHORT_REPEATS * self._repeats):
             found.gaps_ms.append(self._second_token_ms(pair))
             found.aggregated_gaps_ms.append(self._second_token_ms(self._aggregated))
         return found
@@ -172,10 +179,13 @@ def transfer_row(name: str, found: Found) -> tuple[str, ...]:
 
 def second_token_row(name: str, found: Found) -> tuple[str, ...]:
     added = [pair - alone for pair, alone in zip(found.gaps_ms, found.aggregated_gaps_ms, strict=True)]
-    return (name, Spread.of(found.gaps_ms).show(), Spread.of(found.aggregated_gaps_ms).show(), Spread.of(added).show())
+    spreads = (Spread.of(figures).show() for figures in (found.gaps_ms, found.aggregated_gaps_ms, added))
+    return (name, *spreads, f"{ADDED_GOAL_MS:g} ms")
 
 
-def make_outcome(found: Mapping[str, Found], verification: Mapping[str, Loads], prompt_tokens: int) -> Outcome:
+def make_outcome(
+    found: Mapping[str, Found], verification: Mapping[str, Loads], recomputed_s: Sequence[float], prompt_tokens: int
+) -> Outcome:
     columns: Sequence[str] = (
         f"{prompt_tokens:,} tokens",
         "first transfer, ms",
@@ -188,7 +198,7 @@ def make_outcome(found: Mapping[str, Found], verification: Mapping[str, Loads], 
         "goal",
     )
     long = Table(columns, [transfer_row(name, each) for name, each in found.items()])
-    columns = (f"{SHORT_PROMPT} tokens, first to second token", "1P1D, ms", "aggregated, ms", "added, ms")
+    columns = (f"{SHORT_PROMPT} tokens, first to second token", "1P1D, ms", "aggregated, ms", "added, ms", "goal, at most")
     short = Table(columns, [second_token_row(name, each) for name, each in found.items()])
     num_bytes = {each.first.num_bytes for each in found.values()}
     notes = (
@@ -196,15 +206,24 @@ def make_outcome(found: Mapping[str, Found], verification: Mapping[str, Loads], 
         f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
         "goals of verification: at most this share of the longest transfer without it",
     )
-    figures = {
-        "goals": {"share": SHARE_GOAL, "rate": RATE_GOALS, "identity": IDENTITY_GOAL, "digest": DIGEST_GOALS},
+    figures: dict[str, object] = {
+        "goals": {
+            "share": SHARE_GOAL,
+            "rate": RATE_GOALS,
+            "added_ms": ADDED_GOAL_MS,
+            "identity": IDENTITY_GOAL,
+            "digest": DIGEST_GOALS,
+            "recomputed_s": GOAL_S,
+        },
+        "recomputed_s": list(recomputed_s),
         "transports": {name: asdict(each) for name, each in found.items()},
         "verification": {
             name: {kind: [asdict(load) for load in loads] for kind, loads in kinds.items()}
             for name, kinds in verification.items()
         },
     }
-    return Outcome([long, short, make_table(verification)], notes, figures)
+    lost = table_of_lost_owners(recomputed_s, prompt_tokens)
+    return Outcome([long, short, make_table(verification), lost], notes, figures)
 
 
 def main() -> None:
@@ -220,9 +239,11 @@ def main() -> None:
         for name in arguments.transports:
             with LocalCluster(load_config(overrides=settings | {"connector.transports": [name]})) as pair:
                 found[name] = benchmark.run(pair)
+    with LocalCluster(load_config(overrides=settings | {"connector.transports": ["tcp"]})) as pair:
+        recomputed_s = measure_restarts_of_prompts(pair, Prompts().new, prompt_tokens, min(repeats, MAX_KILLS))
     sizes, copy = QUICK_SIZES if arguments.quick else SIZES, PlainCopy()
     verification = {name: measure(name, sizes, repeats, copy.time_ms) for name in arguments.transports}
-    publish(make_outcome(found, verification, prompt_tokens), machine, arguments)
+    publish(make_outcome(found, verification, recomputed_s, prompt_tokens), machine, arguments)
 
 
 if __name__ == "__main__":

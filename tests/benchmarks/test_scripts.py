@@ -37,7 +37,7 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 
 @pytest.mark.e2e
-def test_handover_measures_transfer_copy_second_token_and_verification(run_benchmark, tmp_path):
+def test_handover_measures_transfer_copy_second_token_verification_and_lost_owners(run_benchmark, tmp_path):
     printed = run_benchmark("handover", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())
     (found,) = figures["transports"].values()
@@ -47,7 +47,9 @@ def test_handover_measures_transfer_copy_second_token_and_verification(run_bench
         assert transfer["num_bytes"] >= 256 * 46080  # 30 layers x (K, V) x 3 heads x 64 x 4 bytes for each token
         assert transfer["transfer_ms"] > 0
         assert transfer["copy_ms"] > 0
-    assert len(found["gaps_ms"]) == len(found["aggregated_gaps_ms"]) == 1
+    assert len(found["gaps_ms"]) == len(found["aggregated_gaps_ms"]) == 5
+    (recomputed_s,) = figures["recomputed_s"]
+    assert recomputed_s > 0
     assert "identity / transfer" in printed
     for kind in ("identity", "digest"):
         loads = figures["verification"]["tcp"][kind]
