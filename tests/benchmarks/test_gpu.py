@@ -4,11 +4,14 @@ import importlib
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from core.testing.claimed_cuda import ClaimedCuda
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,25 @@ def test_settings_reach_every_engine(load_gpu):
     for size in (plan.engine, plan.pair.engine):
         found = load_gpu("gpu_engine").settings(Path("models/tiny"), size, "cpu")
         assert (found["cache.block_size"], found["model.attention"]) == (32, "sdpa")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a CUDA device, where there is none")
+def test_an_engine_is_measured_on_a_stand_in_for_a_device(load_gpu, tmp_path, monkeypatch):
+    """What only a GPU's sections do: pinned memory, a pool of what is left, recorded steps."""
+    cuda = ClaimedCuda(free=1788 << 20, total=1788 << 20)
+    gpu = load_gpu("gpu")
+    monkeypatch.setattr(gpu, "transports_here", lambda device: ())
+    monkeypatch.setattr(importlib.import_module("gpu_engine").EngineBench, "_device_s", lambda bench, num_steps: 0.0)
+    smoke = gpu.smoke_plan()
+    engine = replace(smoke.engine, num_blocks=0, changes=(("model.attention", "gather"),))
+    report = gpu.Report(float("inf"), frozenset({"ceilings", "decode", "prefill", "host"}))
+    torch.set_num_threads(1)
+    with cuda.installed():
+        gpu.GpuBenchmark(replace(smoke, device="cuda", engine=engine), tmp_path, report).run()
+    assert report.notes == []
+    assert {"ceilings", "decode", "prefill", "host"} <= report.figures.keys()
+    assert cuda.num_replayable
 
 
 @pytest.mark.gpu
