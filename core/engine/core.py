@@ -153,10 +153,31 @@ class EngineCore:
         Where the scheduler looks ahead, one step stays in flight while its successor is scheduled and launched: the host works
         while the device does. A step without tokens has nothing to hide work behind, so it is digested at once.
         """
-        is_alone = not self._in_flight
-        step = self.schedule_step()
+        self.launch_step(self.schedule_step())
+        return self.finish_launched_steps()
+
+    def schedule_step(self) -> ScheduledStep:
+        """Decide what the next step computes.
+
+        ``launch_step`` and ``finish_launched_steps`` follow, or ``run_step`` and ``finish_step``, with nothing else in between.
+        """
+        self._is_woken = self._is_stalled = False
+        awaits_blocks = self._awaits_blocks()
+        return ScheduledStep(self.scheduler.schedule(), awaits_blocks)
+
+    def launch_step(self, step: ScheduledStep) -> None:
+        """Begin to compute it."""
         self._in_flight.append((step, self._runner.launch_model(step.output)))
-        num_kept = 1 if step.output.total_num_scheduled_tokens and self.scheduler.can_look_ahead() else 0
+
+    def keeps_newest_step(self) -> bool:
+        """True if the step that was launched last stays in flight while its successor is scheduled and launched."""
+        newest, _ = self._in_flight[-1]
+        return newest.output.total_num_scheduled_tokens > 0 and self.scheduler.can_look_ahead()
+
+    def finish_launched_steps(self) -> list[EngineCoreOutput]:
+        """Digest what was launched and need not be waited for; return the news of every request that has any."""
+        is_alone = len(self._in_flight) == 1
+        num_kept = 1 if self.keeps_newest_step() else 0
         outputs: list[EngineCoreOutput] = []
         while len(self._in_flight) > num_kept:
             oldest, result = self._in_flight.popleft()
@@ -164,12 +185,6 @@ class EngineCore:
         if not is_alone:  # it was decided before the end of its predecessor was known, which may change everything
             self._is_stalled = False
         return outputs
-
-    def schedule_step(self) -> ScheduledStep:
-        """Decide what the next step computes. ``run_step`` and ``finish_step`` follow, with nothing else in between."""
-        self._is_woken = self._is_stalled = False
-        awaits_blocks = self._awaits_blocks()
-        return ScheduledStep(self.scheduler.schedule(), awaits_blocks)
 
     def run_step(self, step: ScheduledStep) -> ModelRunnerOutput:
         """Compute it."""

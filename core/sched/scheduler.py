@@ -203,6 +203,11 @@ class Scheduler:
         """
         return finish_requests(self._state, request_ids, status)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """True if steps may be scheduled on tokens that are not known yet."""
+        return self._state.looks_ahead
+
     def can_look_ahead(self) -> bool:
         """True if the next step may be scheduled and launched before the newest one is processed.
 
@@ -267,6 +272,16 @@ class Scheduler:
     def quarantined(self) -> Set[int]:
         """Blocks that belong to nobody, because a transfer that was given up may still write them."""
         return self._state.quarantined
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are scheduled and not processed yet."""
+        return len(self._state.in_flight)
+
+    @property
+    def pinned(self) -> list[int]:
+        """Blocks that steps in flight keep for requests that have left or were rolled back, once for each reference."""
+        return [block.block_id for step in self._state.in_flight for block in step.pinned]
 
     def make_stats(self) -> SchedulerStats:
         """Take a reading for gauges and counters."""

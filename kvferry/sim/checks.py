@@ -3,7 +3,8 @@
 - Every row that a transport writes belongs to the block of the load that asked for it, or is quarantined: it has not been
   freed, allocated anew or prepared for recomputing since the read was posted.
 - After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.integrity``).
-- What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet.
+- What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet. While steps are in flight
+  this holds of what is sealed; they compute what may be hit already.
 - An engine that sleeps has nothing that it could do; one that has nothing to do sleeps.
 - What a tier stores is kept in the pool until it has been read.
 
@@ -96,6 +97,7 @@ class WorkerChecks:
         self._known_quarantined: set[int] = set()
         self._num_empty_steps = 0  # since the last one that did something
         self.num_quarantined = 0  # blocks, over time
+        self.num_pinned = 0  # by steps in flight, over time
 
     def attach(self, scheduler: Scheduler, model: HashModel, tier: SimTier | None = None) -> None:
         """Receive what there is to check."""
@@ -177,6 +179,8 @@ class WorkerChecks:
         scheduler = self._scheduler
         held = Counter(self._scheduler.quarantined)
         held.update(self._tier.saving_block_ids() if self._tier is not None else ())
+        held.update(scheduler.pinned)
+        self.num_pinned += len(scheduler.pinned)
         for violation in find_violations(scheduler.kv_cache_manager, held):
             self.complain(f"{self._name}: {violation}")
         self._follow_quarantine()
@@ -194,10 +198,11 @@ class WorkerChecks:
         self._known_quarantined = set(quarantined)
 
     def _check_content(self) -> None:
-        """Compare each hashed and each sealed block with the truth."""
+        """Compare each hashed and each sealed block with the truth. What steps in flight fill is hashed before it is filled."""
         seals = self._model.seals
+        has_computed = self._scheduler.num_in_flight == 0
         for block in self._scheduler.kv_cache_manager.block_pool.blocks[1:]:
-            if block.block_hash is not None:
+            if block.block_hash is not None and has_computed:
                 self._compare(block.block_id, block.block_hash, block.group_id, "is a hit")
             sealed = seals.sealed_generation(block.block_id)
             if sealed == BROKEN:

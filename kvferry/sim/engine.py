@@ -1,7 +1,8 @@
 """The engine thread under virtual time: the loop of ``core.engine.thread`` as events.
 
 A step takes time, and the world goes on meanwhile: it is scheduled at one moment, its KV is written at a later one, and its
-outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread.
+outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread. Where the scheduler
+looks ahead, a step is launched when it is scheduled, computed as late as it may be, and its successor is scheduled before.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class SimEngine(EngineTurns):
         self._on_outputs = on_outputs
         self._step_s = step_s
         self._watch = watch
+        self.num_kept_steps = 0  # steps that were in flight while their successors were scheduled
 
     def _turn(self) -> None:
         outputs: list[EngineCoreOutput] = []
@@ -83,11 +85,23 @@ class SimEngine(EngineTurns):
         self._watch.on_scheduled(step)
         self._log("steps", step.output.num_scheduled_tokens)
         duration_s = self._step_s() if step.output.total_num_scheduled_tokens else TURN_S
-        self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
+        if self.core.scheduler.looks_ahead:
+            self._launch(step, outputs, duration_s)
+        else:
+            self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
 
     def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
         runner_output = self.core.run_step(step)
         self._process.call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
+
+    def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
+        """Launch a step, and apply those that need not be kept in flight, when they have run."""
+        self.core.launch_step(step)
+        if self.core.keeps_newest_step():
+            self.num_kept_steps += 1
+            if self.core.scheduler.num_in_flight == 1:
+                duration_s = TURN_S  # there is nothing to wait for: the next step is scheduled at once
+        self._process.call_later(duration_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
 
     def _end_turn(self, outputs: list[EngineCoreOutput]) -> None:
         if outputs:

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
+from msgspec.structs import replace as replace_struct
+
 from core.config import (
     CacheSection,
     ConnectorSection,
@@ -18,6 +20,7 @@ from core.config import (
     SchedulerSection,
     WorkerSection,
 )
+from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config
 from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
@@ -35,6 +38,7 @@ _LEASES_END_EVERY_S = 0.3  # in a race plan
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
+_LOOK_AHEAD_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
@@ -127,6 +131,11 @@ class ClusterPlan:
         return any(verifies_digests(connector.kv_verify, name) for name in connector.transports)
 
     @property
+    def looks_ahead(self) -> bool:
+        """True if a step stays in flight while the next one is scheduled."""
+        return self.config.scheduler.async_scheduling == "on"
+
+    @property
     def kinds(self) -> frozenset[Fault]:
         """What goes wrong."""
         return self.faults.kinds
@@ -137,7 +146,8 @@ class ClusterPlan:
         lines = [
             f"seed {self.seed}: faults {', '.join(sorted(self.kinds)) or 'none'}",
             f"groups {', '.join(map(str, self.attentions))}",
-            f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}",
+            f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}"
+            + (", one of them in flight while the next is scheduled" if self.looks_ahead else ""),
             f"transport {connector.transports[0]}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
@@ -160,11 +170,11 @@ class _Shape:
     def draw_block_size(self) -> int:
         return self.random.choice(self.block_sizes)
 
-    def num_needed(self, block_size: int, max_num_batched_tokens: int) -> int:
+    def num_needed(self, block_size: int, scheduler: SchedulerSection) -> int:
         """Return the smallest pool in which the longest request can run, the null block included."""
         config = hash_model_kv_config(2, block_size, self.attentions)
         num_tokens = _MAX_PROMPT_TOKENS + _MAX_OUTPUT_TOKENS
-        return config.num_blocks_of_sequence(num_tokens, max_num_batched_tokens, MAX_MODEL_LEN) + 1
+        return config.num_blocks_of_sequence(num_tokens, max_in_flight_tokens(scheduler), MAX_MODEL_LEN) + 1
 
 
 def router_address(name: str) -> str:
@@ -172,15 +182,17 @@ def router_address(name: str) -> str:
     return f"tcp://{name}:5570"
 
 
-def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan:
+def draw_plan(seed: int, chosen: Collection[Fault] | None = None, looks_ahead: bool | None = None) -> ClusterPlan:
     """Return the plan of a seed, with the kinds of faults that it draws, or with all that are ``chosen``.
 
-    Other kinds give another run, not a part of the same.
+    Other kinds give another run, not a part of the same. ``looks_ahead`` is drawn where it is None.
     """
     random = Random(seed)
     kinds = draw_kinds(random) if chosen is None else frozenset(chosen)
     routers = random.choice((("router-0",), ("router-0",), ("router-0", "router-1")))
     config = _draw_config(random, kinds, routers)
+    if Random(f"{seed}/look ahead").random() < _LOOK_AHEAD_SHARE if looks_ahead is None else looks_ahead:
+        config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
     shape = _draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
     requests = _draw_requests(random, kinds, routers, shape.attentions)
@@ -219,13 +231,13 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan
     )
 
 
-def draw_race_plan(seed: int) -> ClusterPlan:
+def draw_race_plan(seed: int, looks_ahead: bool | None = None) -> ClusterPlan:
     """Return a run in which most reads race with the reuse of their blocks: only seals stand between them and wrong tokens.
 
     The prefill worker has room for one prompt, gets one after the other, and its clock jumps behind the end of every lease.
     """
     random = Random(seed)
-    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW))
+    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW), looks_ahead)
     workers = {worker.role: worker for worker in plan.workers}
     prefill = replace(workers["prefill"], step_s=random.choice((0.1, 0.3, 0.6)))
     decode = replace(workers["decode"], num_blocks=60, step_s=0.005)
@@ -286,7 +298,7 @@ def _draw_shape(random: Random, config: KVFerryConfig) -> _Shape:
 def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig, shape: _Shape) -> tuple[WorkerPlan, ...]:
     def draw(role: Role, index: int) -> WorkerPlan:
         block_size = shape.draw_block_size()
-        num_needed = shape.num_needed(block_size, config.scheduler.max_num_batched_tokens)
+        num_needed = shape.num_needed(block_size, config.scheduler)
         spare = random.randint(1, 4) if Fault.PRESSURE in kinds else 60
         steps_s = (0.2, 0.6) if Fault.SLOW in kinds and random.random() < 0.7 else (0.005, 0.02, 0.08)
         return WorkerPlan(
@@ -318,7 +330,7 @@ def _let_tier_be_used(
     """Return pools that soon reuse their blocks, and prompts that come again when they may have done so."""
 
     def squeeze(worker: WorkerPlan) -> WorkerPlan:
-        num_needed = shape.num_needed(worker.block_size, config.scheduler.max_num_batched_tokens)
+        num_needed = shape.num_needed(worker.block_size, config.scheduler)
         num_blocks = min(worker.num_blocks, num_needed + random.randint(4, 12))
         return worker if worker.role == "decode" else replace(worker, num_blocks=num_blocks)
 

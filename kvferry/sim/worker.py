@@ -17,6 +17,7 @@ from core.digest import BlockDigester
 from core.engine.actions import AdmissionLimits, EngineLoad
 from core.engine.core import EngineCore
 from core.engine.hands import EngineFacts
+from core.engine.kv_sizing import max_in_flight_tokens
 from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.kv.hashing import BlockHasher
@@ -26,6 +27,7 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
+from core.testing.late_hash_model import LateHashModel
 from core.wire.messages import Generate, Register, RouterMessage
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
@@ -124,6 +126,8 @@ class SimWorker(SimMember):
             "decoded_images": len(self.images.prepared) if self.images is not None else 0,
             "waiting_for_embeddings": gauges.num_encoder_deferrals,
             "quarantined_blocks": self.checks.num_quarantined,
+            "kept_steps": self.engine.num_kept_steps,
+            "pinned_blocks": self.checks.num_pinned,
         }
         for part in (self.connector, self.tier, self.embeddings):
             happened |= part.count_what_happened() if part is not None else {}
@@ -156,9 +160,8 @@ class SimWorker(SimMember):
         digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
         encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None)
-        return HashModel(
-            num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder
-        )
+        kind = LateHashModel if plan.looks_ahead else HashModel
+        return kind(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder)
 
     def _make_images(self, images: ImagePlan | None) -> SimImages | None:
         if images is None or not images.decode_s:
@@ -173,7 +176,7 @@ class SimWorker(SimMember):
             MAX_MODEL_LEN,
             scheduler_block_size=self.spec.block_size,
             hash_block_size=HASH_BLOCK_SIZE,
-            max_in_flight_tokens=config.scheduler.max_num_batched_tokens,
+            max_in_flight_tokens=max_in_flight_tokens(config.scheduler),
             enable_caching=config.cache.enable_prefix_caching,
             watermark=config.cache.watermark,
             seals=self.model.seals,
