@@ -1,6 +1,6 @@
 """One pair whose processes die and come back: answers all the same, no leak, and a cluster that serves again.
 
-What goes wrong in the midst of a read is in ``faults``, which leaves the transport tcp to this file by default.
+What goes wrong in the midst of a read is in ``faults``.
 """
 
 from __future__ import annotations
