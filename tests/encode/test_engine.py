@@ -375,6 +375,7 @@ def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
     assert run(beside.engine).keys() == {"r2/0"}
     assert beside.encoder.encoded == [FOX]
     assert beside.decoded == [CAT, FOX]  # the one that was in progress, and the one that is wanted
+    assert beside.engine.preparation.num_bytes == 0
 
 
 def test_the_next_images_are_decoded_while_a_batch_is_computed(beside, monkeypatch):
