@@ -68,7 +68,7 @@ def device(build_tiny, monkeypatch):
         yield found
 
 
-def requests(*kinds, lengths=(1, 15, 33, 50, 40, 9, 21), max_tokens=6, **sampling):
+def requests(*kinds, lengths=(1, 15, 33, 50, 9), max_tokens=5, **sampling):
     generator = np.random.default_rng(4)
     prompts = [generator.integers(3, VOCAB, length).tolist() for length in lengths]
     kinds = kinds or ({},) * len(lengths)
@@ -124,8 +124,6 @@ KINDS = [
     {"temperature": 0.8, "seed": 4, "top_k": 20, "min_p": 0.01},
     {"logprobs": 2},
     {"temperature": 1.0, "seed": 9, "logprobs": 0},
-    {"max_tokens": 1},
-    {},
 ]
 
 
@@ -135,7 +133,7 @@ KINDS = [
         ("varlen", True),
         ("pages", True),
         ("gather", True),
-        ("sdpa", True),
+        pytest.param("sdpa", True, marks=pytest.mark.full),
         pytest.param("varlen", False, marks=pytest.mark.full),
         pytest.param("pages", False, marks=pytest.mark.full),
         pytest.param("gather", False, marks=pytest.mark.full),
@@ -185,7 +183,9 @@ def tiny_gemma3(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("backend", ["varlen", "pages", pytest.param("gather", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend", ["varlen", pytest.param("pages", marks=pytest.mark.full), pytest.param("gather", marks=pytest.mark.full)]
+)
 def test_groups_of_layers_with_windows_wait_for_nothing_either(tiny_gemma3, run_here, run_there, device, backend):
     asked = requests(lengths=(52, 20, 33))
     expected = run_here(asked, model__name=tiny_gemma3)
