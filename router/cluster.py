@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from core.errors import EngineDead, NoWorker, Overloaded
 from core.wire.messages import (
     ErrorInfo,
     Goodbye,
@@ -29,6 +30,8 @@ from core.wire.messages import (
 NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
+
+_CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died: room has nothing to do with it
 
 _MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
 _MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
@@ -46,7 +49,8 @@ class Member(ABC):
     """A live process of the cluster as the router sees it.
 
     ``num_inflight`` counts what it was given for this router's own requests (choices, or images) and is moved by the flows.
-    ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are.
+    ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are, and so does
+    ``closed_because`` from a failure by which it said, and why, that it takes nothing at all.
     """
 
     key: WorkerKey
@@ -55,6 +59,7 @@ class Member(ABC):
     peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
     is_draining: bool = False
     is_refusing: bool = False
+    closed_because: str = ""
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -80,6 +85,23 @@ class Member(ABC):
     @abstractmethod
     def has_room(self, count: int) -> bool:
         """Say whether it would admit so much more, as far as is known here."""
+
+    @property
+    def why_closed(self) -> str:
+        """Why it takes no new requests, whatever room it has; empty if it does."""
+        return self.closed_because or (f"worker {self.key.engine_id} is draining" if self.is_draining else "")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no new requests, whatever room it has."""
+        return bool(self.why_closed)
+
+    def note_failure(self, error: ErrorInfo) -> None:
+        """Note what its failure of one request, if anything, says of all others."""
+        if error.code == Overloaded.code:
+            self.is_refusing = True
+        elif error.code in _CLOSED:
+            self.closed_because = error.message or error.code
 
     @property
     def num_held(self) -> int:
@@ -269,6 +291,7 @@ class Cluster:
         worker.num_leased_blocks = heartbeat.num_leased_blocks
         worker.is_draining = heartbeat.is_draining
         worker.is_refusing = False
+        worker.closed_because = ""
         return [*actions, Reply(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:

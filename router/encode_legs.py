@@ -113,7 +113,7 @@ def choose_encoder(
 def _fits(encoder: Encoder, reader: Worker) -> bool:
     """Say whether a worker can load what an encode worker offers."""
     return (
-        not encoder.is_draining
+        not encoder.is_closed
         and encoder.facts.ec_connector == reader.facts.ec_connector
         and encoder.facts.model_fingerprint == reader.facts.model_fingerprint
     )

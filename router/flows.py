@@ -186,12 +186,11 @@ class Flows:
 
     def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[FlowAction]:
         """Go on elsewhere, or tell the client. A prefill worker's failure counts only until the first token."""
+        error = message.error
+        sender.note_failure(error)
         flow = self._tries.get(message.request_id)
         if flow is None or sender.key != flow.current:
             return []
-        error = message.error
-        if retries.takes_no_more(error):
-            sender.is_refusing = True
         if retries.is_worth_a_retry(error):
             return self._retry(flow, error, now, is_gone=True)
         return self._fail_with(flow, name_image(flow.submission, error), now, gone=sender.key)
@@ -278,7 +277,7 @@ class Flows:
     def _pick_decode(self, flow: Flow) -> Worker:
         """Return the worker that was reserved at submission, else one for the hand-over, else one that computes all itself."""
         reserved = self._cluster.get(flow.decode)
-        if reserved is not None and not reserved.is_draining and not reserved.is_refusing:
+        if reserved is not None and not reserved.is_closed and not reserved.is_refusing:
             return reserved
         if flow.decode is not None:
             self._claims.free(flow, flow.decode)
@@ -327,8 +326,7 @@ class Flows:
     def on_encode_failed(self, sender: Encoder, message: EncodeFailed | RequestFailed, now: float) -> list[FlowAction]:
         """Go on without these embeddings; only an image that nobody could embed ends the request."""
         error = message.error
-        if retries.takes_no_more(error):
-            sender.is_refusing = True
+        sender.note_failure(error)
         flow = self._tries.get(message.request_id)
         ended = self._encode_legs.give_up(flow, sender.key, error.code) if flow is not None else None
         if flow is None or ended is None:
@@ -347,7 +345,7 @@ class Flows:
         """Begin with the prompt: on the reserved route, or on another if its workers have left meanwhile."""
         flow.accounts.encode_s = now - flow.arrival
         workers = [self._cluster.get(key) for key in (flow.prefill, flow.decode) if key is not None]
-        if workers and all(worker is not None and not worker.is_draining for worker in workers):
+        if workers and all(worker is not None and not worker.is_closed for worker in workers):
             return [self._begin_prompt(flow, now)]
         self._claims.free_all(flow)
         try:

@@ -17,6 +17,7 @@ from core.errors import (
     Overloaded,
     PeerUnreachable,
 )
+from core.wire.messages import Role
 from core.wire.pairing import check_compatible, choose_transport
 from router.cluster import Worker, WorkerKey
 
@@ -93,7 +94,7 @@ def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | No
 
 def routes(workers: Iterable[Worker]) -> Iterator[Route]:
     """Yield every route that takes new requests."""
-    open_workers = [worker for worker in workers if not worker.is_draining]
+    open_workers = [worker for worker in workers if not worker.is_closed]
     decoders = [worker for worker in open_workers if worker.role == "decode"]
     for worker in open_workers:
         if worker.role == "prefill":
@@ -201,7 +202,7 @@ def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand
 
 def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
     """Return the prefill and decode workers that fit nobody of the other role, although there is somebody, and why."""
-    open_workers = [worker for worker in workers if not worker.is_draining]
+    open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     decodes = [worker for worker in open_workers if worker.role == "decode"]
     reasons = {prefill.key: [mismatch(prefill, decode) for decode in decodes] for prefill in prefills}
@@ -221,17 +222,23 @@ def why_not_ready(workers: Iterable[Worker]) -> str | None:
         return None
     if not members:
         return "no worker has registered"
-    open_workers = [worker for worker in members if not worker.is_draining]
+    open_workers = [worker for worker in members if not worker.is_closed]
     if not open_workers:
-        return "all workers are draining"
+        are_draining = all(worker.is_draining for worker in members)
+        return "all workers are draining" if are_draining else f"no worker takes requests: {members[0].why_closed}"
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     decodes = [worker for worker in open_workers if worker.role == "decode"]
     if not prefills:
-        return "no prefill worker is available, and no aggregated one"
+        return _none_of("prefill", members)
     if not decodes:
-        return "no decode worker is available, and no aggregated one"
+        return _none_of("decode", members)
     reason = mismatch(prefills[0], decodes[0])
     return reason.message if reason else None
+
+
+def _none_of(role: Role, members: Iterable[Worker]) -> str:
+    why = next((f": {worker.why_closed}" for worker in members if worker.role == role and worker.is_closed), "")
+    return f"no {role} worker is available, and no aggregated one{why}"
 
 
 def _least_loaded(worker: Worker) -> tuple[float, int]:
@@ -244,7 +251,7 @@ def _with_weights(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
 
 
 def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
-    able = (worker for worker in _with_weights(workers, demand) if not worker.is_draining)
+    able = (worker for worker in _with_weights(workers, demand) if not worker.is_closed)
     return [worker for worker in able if worker.facts.max_model_len >= demand.num_tokens]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from core.errors import (
     CorruptBlock,
-    EngineDead,
     LayoutMismatch,
     LeaseExpired,
     NotFound,
@@ -47,11 +46,6 @@ _LOAD_FAILURES = frozenset(
 def is_refusal(error: ErrorInfo) -> bool:
     """True if the worker had no room for the request, or takes none any more."""
     return error.code in _REFUSALS
-
-
-def takes_no_more(error: ErrorInfo) -> bool:
-    """True if the worker that says so should be given nothing for now."""
-    return is_refusal(error) or error.code == EngineDead.code
 
 
 def is_worth_a_retry(error: ErrorInfo) -> bool:

@@ -485,6 +485,6 @@ class RouterService:
         )
         self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
         self._metrics.watch(
-            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_draining for m in cluster.members)
+            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
         )
         self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)

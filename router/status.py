@@ -22,7 +22,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
     engine_id: str
     role: str
-    state: str  # "ready", "full" or "draining"
+    state: str  # "ready", "full", "draining", or "closed": it has said that it takes nothing
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -80,11 +80,10 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
 
 
 def _worker_status(worker: Member) -> WorkerStatus:
-    state = "draining" if worker.is_draining else "ready" if worker.has_room(1) else "full"
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
-        state=state,
+        state=_state_of(worker),
         num_running=worker.num_running,
         num_waiting=worker.num_waiting,
         max_num_seqs=worker.num_slots,
@@ -92,6 +91,12 @@ def _worker_status(worker: Member) -> WorkerStatus:
         num_leased_blocks=worker.num_leased_blocks,
         transports=worker.transports,
     )
+
+
+def _state_of(worker: Member) -> str:
+    if worker.is_closed:
+        return "draining" if worker.is_draining else "closed"
+    return "ready" if worker.has_room(1) else "full"
 
 
 class _Readings:

@@ -2,6 +2,9 @@
 
 import re
 
+from core.errors import EngineDead, Overloaded
+from core.wire.messages import ErrorInfo
+from router.status import status_of
 from router.status_page import CONTENT_SECURITY_POLICY, PAGE
 
 
@@ -23,6 +26,18 @@ async def test_report_names_workers_and_counts_what_was_served(served):
     parts = report["first_token_parts"]
     assert set(parts) == {"queue", "prefill", "relay"}
     assert {part["num_requests"] for part in parts.values()} == {1}
+
+
+async def test_report_tells_workers_that_are_full_from_those_that_take_nothing(served):
+    prefill, decode = served.router.service.machine.cluster.workers
+    prefill.note_failure(ErrorInfo.of(Overloaded("no room")))
+    decode.note_failure(ErrorInfo.of(EngineDead("it died")))
+    report = status_of(served.router.endpoints, "1.0")
+    assert [worker.state for worker in report.workers] == ["full", "closed"]
+    assert (report.is_ready, report.reason) == (False, "no decode worker is available, and no aggregated one: it died")
+    decode.is_draining = True
+    assert status_of(served.router.endpoints, "1.0").workers[1].state == "draining"
+    assert served.metric("kvferry_workers_draining") == 1
 
 
 async def test_report_names_encode_workers_too(served):

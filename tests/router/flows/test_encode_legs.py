@@ -104,6 +104,16 @@ def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_t
     assert not bench.to("p1", Generate)
 
 
+def test_a_request_with_images_does_not_begin_where_everything_is_refused_by_now(bench):
+    submit(bench, CAT)
+    assert bench.machine.flows._flows["r1"].prefill.engine_id == "p0"
+    bench.fails("p0", ErrorInfo.of(EngineDead("it died")), "an earlier one")
+    bench.join("p1", ec_connector="shared", host_id="here")
+    done(bench, CAT)
+    assert not bench.to("p0", Generate)
+    assert bench.generated("p1").ec_sources
+
+
 def test_one_image_named_twice_is_asked_for_once(bench):
     submit(bench, CAT, CAT)
     assert len(asked(bench).mm_features) == 1

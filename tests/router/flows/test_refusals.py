@@ -1,0 +1,172 @@
+"""Workers that refuse: who is full is asked again, who takes nothing at all is as good as gone, and clients can tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import NoWorker, Overloaded, RouterSilent
+from core.wire.messages import Abort, ErrorInfo, Generate, Heartbeat, Release
+
+FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", http_status=429, retryable=True)
+DRAINING = ErrorInfo(code="no_worker", message="worker d0 drains", http_status=503, retryable=True)
+DEAD = ErrorInfo(code="engine_dead", message="the engine died", http_status=503, retryable=True)
+GIVEN_UP = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
+
+closing = pytest.mark.parametrize("error", [DRAINING, DEAD], ids=lambda error: error.code)
+
+
+def refused_by_d0(bench, error: ErrorInfo, request_id: str = "r1"):
+    """Have a request handed over to d0, which refuses it."""
+    bench.submit(request_id)
+    bench.prefill_done(request_id)
+    bench.fails("d0", error, request_id)
+    return bench
+
+
+# ---- what the next client hears ------------------------------------------------------------------------------------------
+
+
+@closing
+def test_the_next_client_hears_that_the_worker_takes_nothing_and_why_until_its_heartbeat(pair, error):
+    refused_by_d0(pair, error)
+    with pytest.raises(NoWorker, match=f"no decode worker .*: {error.message}") as refused:
+        pair.submit("r2")
+    assert (refused.value.http_status, refused.value.retryable) == (503, True)
+    assert error.message in pair.machine.not_ready_reason
+    pair.heartbeat("d0")
+    assert pair.machine.not_ready_reason is None
+    pair.submit("r2")
+    assert pair.generated("p0").request_id == "r2"
+
+
+def test_what_a_worker_refused_by_is_what_its_heartbeats_say_later(pair):
+    refused_by_d0(pair, DRAINING)
+    pair.heartbeat("d0", is_draining=True)
+    with pytest.raises(NoWorker, match="worker d0 is draining"):
+        pair.submit("r2")
+
+
+def test_a_worker_that_refuses_for_lack_of_room_is_full_until_its_heartbeat(pair):
+    refused_by_d0(pair, FULL)
+    with pytest.raises(Overloaded) as refused:
+        pair.submit("r2")
+    assert (refused.value.http_status, refused.value.retryable) == (429, True)
+    assert pair.machine.not_ready_reason is None
+    pair.heartbeat("d0")
+    pair.submit("r2")
+
+
+@closing
+def test_where_one_takes_nothing_and_the_others_are_full_they_are_full(make_bench, error):
+    bench = refused_by_d0(make_bench("p0", "d0", "d1"), error)
+    bench.fails("d1", FULL, "r1.2")
+    with pytest.raises(Overloaded):
+        bench.submit("r2")
+
+
+@closing
+def test_an_aggregated_worker_that_takes_nothing_is_no_route(make_bench, error):
+    bench = make_bench("a0")
+    bench.submit("r1")
+    bench.fails("a0", error)
+    assert bench.error() == error
+    with pytest.raises(NoWorker, match=error.message):
+        bench.submit("r2")
+
+
+def test_a_refusal_of_a_request_that_has_ended_counts_as_well(pair):
+    pair.submit("r1")
+    pair.do(pair.machine.abort("r1", "client", 0.0))
+    pair.fails("p0", DEAD)
+    with pytest.raises(NoWorker, match=f"no prefill worker .*: {DEAD.message}"):
+        pair.submit("r2")
+
+
+@closing
+def test_what_was_reserved_at_a_worker_that_takes_nothing_goes_elsewhere(make_bench, error):
+    bench = make_bench("p0", "d0", "d1")
+    for request_id in ("r1", "r2", "r3"):
+        bench.submit(request_id)
+    assert [bench.machine.flows._flows[name].decode.engine_id for name in ("r1", "r2", "r3")] == ["d0", "d1", "d0"]
+    bench.prefill_done("r1")
+    bench.fails("d0", error, "r1")
+    bench.prefill_done("r3")
+    assert [message.request_id for message in bench.to("d0", Generate)] == ["r1"]
+    assert [message.request_id for message in bench.to("d1", Generate)] == ["r1.2", "r3"]
+
+
+# ---- how long those wait who have begun ----------------------------------------------------------------------------------
+
+
+@closing
+def test_nobody_waits_for_a_worker_that_takes_nothing_as_for_one_that_is_full(make_bench, error):
+    bench = refused_by_d0(make_bench("p0", "d0", heartbeat_timeout_s=50.0), error)
+    for bench.now in (3.0, 6.0, 9.9):
+        bench.do(bench.machine.on_timer(bench.now))
+        assert "r1" not in bench.ended
+    bench.now = 10.0
+    bench.do(bench.machine.on_timer(bench.now))
+    assert (bench.error().code, bench.error().http_status) == ("no_worker", 503)
+    assert f"{error.message}; nobody could go on with the request for 10 s" in bench.error().message
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    bench.assert_idle()
+
+
+def test_the_time_without_anybody_begins_when_the_last_full_worker_leaves(make_bench):
+    bench = refused_by_d0(make_bench("p0", "d0", heartbeat_timeout_s=50.0), FULL)
+    for bench.now in (5.0, 12.0):
+        bench.do(bench.machine.on_timer(bench.now))
+    bench.leave("d0")
+    for bench.now in (13.0, 21.9):
+        bench.do(bench.machine.on_timer(bench.now))
+        assert "r1" not in bench.ended
+    bench.now = 22.0
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.error().code == "no_worker"
+    bench.assert_idle()
+
+
+# ---- whoever has failed a request, and stays -----------------------------------------------------------------------------
+
+
+def gives_up(bench, name: str) -> None:
+    bench.fails(name, GIVEN_UP)
+
+
+def reconnects(bench, name: str) -> None:
+    bench.receive(f"{name}-again", Heartbeat(engine_id=name, incarnation=1))
+    assert bench.to(f"{name}-again", Abort) == [Abort(request_ids=("r1",), reason="peer_lost")]
+
+
+def loses_tokens(bench, name: str) -> None:
+    bench.tokens(5, 55, peer=name)
+
+
+@pytest.mark.parametrize("fails", [gives_up, reconnects])
+def test_another_prefill_worker_begins_again_even_if_it_has_more_to_do(make_bench, fails):
+    bench = make_bench("p0", "d0")
+    bench.submit()
+    bench.join("p1")
+    bench.heartbeat("p1", num_running=3)
+    fails(bench, "p0")
+    assert bench.generated("p1").request_id == "r1.2"
+
+
+@pytest.mark.parametrize("has_decoded", [False, True])
+@pytest.mark.parametrize("fails", [gives_up, reconnects, loses_tokens])
+def test_another_decode_worker_goes_on_even_if_it_has_more_to_do(make_bench, fails, has_decoded):
+    bench = make_bench("p0", "d0", "d1")
+    bench.heartbeat("d1", num_running=3)
+    bench.submit()
+    bench.prefill_done()
+    if has_decoded:
+        bench.tokens(1, 51)
+    fails(bench, "d0")
+    assert bench.generated("d1").request_id == "r1.2"
+
+
+def test_whoever_has_failed_a_request_gets_it_again_where_nobody_else_is(pair):
+    pair.submit()
+    pair.prefill_done()
+    gives_up(pair, "d0")
+    assert pair.generated("d0").request_id == "r1.2"
