@@ -31,6 +31,7 @@ from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.tier import SimTier
+from kvferry.sim.times import TimeChecks
 
 _MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been reported
 
@@ -99,10 +100,11 @@ class WorkerChecks:
         self.num_quarantined = 0  # blocks, over time
         self.num_pinned = 0  # by steps in flight, over time
 
-    def attach(self, scheduler: Scheduler, model: HashModel, tier: SimTier | None = None) -> None:
+    def attach(self, scheduler: Scheduler, model: HashModel, times: TimeChecks, tier: SimTier | None = None) -> None:
         """Receive what there is to check."""
         self._scheduler = scheduler
         self._model = model
+        self._times = times
         self._tier = tier
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
@@ -126,6 +128,7 @@ class WorkerChecks:
         """Check that the block still belongs to the load, or to nobody."""
         if region:
             return
+        self._times.on_landing(local_row)
         block = self._scheduler.kv_cache_manager.block_pool.blocks[local_row]
         allowed = self._reads[handle][local_row]
         if block.generation != allowed or block.ref_cnt == 0:
@@ -162,6 +165,7 @@ class WorkerChecks:
 
     def on_scheduled(self, step: ScheduledStep) -> None:
         """Note what the loads of this step may write."""
+        self._times.on_scheduled(step.output)
         is_empty = not _achieves_something(step.output)
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
         if self._num_empty_steps > _MAX_EMPTY_STEPS:

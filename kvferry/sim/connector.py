@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from connectors.p2p.actions import P2PConnectorMetadata, Report
+from connectors.p2p.actions import Action, P2PConnectorMetadata, Report
 from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reporting import LoadEnded
@@ -13,6 +14,7 @@ from core.config import ConnectorSection
 from core.ids import IdSource
 from kvferry.sim.host import Host
 from kvferry.sim.node import SimNode, WriteWatch
+from kvferry.sim.times import TimeChecks
 
 
 class SimConnector(SimNode):
@@ -32,8 +34,9 @@ class SimConnector(SimNode):
         self.worker = P2PConnectorWorker(self._submit)
         self._ended_loads: Counter[str] = Counter()  # by how they ended
 
-    def start(self, watch: WriteWatch, max_rows_per_read: int) -> None:
+    def start(self, watch: WriteWatch, times: TimeChecks, max_rows_per_read: int) -> None:
         """Be ready for readers, and to read."""
+        self._times = times
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
         self._start(pool, watch, max_rows_per_read)
@@ -48,9 +51,14 @@ class SimConnector(SimNode):
         return happened | {name: counts[name] for name in ("fenced_peers", "blocks_read_again")} | self._ended_loads
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
-        self._put(self._host.from_engine, lambda node: node.on_metadata(metadata))
+        def on_metadata(node: P2PNode) -> list[Action]:
+            self._times.on_order(metadata)
+            return node.on_metadata(metadata)
+
+        self._put(self._host.from_engine, on_metadata)
 
     def _report(self, report: Report) -> None:
         if isinstance(report, LoadEnded) and report.usage is not None:
             self._ended_loads[f"load_{report.error.code if report.error is not None else 'ok'}"] += 1
+            self._times.on_load_ended(report)
         self.worker.report(report)

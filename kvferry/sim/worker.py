@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
 from core.digest import BlockDigester
-from core.engine.actions import AdmissionLimits, EngineLoad
+from core.engine.actions import Action, AdmissionLimits, EngineLoad, Send
 from core.engine.core import EngineCore
 from core.engine.hands import EngineFacts
 from core.engine.kv_sizing import max_in_flight_tokens
@@ -23,12 +23,13 @@ from core.ids import SeededIds, new_incarnation
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
+from core.request import EngineCoreOutput
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
 from core.testing.late_hash_model import LateHashModel
-from core.wire.messages import Generate, Register, RouterMessage
+from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
@@ -42,6 +43,7 @@ from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import scheduler_side, worker_side
+from kvferry.sim.times import TimeChecks
 from prefill.worker import PrefillHands
 
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
@@ -78,11 +80,12 @@ class SimWorker(SimMember):
         self.images = self._make_images(plan.images)
         core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
-        checks.attach(core.scheduler, self.model, self.tier)
+        self._times = TimeChecks(spec.engine_id, host.process.clock, checks.complain)
+        checks.attach(core.scheduler, self.model, self._times, self.tier)
         if self._connector_worker is not None:
             self._connector_worker.set_wakeup(self.engine.wake)
         if self.connector is not None:
-            self.connector.start(checks, plan.max_rows_per_read)
+            self.connector.start(checks, self._times, plan.max_rows_per_read)
         if self.tier is not None:
             self.tier.start(checks)
         if self.images is not None:
@@ -128,6 +131,7 @@ class SimWorker(SimMember):
             "quarantined_blocks": self.checks.num_quarantined,
             "kept_steps": self.engine.num_kept_steps,
             "pinned_blocks": self.checks.num_pinned,
+            "compared_times": self._times.num_compared,
         }
         for part in (self.connector, self.tier, self.embeddings):
             happened |= part.count_what_happened() if part is not None else {}
@@ -219,6 +223,17 @@ class SimWorker(SimMember):
             drain_timeout_s=config.worker.drain_timeout_s,
         )
         return WorkerState(registration, self.hands, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+
+    # ---- what it tells ----------------------------------------------------------------------------------------------
+
+    def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self._times.on_outputs(outputs)
+        super()._put_outputs(outputs)
+
+    def _carry_out(self, action: Action) -> None:
+        if isinstance(action, Send) and isinstance(action.message, PrefillDone) and self.tier is None:
+            self._times.on_prefill_done(action.message)
+        super()._carry_out(action)
 
     # ---- details -----------------------------------------------------------------------------------------------------
 
