@@ -111,6 +111,7 @@ class PullDriver:
         deadline: float | None = None,
         *,
         is_converted: bool = False,
+        layout: KVLayoutInfo | None = None,
     ) -> list[Action]:
         rows = tuple(range(self._next_row, self._next_row + num_rows))
         self._next_row += num_rows
@@ -120,7 +121,7 @@ class PullDriver:
         units = row_units(remote, rows, expected)
         if is_converted:
             units = tuple(replace(unit, copies=(TokenCopy(*unit.remote_rows, 0, *unit.local_rows, 0, 32),)) for unit in units)
-        request = PullRequest(request_id, ref, units, 32 * num_rows, deadline)
+        request = PullRequest(request_id, ref, units, 32 * num_rows, deadline, layout)
         self.requests[request_id] = request
         return self.take(self.protocol.start(request, self.now))
 

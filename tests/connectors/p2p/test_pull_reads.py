@@ -1,5 +1,6 @@
 """The consumer's state machine: how a load is cut into reads, what failing reads cost, and aborts."""
 
+import msgspec
 import pytest
 
 from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead
@@ -105,6 +106,26 @@ def test_row_that_the_peer_does_not_have_is_not_read(pull):
     pull.grant()
     assert pull.failed == {"r": "protocol_error"}
     assert not pull.actions(PostRead)
+
+
+@pytest.mark.parametrize("is_handoff_ours", [True, False])
+def test_blocks_are_not_read_if_the_hand_over_and_its_owner_disagree_about_them(pull, layout, is_handoff_ours):
+    """Each by itself could be read here: what differs is the number of tokens in a block."""
+    other = msgspec.structs.replace(layout, block_size=layout.block_size // 2, block_bytes=layout.block_bytes // 2)
+    pull.start(num_rows=1, is_converted=not is_handoff_ours, layout=None if is_handoff_ours else other)
+    pull.accept(layout=other if is_handoff_ours else layout)
+    pull.grant()
+    assert pull.failed == {"r": "layout"}
+    assert not pull.open_reads
+
+
+def test_blocks_of_another_size_are_read_if_the_hand_over_and_its_owner_agree_about_them(pull, layout):
+    other = msgspec.structs.replace(layout, block_size=layout.block_size // 2, block_bytes=layout.block_bytes // 2)
+    pull.start(num_rows=1, is_converted=True, layout=other)
+    pull.accept(layout=other)
+    pull.grant()
+    assert not pull.failed
+    assert pull.data_reads()
 
 
 def test_second_report_of_a_read_is_ignored(pull):
