@@ -5,6 +5,7 @@ import pytest
 from core.config import SchedulerSection
 from core.kv.integrity import find_violations
 from core.kv.manager import KVCacheManager
+from core.kv.seals import BROKEN
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus
 from core.sched.load_failures import handle_load_failures
@@ -205,6 +206,31 @@ def test_every_request_that_shares_an_invalid_block_fails(world):
     assert world.running_ids == ["c"]
     world.add("d", prompt)
     assert world.schedule().num_scheduled_tokens["d"] == 40
+
+
+def test_what_an_ended_request_keeps_for_a_reader_is_no_hit_and_has_no_seal_if_it_rests_on_an_invalid_block(world):
+    prompt = world.prompt(70)
+    world.script.keep.add("a")
+    world.add("a", prompt, max_tokens=1)
+    world.step()
+    kept = world.manager.get_block_ids("a")[0]
+    world.add("b", prompt[:30], max_tokens=9)
+    world.step()
+    assert world.manager.get_block_ids("b")[0][0] == kept[0]
+    world.spoil(*kept)
+    world.script.report.invalid_block_ids = {kept[0]}
+    world.step()
+    assert world.ends == {"a": "length", "b": "error"}
+    seals = world.manager.block_pool.seals
+    assert {seals.sealed_generation(block_id) for block_id in kept} == {BROKEN}
+    world.add("c", prompt)
+    assert world.schedule().num_scheduled_tokens == {"c": 70}
+    world.finish_step()
+    world.run()
+    assert world.tokens["c"] == world.expected(prompt, 4)
+    world.complete_send("a")
+    world.step()
+    world.assert_clean()
 
 
 def test_invalid_block_of_a_request_that_waits_loaded_fails_it(make_world, remote):

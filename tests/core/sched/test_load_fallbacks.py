@@ -142,3 +142,38 @@ def test_a_load_that_fails_progressively_counts_once(world, load):
         world.script.report.invalid_block_ids = {ids[position]}
         world.step()
     assert sum(world.scheduler.make_stats().num_load_fallbacks.values()) == 1
+
+
+def test_tokens_that_are_computed_twice_count_at_most_as_the_prompt(make_world, remote):
+    """Most of the prompt is loaded, is bad, is computed here, and is found to be bad once more before the first token."""
+    world = make_world(with_connector=True, max_num_batched_tokens=16)
+    world.script.remote["a"] = remote(64)
+    request = world.add("a", 100)
+    world.step()
+    world.end_load_partly("a", bad=[0])
+    world.step()
+    while request.num_computed_tokens < 64:
+        world.step()
+    first = block_ids(world, "a")[0]
+    world.script.report.invalid_block_ids = {first}
+    world.spoil(first)
+    outputs = []
+    while not outputs:
+        outputs = world.step()
+    assert outputs[0].transfer_usage.recomputed_tokens == 100
+    world.run()
+    world.assert_right(request, 4)
+
+
+def test_what_is_lost_behind_the_first_token_is_counted_and_not_told(make_world, remote):
+    world = make_world(with_connector=True)
+    request = world.add("a", 40)
+    world.step()
+    first = block_ids(world, "a")[0]
+    world.spoil(first)
+    world.script.report.invalid_block_ids = {first}
+    world.step()
+    assert world.scheduler.make_stats().num_load_fallbacks == {("rejected", "recompute"): 1}
+    assert world.scheduler._state.transfer_usage == {}
+    world.run()
+    world.assert_right(request, 4)

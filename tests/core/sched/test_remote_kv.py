@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.request import RequestStatus
-from core.sched.remote_kv import promote_loaded_request
+from core.request import KVConnectorOutput, RequestStatus
+from core.sched.remote_kv import promote_loaded_request, update_from_kv_xfer_finished
 from core.wire.messages import TransferUsage
 
 USAGE = TransferUsage(transport="fake", transferred_tokens=32, transferred_bytes=256)
@@ -281,6 +281,34 @@ def test_ends_of_loads_that_nobody_waits_for_are_counted_and_ignored(world, load
     assert world.scheduler.make_stats().num_ignored_reports == 4
     world.run()
     assert world.ends == {"a": "length", "b": "length"}
+
+
+def test_an_end_that_is_told_again_before_anybody_looked_at_the_first_is_counted_and_changes_nothing(world, load):
+    request = load("a", 40, 32)
+    world.complete_load("a")
+    world.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    update_from_kv_xfer_finished(world.scheduler._state, KVConnectorOutput(finished_recving={"a"}))
+    assert world.scheduler.make_stats().num_ignored_reports == 1
+    assert world.num_blocks_of("a") == 2
+    world.run()
+    assert world.tokens["a"] == world.expected(prompt_of(request), 4)
+    world.assert_clean()
+
+
+def test_a_finished_request_keeps_its_blocks_for_the_reader_though_the_end_of_its_load_is_told_twice(world, load):
+    load("a", 40, 32)
+    world.scheduler.connector.request_finished = lambda request, block_ids: (True, None)
+    world.abort("a")
+    world.end_load("a")
+    world.step()
+    world.script.report.finished_recving.add("a")
+    world.step()
+    assert world.num_used_blocks == 2
+    assert world.scheduler.make_stats().num_ignored_reports == 1
+    world.complete_send("a")
+    world.step()
+    world.assert_clean()
 
 
 def test_invalid_blocks_outside_the_pool_are_counted_and_ignored(world):
