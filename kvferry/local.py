@@ -74,13 +74,15 @@ class ProcessOptions:
 
     ``environment`` is added to what they inherit, such as ``UCX_TLS``, which a library reads. ``keep_control_ports`` lets a
     prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does. ``caches``
-    are the KV pools, ``schedulers`` the batching of roles that are not as configured for all.
+    are the KV pools, ``schedulers`` the batching of roles that are not as configured for all. ``workers`` are settings of
+    section ``worker`` by the worker's name; they come before those that the cluster chooses, as where a proxy is in between.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     keep_control_ports: bool = False
     caches: Mapping[Role, CacheSection] = field(default_factory=dict)
     schedulers: Mapping[Role, SchedulerSection] = field(default_factory=dict)
+    workers: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 class LocalCluster:
@@ -311,15 +313,15 @@ class LocalCluster:
         return self._config if name in self._services else self._worker_config(name)
 
     def _worker_config(self, name: str) -> KVFerryConfig:
-        worker = msgspec.structs.replace(
-            self._config.worker,
-            engine_id=name,
-            router_addresses=(self._config.router.worker_address,),
-            control_address=f"tcp://127.0.0.1:{self._control_ports.get(name, 0)}",
-            ops_port=0,
-            workers_on_host=len(self._roles),
-            host_slot=list(self._roles).index(name),
-        )
+        chosen: dict[str, object] = {
+            "engine_id": name,
+            "router_addresses": (self._config.router.worker_address,),
+            "control_address": f"tcp://127.0.0.1:{self._control_ports.get(name, 0)}",
+            "ops_port": 0,
+            "workers_on_host": len(self._roles),
+            "host_slot": list(self._roles).index(name),
+        }
+        worker = msgspec.structs.replace(self._config.worker, **chosen | dict(self._options.workers.get(name, {})))
         role = self._roles[name]
         cache = self._options.caches.get(role, self._config.cache)
         scheduler = self._options.schedulers.get(role, self._config.scheduler)

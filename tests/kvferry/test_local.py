@@ -9,6 +9,7 @@ import pytest
 from core.config import load_config
 from core.errors import ConfigError, StartFailed
 from kvferry import LocalCluster
+from kvferry.local import ProcessOptions
 
 
 @pytest.mark.parametrize("assignments", [["local.num_prefill=0"], ["local.num_decode=0"]])
@@ -40,6 +41,15 @@ def test_settings_that_the_cluster_chooses_are_refused_not_overwritten(assignmen
     with pytest.raises(ConfigError, match="a local cluster chooses it") as refused:
         LocalCluster(load_config(assignments=[assignment]))
     assert refused.value.param == assignment.partition("=")[0]
+
+
+def test_settings_of_single_workers_come_before_those_that_the_cluster_chooses():
+    own = {"advertise_host": "127.0.0.2", "router_addresses": ("tcp://127.0.0.1:7001",)}
+    cluster = LocalCluster(load_config(), options=ProcessOptions(workers={"prefill-0": own}))
+    found = {name: cluster._worker_config(name).worker for name in cluster._roles}
+    assert (found["prefill-0"].advertise_host, found["prefill-0"].router_addresses) == ("127.0.0.2", ("tcp://127.0.0.1:7001",))
+    assert found["prefill-0"].engine_id == "prefill-0"
+    assert (found["decode-0"].advertise_host, found["decode-0"].router_addresses) == ("", ("tcp://127.0.0.1:5570",))
 
 
 @pytest.mark.slow
