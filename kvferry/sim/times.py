@@ -4,7 +4,7 @@ The router takes what is left of a total for *relay*, so the parts of a time alw
 measures is compared with the moments, on the same worker's clock, at which the simulation saw it begin and end:
 
     computing   from the step that first computes tokens of a request to its first token
-    transfer    from the order that reached the p2p node to the last byte, and with the verification to the report
+    transfer    from the order that reached the p2p node to the last block, and with the verification to the report
 
 Sees one life of one worker; called by ``kvferry.sim.worker`` and ``kvferry.sim.connector``.
 """
@@ -34,7 +34,7 @@ class TimeChecks:
         self._ended: set[str] = set()  # of these; the next request of this id is another one
         self._orders: dict[str, float] = {}  # engine request → when the node was told to load
         self._rows: dict[str, frozenset[int]] = {}
-        self._landings: dict[int, float] = {}  # local block → when bytes were last written to it
+        self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
         self.num_compared = 0
 
     # ---- computing ---------------------------------------------------------------------------------------------------
@@ -69,10 +69,12 @@ class TimeChecks:
         for pull in metadata.pulls:
             self._orders[pull.request_id] = self._clock.now()
             self._rows[pull.request_id] = frozenset(pull.local_rows)
+            for row in pull.local_rows:
+                self._landings.pop(row, None)
 
     def on_landing(self, block_id: int) -> None:
-        """Note when bytes arrive."""
-        self._landings[block_id] = self._clock.now()
+        """Note when bytes arrive first; to read them once more, because of a wrong digest, is part of the verification."""
+        self._landings.setdefault(block_id, self._clock.now())
 
     def on_load_ended(self, ended: LoadEnded) -> None:
         """Check what a load reports."""
