@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from core.errors import ContextTooLong, NoWorker, Overloaded
+from core.errors import ContextTooLong, EngineDead, NoWorker, Overloaded
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
-from core.wire.messages import Register
+from core.wire.messages import ErrorInfo, Register
 from router.cluster import Worker, WorkerKey
 from router.policy import (
     Demand,
@@ -237,6 +237,14 @@ def test_says_what_is_missing(workers, reason):
         choose_route(workers, Demand(num_tokens=10))
 
 
+def test_says_why_those_of_a_role_that_are_there_take_nothing_and_nobody_else():
+    prefill, other = member("prefill", "p0"), member("prefill", "p1")
+    other.note_failure(ErrorInfo.of(EngineDead("it died")))
+    assert why_not_ready([other, prefill]) == "no decode worker is available, and no aggregated one"
+    assert why_not_ready([other, member("decode", "d0")]) == "no prefill worker is available, and no aggregated one: it died"
+    assert why_not_ready([other, member("decode", "d0", is_draining=True)]) == "no worker takes requests: it died"
+
+
 def test_is_ready_with_a_pair_or_an_aggregated_worker():
     assert why_not_ready([member("prefill", "p0"), member("decode", "d0")]) is None
     assert why_not_ready([member("aggregated", "a0")]) is None
@@ -337,3 +345,6 @@ def test_a_worker_that_lacks_a_partner_altogether_or_drains_is_not_called_unpair
     assert unpaired([member("prefill", "p0"), member("aggregated", "a0", model_fingerprint=b"v2")]) == {}
     draining = member("decode", "d0", model_fingerprint=b"v2", is_draining=True)
     assert unpaired([member("prefill", "p0"), draining]) == {}
+    dead = member("decode", "d0", model_fingerprint=b"v2")
+    dead.note_failure(ErrorInfo.of(EngineDead("it died")))
+    assert unpaired([member("prefill", "p0"), dead]) == {}

@@ -112,6 +112,18 @@ def test_nobody_waits_for_a_worker_that_takes_nothing_as_for_one_that_is_full(ma
     bench.assert_idle()
 
 
+def test_the_time_without_anybody_begins_when_the_request_begins_to_wait(make_bench):
+    bench = make_bench("p0", "d0", heartbeat_timeout_s=50.0)
+    bench.now = 30.0
+    refused_by_d0(bench, DRAINING)
+    for bench.now in (31.0, 39.9):
+        bench.do(bench.machine.on_timer(bench.now))
+        assert "r1" not in bench.ended
+    bench.now = 40.0
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.error().code == "no_worker"
+
+
 def test_the_time_without_anybody_begins_when_the_last_full_worker_leaves(make_bench):
     bench = refused_by_d0(make_bench("p0", "d0", heartbeat_timeout_s=50.0), FULL)
     for bench.now in (5.0, 12.0):
