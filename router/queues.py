@@ -2,7 +2,8 @@
 
 Owns, for each worker that begins requests, the prompts that this router has given it and whose first token is to come, and the
 pace at which those before were done. The wait is what is queued at that pace, less what has passed since the last of them: the
-prompt's own time is not counted, so an idle worker is never too late, and neither is one of which nothing is known. Sees what
+prompt's own time is not counted, so an idle worker is never too late, and neither is one of which nothing is known. A few tokens
+take a step as many do: what short prompts took tells little of long ones, so it is extrapolated only so far. Sees what
 ``router.machine`` sends and gets; no I/O, times come in.
 """
 
@@ -18,6 +19,7 @@ from router.cluster import Worker, WorkerKey
 from router.policy import Demand, starters
 
 _MEMORY = 0.9  # weight of all earlier prompts at the next one: the pace is that of the last ten or so
+_MOST_TIMES = 5  # as long as those before, that a prompt is thought to take
 
 
 @dataclass(slots=True)
@@ -28,12 +30,14 @@ class _Queue:
     num_tokens: int = 0
     since: float = 0.0
     done_tokens: float = 0.0  # with what follows, the pace
+    done_prompts: float = 0.0
     done_s: float = 0.0
 
     def wait_s(self, now: float) -> float:
         if not self.done_tokens:
             return 0.0
-        return max(0.0, self.num_tokens * self.done_s / self.done_tokens - (now - self.since))
+        times = min(self.num_tokens / self.done_tokens, _MOST_TIMES * len(self.prompts) / self.done_prompts)
+        return max(0.0, times * self.done_s - (now - self.since))
 
 
 class PromptQueues:
@@ -66,6 +70,7 @@ class PromptQueues:
         num_tokens, seconds = queue.prompts[request_id], now - queue.since
         self.drop(request_id, now)
         queue.done_tokens = queue.done_tokens * _MEMORY + num_tokens
+        queue.done_prompts = queue.done_prompts * _MEMORY + 1
         queue.done_s = queue.done_s * _MEMORY + seconds
 
     def drop(self, request_id: str, now: float) -> None:

@@ -62,8 +62,17 @@ def test_the_pace_follows_the_latest_prompts(paced):
     for turn in range(60):  # ten times as fast from now on
         paced.send("fast", 100, 2000.0 + turn)
         paced.on_first_token("fast", 2000.1 + turn)
-    paced.send("a", 1000, 3000.0)
-    assert paced.wait_s(P0, 3000.0) == pytest.approx(1.0, rel=0.05)
+    paced.send("a", 500, 3000.0)
+    assert paced.wait_s(P0, 3000.0) == pytest.approx(0.5, rel=0.05)
+
+
+def test_what_a_short_prompt_took_tells_little_of_long_ones():
+    bench = Bench()
+    bench.send("short", 1, 1000.0)
+    bench.on_first_token("short", 1002.0)
+    for number in range(3):
+        bench.send(f"long{number}", 100, 1002.0)
+    assert bench.wait_s(P0, 1002.0) == pytest.approx(3 * 5 * 2.0)
 
 
 @pytest.mark.parametrize("leave", ["abort", "fail"])
