@@ -2,7 +2,7 @@
 
 Owns, for each worker that begins requests, the prompts that this router has given it and whose first token is to come, and the
 pace at which those before were done. The wait is what is queued at that pace, less what has passed since the last of them: the
-prompt's own time is not counted, so an idle worker is never too late, and neither is one of which nothing is known. A few tokens
+prompt's own time is not counted, so an idle worker is never too late, and neither is one of which nothing is known. Few tokens
 take a step as many do: what short prompts took tells little of long ones, so it is extrapolated only so far. Sees what
 ``router.machine`` sends and gets; no I/O, times come in.
 """
