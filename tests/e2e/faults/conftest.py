@@ -1,8 +1,9 @@
-"""Clusters in which faults are made: the cells of the matrix, a client that sees single tokens, and what must hold afterwards.
+"""Clusters in which faults are made: the cells of the matrix, the networks between processes, and what must hold afterwards.
 
 A test asks for the fixture ``faulty`` and says by ``@pytest.mark.quick_on(cell)`` on which transport ``make test`` runs it;
 ``make test-full`` runs it on all. What goes wrong with reads is told to the workers by a plan (``fault_connector.py``),
-processes are killed and stopped by signals. States are waited for, in traces and metrics; nothing sleeps and hopes.
+processes are killed and stopped by signals, networks are cut by proxies. States are waited for, in traces and metrics; nothing
+sleeps and hopes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import contextlib
 import http.client
 import itertools
 import json
+import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from core.config import RouterSection
+from core.testing.streaming_client import Stream
+from core.testing.tcp_proxy import TcpProxy
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
 
 MODEL = "smollm2-135m"
@@ -36,6 +40,7 @@ CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, en
 }
 LEASE_S = 3.0
 DEADLINE_S = 10.0
+HEARTBEAT_TIMEOUT_S = RouterSection().heartbeat_timeout_s
 SLACK_S = 10.0  # what a loaded machine adds to a bound of the protocol
 _POLL_S = 0.05
 HELD = (
@@ -69,6 +74,10 @@ PROFILES: Mapping[str, Sequence[str]] = {
         "connector.kv_verify=digest",
         "cache.num_blocks=28",
     ),
+    # Proxies between the processes, see ``Network``; the router's heartbeat is the default one.
+    "network": ("local.num_decode=2", "cache.num_blocks=48", f"router.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"),
+    # Deadlines end long before ZeroMQ notices that nobody is at the other end of a connection.
+    "short deadlines": ("connector.transfer_deadline_s=3", "cache.num_blocks=48"),
 }
 
 
@@ -88,83 +97,43 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("fault_cluster", cells, indirect=True, scope="session")
 
 
-# ---- a client --------------------------------------------------------------------------------------------------------
+# ---- a network that can be cut ---------------------------------------------------------------------------------------
 
 
-class Stream:
-    """One streamed completion, read by a thread of its own, with the time of every token."""
+class Network:
+    """Proxies between the processes of a cluster: from each worker to the router, and from decode workers to ``prefill-0``.
 
-    def __init__(self, base_url: str, body: Mapping[str, Any]) -> None:
-        self.prompt: Sequence[int] = body["prompt"]
-        self.status: int | None = None
-        self.error: dict[str, Any] | None = None  # as the server tells it
-        self.broken = ""  # how the connection ended, if not in good order
-        self.usage: dict[str, Any] = {}
-        self.token_ids: list[int] = []
-        self.times: list[float] = []  # of the tokens, by the monotonic clock
-        self.finish_reason = ""
-        self.is_done = False
-        self.started_at = time.monotonic()
-        self.ended_at = 0.0
-        self._has_ended = threading.Event()
-        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=240)
-        self._connection.connect()
-        self._socket = self._connection.sock
-        self._thread = threading.Thread(target=self._run, args=(json.dumps(body),), daemon=True)
-        self._thread.start()
+    ``data`` is what carries blocks by transport tcp; those of the others go another way.
+    """
+
+    def __init__(self, proxies: contextlib.ExitStack) -> None:
+        with contextlib.ExitStack() as probes:
+            free = [probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
+        self._router, control, data = [("127.0.0.1", port) for port in free]
+        self.control = proxies.enter_context(TcpProxy(control, ("127.0.0.2", control[1])))
+        self.data = proxies.enter_context(TcpProxy(data, ("127.0.0.2", data[1])))
+        names = ("prefill-0", "decode-0", "decode-1")
+        self.to_router = {name: proxies.enter_context(TcpProxy(self._router)) for name in names}
 
     @property
-    def has_ended(self) -> bool:
-        return self._has_ended.is_set()
+    def router_address(self) -> str:
+        """Where the router itself is."""
+        return f"tcp://127.0.0.1:{self._router[1]}"
 
-    @property
-    def transfer(self) -> dict[str, Any]:
-        """What the answer says of its hand-over."""
-        return self.usage.get("kv_transfer", {})
+    def worker_settings(self) -> dict[str, dict[str, object]]:
+        """Return what makes the workers talk through the proxies: other ports of the router, another host of the owner."""
+        owner = {
+            "control_address": f"tcp://127.0.0.1:{self.control.address[1]}",
+            "data_port": self.data.address[1],
+            "advertise_host": self.control.address[0],
+        }
+        routers = {name: (f"tcp://127.0.0.1:{proxy.address[1]}",) for name, proxy in self.to_router.items()}
+        return {name: {"router_addresses": found} | (owner if name == "prefill-0" else {}) for name, found in routers.items()}
 
-    def leave(self) -> float:
-        """Disconnect, as a client does that has lost interest; returns when."""
-        at = time.monotonic()
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-        return at
-
-    def result(self, timeout_s: float = 120.0) -> Stream:
-        """Wait for the end."""
-        assert self._has_ended.wait(timeout_s), f"no answer within {timeout_s:g} s; {len(self.token_ids)} tokens so far"
-        return self
-
-    def _run(self, body: str) -> None:
-        try:
-            self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            response = self._connection.getresponse()
-            self.status = response.status
-            if response.status != http.client.OK:
-                self.error = json.loads(response.read())["error"]
-                return
-            for line in response:
-                if line.startswith(b"data: "):
-                    self._take(line.removeprefix(b"data: ").strip())
-            if not self.is_done and self.error is None:
-                self.broken = "the stream ended early"
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self.broken = repr(error)
-        finally:
-            self._connection.close()
-            self.ended_at = time.monotonic()
-            self._has_ended.set()
-
-    def _take(self, payload: bytes) -> None:
-        if payload == b"[DONE]":
-            self.is_done = True
-            return
-        chunk = json.loads(payload)
-        self.error = chunk.get("error", self.error)
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk.get("choices", ()):
-            self.token_ids += choice.get("token_ids") or ()
-            self.times += [time.monotonic()] * len(choice.get("token_ids") or ())
-            self.finish_reason = choice["finish_reason"] or self.finish_reason
+    def heal(self) -> None:
+        """Let everything through again."""
+        for proxy in (self.control, self.data, *self.to_router.values()):
+            proxy.heal()
 
 
 # ---- the cluster -----------------------------------------------------------------------------------------------------
@@ -182,6 +151,7 @@ class FaultCluster:
     eventually: Callable[..., None]
     lease_s: float
     deadline_s: float
+    network: Network | None  # of profile "network"
     name: str = ""  # of the test
     measured: list[tuple[str, object]] = field(default_factory=list)  # what its report says beside its result
     _epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -324,12 +294,21 @@ class FaultCluster:
         return sum(self.gauges("prefill", "kvferry_kv_leased_blocks").values())
 
     def held(self) -> dict[str, float]:
-        """Return every gauge of the live workers that counts something held."""
-        found = {}
+        """Return every gauge of the workers that counts something held.
+
+        A worker that is starting holds nothing, nor one that has ended; one that does not answer may hold anything.
+        """
+        found: dict[str, float] = {}
         for worker in self.cluster.workers:
-            with contextlib.suppress(OSError, KeyError):  # it is dying, dead, or starting; then it holds nothing
+            try:
+                if _status(f"{worker.ops_address}/started") != http.client.OK:
+                    continue
                 samples = self.samples(worker.engine_id)
-                found |= {f"{worker.engine_id}:{name}": samples[name,] for name in HELD if samples.get((name,))}
+            except (OSError, http.client.HTTPException, KeyError):  # KeyError: it has ended
+                if self.cluster.pids.get(worker.engine_id) == worker.pid:
+                    found[f"{worker.engine_id}: no answer"] = math.nan
+                continue
+            found |= {f"{worker.engine_id}:{name}": samples[name,] for name in HELD if samples[name,]}
         return found
 
     def measure(self, what: str, seconds: float) -> None:
@@ -365,7 +344,7 @@ class FaultCluster:
 
 def _status(url: str) -> int:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=5)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=2)
     try:
         connection.request("GET", parts.path)
         return connection.getresponse().status
@@ -399,13 +378,19 @@ def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_toke
     cell, profile = request.param
     transport, environment = CELLS[cell]
     folder = tmp_path_factory.mktemp(f"faults-{cell}")
-    config = cluster_config(
-        *_COMMON, *PROFILES[profile], f"connector.transports=[{transport}]", f"connector.extra.faults={folder}"
-    )
+    settings = [*_COMMON, *PROFILES[profile], f"connector.transports=[{transport}]", f"connector.extra.faults={folder}"]
     import_path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     options = ProcessOptions(environment={"PYTHONPATH": import_path, **environment}, keep_control_ports=True)
     failures_before = request.session.testsfailed
-    with leaving_nothing(), LocalCluster(config, supervise=True, log_dir=folder / "logs", options=options) as cluster:
+    with contextlib.ExitStack() as stack:
+        network = None
+        if profile == "network":
+            network = Network(stack)
+            settings.append(f"router.worker_address={network.router_address}")
+            options = replace(options, workers=network.worker_settings())
+        config = cluster_config(*settings)
+        stack.enter_context(leaving_nothing())
+        cluster = stack.enter_context(LocalCluster(config, supervise=True, log_dir=folder / "logs", options=options))
         yield FaultCluster(
             cell=cell,
             cluster=cluster,
@@ -415,6 +400,7 @@ def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_toke
             eventually=request.getfixturevalue("eventually"),
             lease_s=config.connector.lease_s,
             deadline_s=config.connector.transfer_deadline_s,
+            network=network,
         )
     if request.session.testsfailed > failures_before:
         for path in sorted((folder / "logs").glob("*.log")):
@@ -427,6 +413,8 @@ def faulty(request, fault_cluster: FaultCluster) -> Iterator[FaultCluster]:
     fault_cluster.name, fault_cluster.measured = request.node.originalname, request.node.user_properties
     fault_cluster.plan()
     yield fault_cluster
+    if fault_cluster.network is not None:
+        fault_cluster.network.heal()
     for name in fault_cluster.cluster.pids:
         _thaw(fault_cluster.cluster, name)
     fault_cluster.assert_settled()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from signal import SIGCONT, SIGSTOP
+import time
+from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
 
@@ -59,3 +60,39 @@ def test_client_that_leaves_in_mid_stream_leaves_nothing(faulty):
     faulty.wait_for_tokens(stream, 4)
     leave(faulty, stream)
     faulty.check_tokens(stream.prompt, stream.token_ids)
+
+
+@pytest.mark.quick_on("nixl")
+@pytest.mark.profile("one reader")
+def test_client_that_leaves_while_its_request_waits_for_blocks_leaves_nothing(faulty):
+    """Nearly all blocks of the decode worker belong to another request, whose read is still to come."""
+    faulty.plan(late=[1])
+    other = faulty.start(400)
+    faulty.wait_for("kept")
+    stream = faulty.start(120)
+    reader = faulty.busy("decode", "kvferry_num_requests_waiting")
+    assert not stream.has_ended
+    left_at = stream.leave()
+    faulty.eventually(lambda: not faulty.gauge(reader, "kvferry_num_requests_waiting"), "the end of the request")
+    faulty.measure("leaving to the end of the request", time.monotonic() - left_at)
+    faulty.let_go()
+    faulty.assert_correct(other)
+    faulty.assert_released()
+
+
+@pytest.mark.quick_on("nixl")
+@pytest.mark.profile("one reader")
+def test_client_that_leaves_while_its_request_waits_at_the_router_leaves_nothing(faulty):
+    """The only decode worker is lost, so that the router keeps the request until another life of it comes."""
+    stream = faulty.start(100, 250)
+    faulty.wait_for_tokens(stream, 4)
+    pid = faulty.cluster.pids["decode-0"]
+    faulty.kill("decode-0", SIGKILL)
+    faulty.eventually(lambda: faulty.samples("router")["kvferry_num_requests_waiting",], "the request in the router's queue")
+    assert not stream.has_ended
+    stream.leave()
+    for name in ("waiting", "running"):
+        faulty.eventually(lambda name=name: not faulty.samples("router")[f"kvferry_num_requests_{name}",], f"the end of {name}")
+    faulty.check_tokens(stream.prompt, stream.token_ids)
+    faulty.wait_for_restart("decode-0", pid)
+    faulty.assert_released()

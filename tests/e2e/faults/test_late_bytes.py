@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from signal import SIGCONT, SIGSTOP
 
 import pytest
@@ -27,6 +28,31 @@ def test_bytes_of_a_worker_that_thaws_late_spoil_nobodys_blocks(faulty):
     assert_all_correct(faulty, others)
     faulty.assert_released()
     faulty.wait_for_members("prefill", 2)  # UCX may end a process that thaws behind a fence; that is a death like any other
+
+
+@pytest.mark.quick_on("tcp")
+@pytest.mark.profile("short deadlines")
+def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(faulty):
+    """Another read of the same owner ends before it freezes, which spares it the fence until a second deadline has passed."""
+    faulty.plan(late=[1], ignore_cancel=True)
+    stream = faulty.start(200)
+    faulty.wait_for("kept")
+    faulty.assert_correct(faulty.start(20, 2), 2)
+    frozen_at = faulty.kill("prefill-0", SIGSTOP)
+    faulty.let_go()
+    assert "prefill-0: no answer" in faulty.held()  # a check that a stopped worker would pass shows nothing
+    faulty.wait_for("cancelled")
+    faulty.eventually(lambda: faulty.gauge("decode-0", "kvferry_kv_quarantined_blocks"), "quarantine")
+    assert not faulty.trace("fenced")
+    faulty.assert_correct(stream)
+    faulty.measure("freeze to next token", stream.times[1] - frozen_at)
+    assert stream.transfer["fallback_reason"] == "deadline"
+    assert stream.transfer["recomputed_tokens"] > 0
+    faulty.wait_for("fenced")
+    faulty.eventually(lambda: not faulty.gauge("decode-0", "kvferry_kv_quarantined_blocks"), "the end of the quarantine")
+    faulty.measure("freeze to the end of the quarantine", time.monotonic() - frozen_at)
+    faulty.kill("prefill-0", SIGCONT)
+    faulty.assert_released(frozen_at)
 
 
 @pytest.mark.quick_on("nixl")
