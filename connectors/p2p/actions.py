@@ -182,8 +182,8 @@ class PostSealRead:
     """Read the seals of ``remote_rows`` of a peer when all their blocks have been read into ``local_rows``.
 
     It is begun when none of the reads ``after`` is open any more, well or badly ended; those that are not named have ended
-    before. One that is cancelled earlier ends after them all the same. With ``wants_digests`` each block has gone into one of
-    ours as it was, of whose bytes the digest is taken.
+    before. One that is cancelled earlier ends at once. With ``wants_digests`` each block has gone into one of ours as it was,
+    of whose bytes the digest is taken.
     """
 
     read_id: int

@@ -49,7 +49,8 @@ class Load:
 
     ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
     those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
-    the peer how far the load gets. ``wants_room``: a read of it had no room in the staging area.
+    the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks was said to have ended.
+    ``wants_room``: a read of it had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -58,6 +59,7 @@ class Load:
         self.deadline = deadline
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
+        self.last_ended_at = now
         self.open_reads: dict[int, RowSlice] = {}
         self.seal_read: int | None = None
         self.sealing = NO_ROWS
@@ -94,6 +96,12 @@ class Load:
     def is_untouched(self) -> bool:
         """True if nothing has come of what was asked for."""
         return not (self._arrived or self._verified or self._num_rows_read)
+
+    @property
+    def num_open_rows(self) -> int:
+        """Rows that a read may write now, or, if none is being read, whose seal may land."""
+        rows = self.open_reads.values() or (self.sealing,)
+        return sum(len(each.local_rows) for each in rows)
 
     @property
     def has_arrived(self) -> bool:
@@ -158,11 +166,11 @@ class Load:
         indices = self._arrived.union(*(rows.indices for rows in self.open_reads.values()))
         return self._whole if len(indices) == len(self._whole.indices) else self._slice(sorted(indices))
 
-    def begin_sealing(self, bytes_ended_at: float) -> None:
-        """The bytes are here: from then on it is verification."""
+    def begin_sealing(self) -> None:
+        """The bytes are here: since the last read has ended it is verification."""
         self.phase = LoadPhase.SEALING
         if self._bytes_ended_at is None:
-            self._bytes_ended_at = bytes_ended_at
+            self._bytes_ended_at = self.last_ended_at
 
     def end_sealing(self) -> RowSlice:
         """Take out the seal read, which is terminal, and return what it was of."""
@@ -210,14 +218,10 @@ class Load:
         )
 
     def open_rows(self) -> tuple[int, ...]:
-        """Return the local rows that a read may still write, or whose seal it may."""
+        """Return the local rows that a read may still write, or whose seal it may if it has begun."""
         if self.seal_read is not None:
             return self.sealing.local_rows
         return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
-
-    def open_read_ids(self) -> list[int]:
-        """Return the reads that are not terminal, in the order in which they end."""
-        return [*self.open_reads, *([] if self.seal_read is None else [self.seal_read])]
 
     def _num_verified_tokens(self) -> int:
         """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""

@@ -132,8 +132,8 @@ class P2PNode:
 
     # ---- from the transfer thread, and from the clock ----------------------------------------------------------------
 
-    def on_transfer(self, event: TransferEvent, reported_at: float | None = None) -> list[Action]:
-        """Take a report of the transfer thread, and when it was made; None = now."""
+    def on_transfer(self, event: TransferEvent, reported_at: float) -> list[Action]:
+        """Take a report of the transfer thread, and when it was made."""
         return self._pull.on_transfer(event, self._clock.now(), reported_at)
 
     def on_timer(self) -> list[Action]:

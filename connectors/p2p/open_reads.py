@@ -52,22 +52,24 @@ class OpenReads:
     def end(self, read_id: int) -> Load | None:
         """Take out a read that is terminal; returns the load that waits for it. The blocks of a late one are free again."""
         freed = self.quarantine.end(read_id)
-        if freed is not None:
+        if freed:
             self._emit(QuarantineEnded(freed))
         return self._loads.pop(read_id, None)
 
     def abandon(self, load: Load, fence_at: float) -> None:
         """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
 
-        Seals are read when the blocks have been, so one that is under way, or waits for its turn, stands for all of them.
+        Whether the read of the seals has begun is not known here. If not, it ends at once; if so, the reads of the blocks are
+        terminal, and it keeps what they have kept.
         """
-        late = load.open_reads if load.seal_read is None else {load.seal_read: load.sealing}
-        for read_id in load.open_read_ids():
+        late = {read_id: rows.local_rows for read_id, rows in load.open_reads.items()}
+        if load.seal_read is not None:
+            being_read = {row for rows in late.values() for row in rows}
+            late[load.seal_read] = tuple(row for row in load.sealing.local_rows if row not in being_read)
+        for read_id, rows in late.items():
             del self._loads[read_id]
-            if read_id in late:
-                rows = late[read_id].local_rows
-                self.quarantine.add(read_id, load.owner, rows, fence_at)
-                self.num_quarantined += len(rows)
+            self.quarantine.add(read_id, load.owner, rows, fence_at, None if read_id == load.seal_read else load.seal_read)
+            self.num_quarantined += len(rows)
             self._emit(CancelRead(read_id))
 
     def is_full(self, peer: PeerId) -> bool:
@@ -101,5 +103,5 @@ class OpenReads:
         return self._last_read_id
 
     def _num_open_blocks(self, peer: PeerId) -> int:
-        loads = {load.request.request_id: load for load in self._loads.values() if load.owner == peer}
-        return sum(len(load.open_rows()) for load in loads.values())
+        loads = {load for load in self._loads.values() if load.owner == peer}
+        return sum(load.num_open_rows for load in loads)

@@ -343,7 +343,7 @@ class PullProtocol:
         wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
         self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests, after))
         if not after:
-            load.begin_sealing(now)
+            load.begin_sealing()
 
     def _on_read_ended(self, read: ReadEnded, now: float, ended_at: float) -> None:
         load = self._reads.end(read.read_id)
@@ -359,9 +359,8 @@ class PullProtocol:
         if read.read_id == load.seal_read:
             self._on_seals_read(load, peer, read, now)
         else:
+            load.last_ended_at = ended_at
             self._on_blocks_read(load, read, now)
-            if load.seal_read is not None and not load.open_reads:
-                load.begin_sealing(ended_at)
 
     def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
         """Ask for the blocks again, by another transport; for their seals when it comes to that."""
@@ -387,7 +386,14 @@ class PullProtocol:
             self._lose(load.owner, read.error, now)
         elif load.seal_read is None:
             self._go_on_reading(load, now)
-        elif not (load.open_reads or load.has_arrived):  # then there is nothing to prove
+        elif not load.open_reads:
+            self._on_bytes_here(load, now)
+
+    def _on_bytes_here(self, load: Load, now: float) -> None:
+        """The seals are being read by now. If no block has come there is nothing to prove."""
+        if load.has_arrived:
+            load.begin_sealing()
+        else:
             self._end(load, None, now)
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:

@@ -51,14 +51,6 @@ class _OpenRead:
     is_cancelled: bool = False
 
 
-@dataclass(slots=True)
-class _NextRead:
-    """A read of seals whose turn comes when the reads of the blocks have ended."""
-
-    command: PostSealRead
-    is_cancelled: bool = False
-
-
 class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
 
@@ -87,7 +79,7 @@ class TransferExecutor:
         self._block_bytes: dict[PeerId, int] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
-        self._next: dict[int, _NextRead] = {}
+        self._next: dict[int, PostSealRead] = {}  # reads of seals that wait for the reads of their blocks
 
     def execute(self, command: TransferCommand) -> None:
         """Carry out one command. Failures become events."""
@@ -97,7 +89,7 @@ class TransferExecutor:
             case ClosePeer():
                 self._close_peer(command.peer)
             case PostSealRead() if self._is_open(command.after):
-                self._next[command.read_id] = _NextRead(command)
+                self._next[command.read_id] = command
             case PostRead() | PostSealRead():
                 self._post(command)
             case CancelRead():
@@ -153,19 +145,14 @@ class TransferExecutor:
         return any(read_id in self._reads for read_id in read_ids)
 
     def _begin_next(self) -> None:
-        """Post the reads of seals whose blocks have been read; one that nobody wants any more ends here."""
-        for read_id, following in list(self._next.items()):
-            if self._is_open(following.command.after):
-                continue
-            del self._next[read_id]
-            if following.is_cancelled:
-                self._report(ReadEnded(read_id, TransferError("the read was cancelled before its turn came")))
-            else:
-                self._post(following.command)
+        """Post the reads of seals whose blocks have been read."""
+        for command in [command for command in self._next.values() if not self._is_open(command.after)]:
+            del self._next[command.read_id]
+            self._post(command)
 
     def _cancel(self, read_id: int) -> None:
-        if read_id in self._next:
-            self._next[read_id].is_cancelled = True
+        if self._next.pop(read_id, None) is not None:
+            self._report(ReadEnded(read_id, TransferError("the read was cancelled before its turn came")))
         found = self._reads.get(read_id)
         if found is not None:
             found.is_cancelled = True

@@ -1,6 +1,6 @@
 """Whether what was read is what was asked for: seals, and digests where they are demanded.
 
-Pure. ``connectors.p2p.pull`` calls it once the seal read of a load is terminal, which was posted after its last byte had
+Pure. ``connectors.p2p.pull`` calls it once the seal read of a load is terminal, which was begun after its last byte had
 arrived: a seal that is right now was right all the while.
 """
 

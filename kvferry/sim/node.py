@@ -189,7 +189,8 @@ class SimNode:
         self._put(self._host.from_engine, lambda node: node.on_grant(grant))
 
     def _on_transfer(self, happened: TransferEvent) -> None:
-        self._put(self._from_transfers, lambda node: node.on_transfer(happened))
+        reported_at = self._host.process.clock.now()
+        self._put(self._from_transfers, lambda node: node.on_transfer(happened, reported_at))
 
     def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
         """Let the node take something in that comes from another thread."""

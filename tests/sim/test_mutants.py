@@ -19,7 +19,7 @@ import core.sched.load_failures
 import core.sched.scheduler
 import router.flows
 import router.legs
-from connectors.p2p.actions import PostRead, ReadEnded
+from connectors.p2p.actions import PostRead
 from connectors.p2p.leases import LeaseTable
 from connectors.p2p.load import Load
 from connectors.p2p.node import P2PNode
@@ -31,7 +31,6 @@ from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reporting import LoadEnded
 from core.engine.core import EngineCore
 from core.engine.worker_state import WorkerState
-from core.errors import TransferError
 from core.kv.coordinator import KVCacheCoordinator
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool import BlockPool
@@ -123,18 +122,6 @@ def read_seals_before_the_data(patch: Patch) -> None:
 
 def begin_to_read_seals_when_they_are_ordered(patch: Patch) -> None:
     patch(TransferExecutor, "_is_open", returns(False))
-
-
-def end_cancelled_reads_of_seals_at_once(patch: Patch) -> None:
-    """Their blocks are given back while those are still being read."""
-    real = TransferExecutor._cancel
-
-    def cancel(self, read_id):
-        if self._next.pop(read_id, None) is not None:
-            self._report(ReadEnded(read_id, TransferError("cancelled")))
-        real(self, read_id)
-
-    patch(TransferExecutor, "_cancel", cancel)
 
 
 def seal_what_was_not_computed(patch: Patch) -> None:
@@ -431,7 +418,6 @@ MUTANTS = (
     Mutant("break seals when the step has run", _RACE, break_seals_when_the_step_has_run),
     Mutant("read seals before the data", _RACE, read_seals_before_the_data),
     Mutant("begin to read seals when they are ordered", _RACE, begin_to_read_seals_when_they_are_ordered),
-    Mutant("end cancelled reads of seals at once", _LATE, end_cancelled_reads_of_seals_at_once),
     Mutant("seal what was not computed", (), seal_what_was_not_computed),
     Mutant("release leases early", (), release_leases_early),
     Mutant("never expire leases", (Fault.ROUTER_CRASH,), never_expire_leases),

@@ -10,6 +10,7 @@ import pytest
 
 from connectors.p2p.actions import (
     Action,
+    CancelRead,
     ClosePeer,
     HandoffRef,
     OpenPeer,
@@ -197,9 +198,13 @@ class PullDriver:
 
     @property
     def endable(self) -> list[int]:
-        """The open reads that can end now: a seal read waits for those that it was ordered after."""
-        reads = self.open_reads.items()
-        return [number for number, read in reads if isinstance(read, PostRead) or not self.open_reads.keys() & read.after]
+        """The open reads that can end now: a seal read waits for those that it was ordered after, unless it is cancelled."""
+        cancelled = {action.read_id for action in self.actions(CancelRead)}
+
+        def may_end(read: PostRead | PostSealRead) -> bool:
+            return isinstance(read, PostRead) or read.read_id in cancelled or not self.open_reads.keys() & read.after
+
+        return [number for number, read in self.open_reads.items() if may_end(read)]
 
     def end_reads(self, error: KVFerryError | None = None) -> None:
         """End open reads until there are none."""

@@ -72,9 +72,9 @@ def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_stay_in_quarantine
     pull.tick(1000)
     assert pull.quarantined == {0, 1, 2}
     first, second, seals = sorted(pull.open_reads)
-    assert pull.end_read(first, PeerUnreachable("closed")) == []
-    assert pull.end_read(second, PeerUnreachable("closed")) == []
-    assert pull.end_read(seals, PeerUnreachable("closed")) == [QuarantineEnded((0, 1, 2))]
+    assert pull.end_read(seals, TransferError("cancelled")) == []
+    assert pull.end_read(first, PeerUnreachable("closed")) == [QuarantineEnded((0, 1))]
+    assert pull.end_read(second, PeerUnreachable("closed")) == [QuarantineEnded((2,))]
 
 
 def test_peer_that_froze_right_after_the_handshake_is_frozen_too(pull, address):

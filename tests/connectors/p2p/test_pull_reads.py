@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead
+from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead, QuarantineEnded
 from connectors.reporting import LoadEnded
 from core.errors import PeerUnreachable, TransferError
 from core.transport import PeerId
@@ -170,7 +170,7 @@ def test_load_whose_reads_all_fail_does_not_wait_for_seals(pull):
         pull.end_read(read_id, TransferError("no"))
     assert pull.actions(CancelRead) == [CancelRead(seal_read)]
     assert pull.failed == {"r": "transfer_error"}
-    assert pull.quarantined == {0, 1, 2, 3}, "a seal may still land beside them"
+    assert pull.quarantined == {0, 1, 2, 3}, "a seal may land beside them"
     pull.end_read(seal_read, TransferError("cancelled"))
     assert not pull.quarantined
     assert pull.ended["r"].invalid_block_ids == ()
@@ -239,16 +239,28 @@ def test_abort_while_reading_ends_at_once_and_quarantines_what_is_open(pull):
     assert len(pull.actions(PostRead)) == 2
 
 
-def test_abort_after_the_seals_were_ordered_keeps_all_blocks_until_their_read_has_ended(pull):
-    """It is not begun any more, and ends when the blocks' reads have."""
+@pytest.fixture
+def abandoned(pull):
+    """A load that was given up with the read of its last blocks open and that of the seals ordered."""
     pull.start_reading(num_rows=4)
     first, second, seals = pull.open_reads
     pull.end_read(first)
     assert pull.abort() == [CancelRead(second), CancelRead(seals), LoadEnded("r", None, quarantined_block_ids=(0, 1, 2, 3))]
-    assert pull.end_read(second, TransferError("cancelled")) == []
+    return pull, second, seals
+
+
+def test_seal_read_that_was_not_begun_gives_back_all_blocks_but_those_that_are_being_read(abandoned):
+    pull, second, seals = abandoned
+    assert pull.end_read(seals, TransferError("cancelled")) == [QuarantineEnded((0, 1))]
+    assert pull.end_read(second, TransferError("cancelled")) == [QuarantineEnded((2, 3))]
+
+
+def test_seal_read_that_had_begun_keeps_the_blocks_of_the_reads_before_it(abandoned):
+    """The last blocks had come, and that was not known here yet: seals may land beside all of them."""
+    pull, second, seals = abandoned
+    assert pull.end_read(second) == []
     assert pull.quarantined == {0, 1, 2, 3}
-    pull.end_read(seals, TransferError("cancelled"))
-    assert not pull.quarantined
+    assert pull.end_read(seals, TransferError("cancelled")) == [QuarantineEnded((0, 1, 2, 3))]
 
 
 def test_abort_while_the_seals_are_read_quarantines_their_blocks(pull):

@@ -168,7 +168,7 @@ class World:
         while any(worker.executor.poll() or worker.events for worker in self.workers):
             for worker in self.workers:
                 while worker.events:
-                    self.carry_out(worker, worker.node.on_transfer(worker.events.pop(0)))
+                    self.carry_out(worker, worker.node.on_transfer(worker.events.pop(0), self.clock.now()))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, timer by timer."""
