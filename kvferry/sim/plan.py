@@ -254,6 +254,19 @@ def draw_race_plan(seed: int, looks_ahead: bool | None = None) -> ClusterPlan:
     return replace(plan, workers=(prefill, decode), requests=tuple(requests))
 
 
+def draw_tight_plan(seed: int) -> ClusterPlan:
+    """Return a run in which prompts are computed in many chunks and take each other's blocks, always with a step in flight."""
+    plan = draw_plan(seed, (Fault.PRESSURE,), looks_ahead=True)
+    scheduler = replace_struct(
+        plan.config.scheduler, max_num_batched_tokens=128, long_prefill_token_threshold=16, max_num_seqs=8
+    )
+    config = replace_struct(plan.config, scheduler=scheduler)
+    shape = _draw_shape(Random(f"{seed}/shape"), config)
+    workers = [replace(worker, num_blocks=shape.num_needed(worker.block_size, scheduler) + 1) for worker in plan.workers]
+    requests = [replace(request, at=_FIRST_REQUEST_S + 0.02 * index) for index, request in enumerate(plan.requests)]
+    return replace(plan, config=config, workers=tuple(workers), requests=tuple(requests))
+
+
 def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> KVFerryConfig:
     lease_s, deadline_s = 8.0, 3.0
     if Fault.SHORT_LEASE in kinds:

@@ -34,6 +34,7 @@ class TimeChecks:
         self._ended: set[str] = set()  # of these; the next request of this id is another one
         self._orders: dict[str, float] = {}  # engine request → when the node was told to load
         self._rows: dict[str, frozenset[int]] = {}
+        self._waits: dict[str, float] = {}  # engine request → what it has waited for a load before its first step
         self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
         self.num_compared = 0
 
@@ -50,12 +51,12 @@ class TimeChecks:
     def on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Check what goes out with first tokens."""
         for output in outputs:
-            times, usage = output.first_token_times, output.transfer_usage
+            times, loading_s = output.first_token_times, self._waits.pop(output.request_id, 0.0)
             if times is None:
                 continue
             self._compare(output.request_id, "computing", times.compute_s, self._since(self._first_steps[output.request_id]))
-            if usage is not None and _duration_s(usage) > times.wait_s + _ROUNDING_S:
-                self._complain(f"{self._name}: {output.request_id} has waited {times.wait_s} s in all, told as {usage}")
+            if loading_s > times.wait_s + _ROUNDING_S:
+                self._complain(f"{self._name}: {output.request_id} has loaded for {loading_s} s, but waited {times.wait_s} s")
 
     def on_prefill_done(self, message: PrefillDone) -> None:
         """Check what the router is told of a prompt; it is told of all choices at once."""
@@ -82,6 +83,8 @@ class TimeChecks:
         if ordered_at is None or ended.usage is None:
             return
         self._compare(ended.request_id, "loading", _duration_s(ended.usage), self._since(ordered_at))
+        if ended.request_id not in self._first_steps or ended.request_id in self._ended:
+            self._waits[ended.request_id] = self._since(ordered_at)
         last_landing = max((self._landings[row] for row in rows & self._landings.keys()), default=ordered_at)
         if ended.error is None and ended.usage.transfer_ms / 1e3 < last_landing - ordered_at - _ROUNDING_S:
             self._complain(f"{self._name}: bytes of {ended.request_id} came after the end of its transfer: {ended.usage}")
