@@ -25,7 +25,8 @@ _BAD_TIMING = frozenset(
     }
 )
 
-# outcome → kinds of faults of which the run must have one
+# outcome → kinds of faults of which the run must have one. None explains "overloaded": a worker has room for over a thousand
+# choices (``worker.max_waiting_requests``), so in runs of a few dozen nobody is full, whoever drains, is slow or lacks blocks.
 _OUTCOMES: dict[str, frozenset[Fault]] = {
     "cancelled": frozenset({Fault.ABORT}),
     "deadline_exceeded": frozenset({Fault.DEADLINE}),
