@@ -39,7 +39,8 @@ def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(fault
     faulty.wait_for("kept")
     faulty.assert_correct(faulty.start(20, 2), 2)
     frozen_at = faulty.kill("prefill-0", SIGSTOP)
-    faulty.let_go()
+    if "tcp" in faulty.cell:  # elsewhere the memory of a stopped worker can be read, so the read does not begin
+        faulty.let_go()
     assert "prefill-0: no answer" in faulty.held()  # a check that a stopped worker would pass shows nothing
     faulty.wait_for("cancelled")
     faulty.eventually(lambda: faulty.gauge("decode-0", "kvferry_kv_quarantined_blocks"), "quarantine")
