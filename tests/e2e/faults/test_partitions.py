@@ -26,8 +26,10 @@ def test_read_that_the_network_cuts_off_is_replaced_by_a_computation_until_it_he
         assert cut_off.transfer["recomputed_tokens"] > 0
     faulty.measure("partition to next token", stream.times[1] - cut_at)
     faulty.network.heal()
-    assert_next_is_handed_over(faulty)
+    faulty.plan()
+    healed = faulty.start(100).result()
     faulty.assert_released(cut_at, "partition to nothing held")
+    assert_handed_over(faulty, healed)
     faulty.assert_correct(stream)
     faulty.assert_correct(another)
 
