@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from core.clock import Clock
 from core.encoder import ECConnectorWorker, EmbeddingsLayout
 from core.engine.core import EngineGauges
-from core.engine.image_preparation import ImagePreparation, ImageReader
+from core.engine.image_preparation import ImageReader
 from core.engine.prepared_images import Pixels
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
@@ -41,6 +41,33 @@ class Encoder(ImageReader, Protocol):
     def embed(self, tiles: Pixels) -> Tensor:
         """Return the embeddings ``[num_embeds, hidden_size]`` of the pixels of an image."""
         ...
+
+
+class Preparation(Protocol):
+    """What has images decoded beside the engine (``core.engine.image_preparation.ImagePreparation``, ``ImageReadiness``)."""
+
+    def begin_step(self) -> None:
+        """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""
+
+    def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
+        """Say whether an image can be embedded in this step; if not, it is wanted, behind those asked for before it."""
+        ...
+
+    def claim(self, identifier: bytes) -> None:
+        """Learn that a ready image is embedded in this step."""
+
+    def end_step(self) -> None:
+        """Go on with what was asked for. What is claimed, and not taken yet, has its room still."""
+
+    def take(self, identifier: bytes, content: bytes) -> Pixels:
+        """Return the pixels of an image, whose room is free with that. Raises: InvalidRequest if the file is bad."""
+        ...
+
+    def forget(self, user: str, features: Iterable[MMFeature]) -> None:
+        """Forget who has asked for these images: what nobody else wants is not prepared."""
+
+    def shutdown(self) -> None:
+        """End the work, and forget all images. Idempotent."""
 
 
 _USER = "engine"  # of an image, to its preparation: who waits for it is counted here
@@ -66,13 +93,15 @@ class EncodeEngine:
     """One thread only, but for ``gauges``.
 
     At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served among those
-    that are decoded; with ``by_priority`` the smallest priority first. ``preparation`` is its own, and for others to start.
+    that are decoded; with ``by_priority`` the smallest priority first. ``preparation`` is its own, for others to start, and
+    has to ``wake`` it whenever an image is decoded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         encoder: Encoder,
         connector: ECConnectorWorker,
+        preparation: Preparation,
         metrics: EncodeMetrics,
         clock: Clock,
         *,
@@ -81,8 +110,8 @@ class EncodeEngine:
     ) -> None:
         connector.register_caches(encoder.layout)
         self._encoder = encoder
-        self.preparation = ImagePreparation(encoder)
         self._connector = connector
+        self._preparation = preparation
         self._metrics = metrics
         self._clock = clock
         self._max_batch_images = max_batch_images
@@ -168,7 +197,7 @@ class EncodeEngine:
         """Stop the preparation of images and the connector's worker side. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
-            self.preparation.shutdown()
+            self._preparation.shutdown()
             self._connector.shutdown()
 
     # ---- the queue ---------------------------------------------------------------------------------------------------
@@ -177,21 +206,23 @@ class EncodeEngine:
         """Return what this step computes, and have the next images decoded meanwhile; answer for those that are known."""
         batch: list[_Image] = []
         left: list[_Entry] = []
-        self.preparation.begin_step()
+        self._preparation.begin_step()
         for image, entry in self._take_queue():
             source = self._connector.find_source(image.identifier)
             if source is not None:
                 outputs += self._answer(image, source, was_cached=True)
                 continue
-            is_ready = self.preparation.is_ready(_USER, image.feature, image.content)
+            is_ready = self._preparation.is_ready(_USER, image.feature, image.content)
             if is_ready and len(batch) < self._max_batch_images:
-                self.preparation.claim(image.identifier)
+                self._preparation.claim(image.identifier)
                 batch.append(image)
                 continue
             self._must_step |= is_ready
             left.append(entry)
-        self.preparation.end_step()
+        self._preparation.end_step()
         self._queue = left
+        # What this step has claimed has taken up room, in which others are queued once it is embedded; nobody would tell.
+        self._must_step |= bool(batch and left)
         return batch
 
     def _take_queue(self) -> Iterator[tuple[_Image, _Entry]]:
@@ -210,7 +241,7 @@ class EncodeEngine:
         """Embed an image and hand it to the connector; return what is wrong with it, if anything is."""
         image.started_at = self._clock.now()
         try:
-            embeddings = self._encoder.embed(self.preparation.take(image.identifier, image.content))
+            embeddings = self._encoder.embed(self._preparation.take(image.identifier, image.content))
             if len(embeddings) != image.feature.num_embeds:
                 raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
         except KVFerryError as error:
@@ -255,4 +286,4 @@ class EncodeEngine:
         del self._images[image.identifier]
         for request_id in image.waiting:
             del self._requests[request_id]
-        self.preparation.forget(_USER, [image.feature])
+        self._preparation.forget(_USER, [image.feature])

@@ -13,6 +13,7 @@ from connectors.ec.registry import build_ec_connector
 from core.config import KVFerryConfig
 from core.engine.assembly import Assembled, BuiltEncoder, WorkerContext
 from core.engine.build import apply_cpu_threads, device_of, dtype_of
+from core.engine.image_preparation import ImagePreparation
 from core.engine.worker import Announce, run_worker
 from core.errors import ConfigError
 from core.log import event
@@ -53,9 +54,11 @@ def put_together(context: WorkerContext) -> Assembled:
             "ec_connector.name = none: nobody could read what an encode worker computes; say p2p or shared, on all workers",
             param="ec_connector.name",
         )
+    preparation = ImagePreparation(encoder)
     engine = EncodeEngine(
         encoder,
         connector.worker,
+        preparation,
         EncodeMetrics(context.metrics),
         context.clock,
         max_batch_images=config.encode.max_batch_images,
@@ -64,7 +67,7 @@ def put_together(context: WorkerContext) -> Assembled:
     built = BuiltEncoder(
         engine=engine,
         model_fingerprint=encoder.model_fingerprint,
-        image_preparation=engine.preparation,
+        image_preparation=preparation,
         max_num_images=config.encode.max_batch_images + config.worker.max_waiting_requests,
     )
     logger.info(event("encoder_built", model=files.name, dtype=encoder.layout.dtype, device=encoder.layout.device))

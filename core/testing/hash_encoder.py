@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,12 +120,19 @@ def merge_rows(inputs: MutableSequence[int], feature: MMFeature, rows: bytes | N
 
 
 class HashEncoder:
-    """One worker's encoder and its cache. ``num_encoded`` counts, by identifier, what was computed."""
+    """One worker's encoder and its cache. ``num_encoded`` counts, by identifier, what was computed.
 
-    def __init__(self, connector_worker: ECConnectorWorker | None = None) -> None:
+    ``take`` returns the pixels of an image that was prepared, and forgets them; None: there are none. Without it images need no
+    preparation.
+    """
+
+    def __init__(
+        self, connector_worker: ECConnectorWorker | None = None, take: Callable[[bytes], object] | None = None
+    ) -> None:
         self.cache: dict[bytes, Any] = {}
         self.num_encoded: Counter[bytes] = Counter()
         self._connector = connector_worker
+        self._take = take
         self._requests: dict[str, tuple[tuple[MMFeature, ...], tuple[bytes, ...]]] = {}
         self._failed: dict[bytes, ErrorInfo] = {}
         if connector_worker is not None:
@@ -178,6 +185,8 @@ class HashEncoder:
         feature = features[index]
         media = files[feature.media_index]
         assert media, f"{request_id}: the image of feature {index} is not at hand"
+        if self._take is not None:
+            assert self._take(feature.identifier) is not None, f"{request_id}: the image of feature {index} is not prepared"
         self.num_encoded[feature.identifier] += 1
         if media.startswith(BAD_IMAGE):
             error = InvalidRequest(f"image {index} cannot be read", param=f"images[{index}]")

@@ -1,6 +1,6 @@
 """The preparation of images for a ``HashModel``: the real decisions, and work that a test does when it likes.
 
-What is claimed counts as taken at once, as the model has no use for pixels: an image has one for each embedding.
+What is claimed keeps its room until a ``HashEncoder`` embeds it. An image has one pixel for each embedding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ class ManualImages(PreparedImages):
     def __init__(self, budget_embeds: int) -> None:
         super().__init__(lambda num_embeds: num_embeds * PIXEL_BYTES, budget_embeds * PIXEL_BYTES)
         self.prepared: list[bytes] = []
-
-    def claim(self, identifier: bytes) -> None:
-        """Take the pixels."""
-        assert self.take(identifier) is not None, "it is not ready"
 
     def work(self) -> bool:
         """Prepare the next image; False if there is none."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.handshake import WorkerIdentity
 from core.engine.actions import AdmissionLimits, EngineLoad
+from core.engine.image_preparation import ImagePreparation
 from core.engine.inbox import take_in
 from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
@@ -27,6 +28,8 @@ from encode.hands import EncodeHands
 from encode.metrics import EncodeMetrics
 from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
+from kvferry.sim.image_plan import ImagePlan
+from kvferry.sim.images import SimPixels, draw_decode_s
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
@@ -44,9 +47,11 @@ class _EngineThread(EngineTurns):
         engine: EncodeEngine,
         on_outputs: Callable[[list[EngineCoreOutput]], None],
         step_s: Callable[[], float],
+        on_sleep: Callable[[], None],
     ) -> None:
         super().__init__(process)
         self.core = engine
+        self._on_sleep = on_sleep
         self._on_outputs = on_outputs
         self._step_s = step_s
 
@@ -66,6 +71,8 @@ class _EngineThread(EngineTurns):
         self._is_awake = self.core.has_work() or bool(self._inbox)
         if self._is_awake:
             self._process.call_later(0.0, self._turn)
+        else:
+            self._on_sleep()
 
 
 class SimEncoder(SimMember):
@@ -95,14 +102,20 @@ class SimEncoder(SimMember):
             host_id=HOST_ID,
         )
         self.embeddings = open_embeddings(host, identity, plan, spec, ids, stores)
+        encoder = HashImageEncoder(plan.images.all_images)
+        self.images = self._make_images(plan.images, identity.incarnation, encoder)
         core = EncodeEngine(
-            HashImageEncoder(plan.images.all_images),
+            encoder,
             self.embeddings.worker,
+            self.images if self.images is not None else ImagePreparation(encoder),
             EncodeMetrics(CollectorRegistry()),
             host.process.clock,
             max_batch_images=_MAX_BATCH_IMAGES,
         )
-        self.engine = _EngineThread(host.process, core, self._put_outputs, self._draw_step_s)
+        self._complain = complain
+        self.engine = _EngineThread(host.process, core, self._put_outputs, self._draw_step_s, self._check_sleep)
+        if self.images is not None:
+            self.images.start(self.engine.wake)
         self.embeddings.worker.set_wakeup(self.engine.wake)
         self.embeddings.start(complain, plan.max_rows_per_read)
         worker = plan.config.worker
@@ -128,12 +141,25 @@ class SimEncoder(SimMember):
         left = self.embeddings.leftovers() | {
             "requests in the protocol": self.state.num_requests,
             "images to embed": len(self.engine.core._images),
+            "images to decode": self.images.num_images if self.images is not None else 0,
         }
         return [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
 
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
-        return {"encode_steps": self.engine.core.gauges.num_steps} | self.embeddings.count_what_happened()
+        num_decoded = len(self.images.prepared) if self.images is not None else 0
+        happened = {"encode_steps": self.engine.core.gauges.num_steps, "images_decoded_to_share": num_decoded}
+        return happened | self.embeddings.count_what_happened()
+
+    def _make_images(self, plan: ImagePlan, incarnation: int, encoder: HashImageEncoder) -> SimPixels | None:
+        if not plan.decode_s:
+            return None
+        return SimPixels(self.host.process, plan.decoded_embeds, draw_decode_s(plan.decode_s, incarnation), encoder)
+
+    def _check_sleep(self) -> None:
+        """The engine sleeps: somebody has to be about to wake it for the images that are queued."""
+        if self.engine.core._queue and (self.images is None or self.images.is_idle):
+            self._complain(f"{self.spec.engine_id} sleeps beside images that nobody decodes")
 
     def _timers(self) -> list[Callable[[], None]]:
         return [self.embeddings.on_timer]

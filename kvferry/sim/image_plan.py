@@ -44,8 +44,8 @@ class Shown:
 class ImagePlan:
     """The images of a run. A worker keeps ``cache_size`` embeddings and computes at most ``max_embeds_per_step`` in a step.
 
-    ``connector`` says how embeddings travel; "" = not at all. To decode an image takes those who run models up to ``decode_s``,
-    0 = no time at all; of images that are decoded they keep as many as have ``decoded_embeds`` embeddings.
+    ``connector`` says how embeddings travel; "" = not at all. To decode an image takes up to ``decode_s``, 0 = no time at
+    all; of images that are decoded they keep as many as have ``decoded_embeds`` embeddings.
     """
 
     seed: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
-from core.engine.prepared_images import Preparation
+from core.engine.image_preparation import ImageReader
+from core.engine.prepared_images import Pixels, Preparation
 from core.testing.manual_images import ManualImages
 from core.testing.sim_loop import Process
 
@@ -23,6 +25,15 @@ class SimImages(ManualImages):
         """Receive what wakes the engine when an image is decoded."""
         self._wakeup = wakeup
 
+    def shutdown(self) -> None:
+        """Forget all images."""
+        self.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no image is being decoded, nor will be before the next step."""
+        return not self._is_busy
+
     def end_step(self) -> None:
         """Choose what is kept, and begin if nothing is in progress."""
         super().end_step()
@@ -40,3 +51,22 @@ class SimImages(ManualImages):
         assert self._wakeup is not None, "it has not been started"
         self._wakeup()
         self._go_on()
+
+
+class SimPixels(SimImages):
+    """The same for an encode worker, whose encoder looks at the pixels: they are made of the file when they are taken."""
+
+    def __init__(self, process: Process, budget_embeds: int, decode_s: Callable[[], float], reader: ImageReader) -> None:
+        super().__init__(process, budget_embeds, decode_s)
+        self._reader = reader
+
+    def take(self, identifier: bytes, content: bytes = b"") -> Pixels:
+        """Return the pixels of an image that is ready, and forget it."""
+        assert super().take(identifier) is not None, "it is not ready"
+        return self._reader.prepare(content)
+
+
+def draw_decode_s(longest_s: float, incarnation: int) -> Callable[[], float]:
+    """Return what draws the time that an image takes, in one life of a worker."""
+    random = Random(f"{incarnation}/decoding")
+    return lambda: random.uniform(0.1, 1.0) * longest_s

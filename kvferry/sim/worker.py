@@ -37,7 +37,7 @@ from kvferry.sim.ec import Embeddings
 from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
-from kvferry.sim.images import SimImages
+from kvferry.sim.images import SimImages, draw_decode_s
 from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
@@ -76,8 +76,8 @@ class SimWorker(SimMember):
         self.tier = stores.open_tier(host, self._layout, ids_seed)
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connector_worker = worker_side(self.connector, self.tier)
-        self.model = self._make_model(plan)
         self.images = self._make_images(plan.images)
+        self.model = self._make_model(plan)
         core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
         self._times = TimeChecks(spec.engine_id, host.process.clock, checks.complain)
@@ -163,16 +163,15 @@ class SimWorker(SimMember):
         digester = BlockDigester(self._layout.block_bytes) if plan.makes_digests else None
         digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
-        encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None)
+        take = self.images.take if self.images is not None else None
+        encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None, take)
         kind = LateHashModel if plan.looks_ahead else HashModel
         return kind(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder)
 
     def _make_images(self, images: ImagePlan | None) -> SimImages | None:
         if images is None or not images.decode_s:
             return None
-        random = Random(f"{self.incarnation}/decoding")
-        longest_s = images.decode_s
-        return SimImages(self.host.process, images.decoded_embeds, lambda: random.uniform(0.1, 1.0) * longest_s)
+        return SimImages(self.host.process, images.decoded_embeds, draw_decode_s(images.decode_s, self.incarnation))
 
     def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
         manager = KVCacheManager(

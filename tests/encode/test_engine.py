@@ -11,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.engine.image_preparation import BUDGET_BYTES, ImagePreparation
 from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest
 from core.request import ECConnectorOutput, NewRequest
 from core.testing.clock import FakeClock
@@ -109,15 +110,18 @@ class ShelfConnector(ECConnectorWorker):
 
 @pytest.fixture
 def make_engine():
-    def make(**settings) -> SimpleNamespace:
+    def make(budget_bytes: int = BUDGET_BYTES, **settings) -> SimpleNamespace:
         encoder, connector, registry, clock = FileEncoder(), ShelfConnector(), CollectorRegistry(), FakeClock()
+        preparation = ImagePreparation(encoder, budget_bytes)
         options = {"max_batch_images": 2, **settings}
-        engine = EncodeEngine(encoder, connector, EncodeMetrics(registry), clock, **options)
+        engine = EncodeEngine(encoder, connector, preparation, EncodeMetrics(registry), clock, **options)
 
         def counted(outcome: str) -> float:
             return registry.get_sample_value("kvferry_encoder_images_total", {"outcome": outcome})
 
-        return SimpleNamespace(engine=engine, encoder=encoder, connector=connector, clock=clock, counted=counted)
+        return SimpleNamespace(
+            engine=engine, encoder=encoder, connector=connector, preparation=preparation, clock=clock, counted=counted
+        )
 
     return make
 
@@ -325,10 +329,11 @@ class Beside:
 
     def __init__(self, bench: SimpleNamespace) -> None:
         self.engine, self.encoder, self.connector = bench.engine, bench.encoder, bench.connector
+        self.preparation = bench.preparation
         self.gate, self.has_begun, self.woken = threading.Event(), threading.Event(), threading.Semaphore(0)
         self.decoded: list[bytes] = []
         self._prepare, self.encoder.prepare = self.encoder.prepare, self.prepare
-        self.engine.preparation.start(self.woken.release)
+        self.preparation.start(self.woken.release)
 
     def prepare(self, content: bytes) -> np.ndarray:
         self.has_begun.set()
@@ -350,7 +355,7 @@ def beside(bench):
     yield beside
     beside.gate.set()
     beside.engine.shutdown()
-    assert beside.engine.preparation.num_bytes == 0
+    assert beside.preparation.num_bytes == 0
 
 
 def test_while_an_image_is_decoded_the_engine_sleeps_and_takes_others_in(beside):
@@ -361,7 +366,7 @@ def test_while_an_image_is_decoded_the_engine_sleeps_and_takes_others_in(beside)
     assert run(beside.engine).keys() == {"r1/0"}
     beside.let_decode(1)
     assert run(beside.engine).keys() == {"r0/0"}
-    assert beside.engine.preparation.num_bytes == 0
+    assert beside.preparation.num_bytes == 0
 
 
 def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
@@ -375,7 +380,7 @@ def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
     assert run(beside.engine).keys() == {"r2/0"}
     assert beside.encoder.encoded == [FOX]
     assert beside.decoded == [CAT, FOX]  # the one that was in progress, and the one that is wanted
-    assert beside.engine.preparation.num_bytes == 0
+    assert beside.preparation.num_bytes == 0
 
 
 def test_the_next_images_are_decoded_while_a_batch_is_computed(beside, monkeypatch):
@@ -397,6 +402,37 @@ def test_the_next_images_are_decoded_while_a_batch_is_computed(beside, monkeypat
     assert {output.request_id for output in beside.engine.step()} == {"0..", "1.."}
     assert beside.decoded == [*contents, more]
     assert run(beside.engine).keys() == {"2..", "more"}
+
+
+@pytest.mark.parametrize("num_bytes", [6, 5, 2])  # room for a batch of two images, for one, and for none
+def test_a_batch_that_leaves_no_room_beside_it_does_not_keep_the_others_waiting(make_engine, num_bytes):
+    beside = Beside(make_engine(budget_bytes=num_bytes))
+    contents = [b"%d.." % number for number in range(7)]
+    for content in contents:
+        beside.engine.add_request(request(content.decode(), content))
+    answered = run(beside.engine).keys()
+    while len(answered) < len(contents):
+        beside.let_decode(1)
+        answered |= run(beside.engine).keys()
+    assert beside.encoder.encoded == contents
+    assert not beside.engine.has_work()
+    beside.engine.shutdown()
+
+
+def test_the_step_after_a_batch_that_finds_nothing_decoded_is_the_last(make_engine):
+    beside = Beside(make_engine(budget_bytes=3))
+    for content in (b"0..", b"1.."):
+        beside.engine.add_request(request(content.decode(), content))
+    assert run(beside.engine) == {}
+    beside.let_decode(1)
+    beside.gate.clear()
+    assert len(beside.engine.step()) == 1
+    assert beside.engine.has_work()
+    assert beside.engine.step() == []
+    assert not beside.engine.has_work()
+    beside.let_decode(1)
+    assert run(beside.engine).keys() == {"1.."}
+    beside.engine.shutdown()
 
 
 @pytest.mark.parametrize(("by_priority", "order"), [(False, [DOG, CAT]), (True, [CAT, DOG])])

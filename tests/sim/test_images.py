@@ -14,6 +14,7 @@ from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
 from core.sched.encoder_inputs import EncoderInputs
 from core.testing.hash_encoder import HashEncoder
+from encode.engine import EncodeEngine
 from kvferry.sim.cluster import RunResult
 from kvferry.sim.image_plan import draw_images
 from kvferry.sim.plan import draw_plan
@@ -62,6 +63,7 @@ def test_requests_end_for_want_of_embeddings_only_where_files_are_nowhere_else(r
         "fetch_peer_lost",
         "fetch_stale",
         "flipped_embeddings",
+        "images_decoded_to_share",
         "known_images",
         "refused_offers",
         "waiting_for_embeddings",
@@ -125,6 +127,18 @@ def let_who_lacks_embeddings_for_good_wait(patch: Patch) -> None:
     patch(FetchingScheduler, "take_unavailable_requests", lambda _: {})
 
 
+def sleep_beside_the_room_that_a_batch_leaves(patch: Patch) -> None:
+    real = EncodeEngine._choose_batch
+
+    def choose_batch(engine, outputs):
+        batch = real(engine, outputs)
+        left = [engine._images[identifier] for _, _, identifier in engine._queue]
+        engine._must_step = any(engine._preparation.is_ready("engine", image.feature, image.content) for image in left)
+        return batch
+
+    patch(EncodeEngine, "_choose_batch", choose_batch)
+
+
 def merge_embeddings_one_row_too_late(patch: Patch) -> None:
     real = HashEncoder.merge
 
@@ -144,6 +158,7 @@ def merge_embeddings_one_row_too_late(patch: Patch) -> None:
         load_other_embeddings,
         merge_embeddings_one_row_too_late,
         never_let_go_of_embeddings,
+        sleep_beside_the_room_that_a_batch_leaves,
         sleep_on_orders,
     ],
 )

@@ -87,7 +87,8 @@ class World:
         self.worker = ScriptedWorker(self.script) if config.with_connector else None
         self.ec = EmbeddingScript()
         ec_worker = ScriptedECWorker(self.ec) if config.with_ec_connector else None
-        self.encoder = HashEncoder(ec_worker)
+        self.images = ManualImages(config.image_budget) if config.image_budget is not None else None
+        self.encoder = HashEncoder(ec_worker, self.images.take if self.images is not None else None)
         self.model = (LateHashModel if config.looks_ahead else HashModel)(
             config.num_blocks,
             config.block_size,
@@ -116,7 +117,6 @@ class World:
         )
         policy = config.kv_load_failure_policy
         ec_connector = ScriptedECScheduler(self.ec) if config.with_ec_connector else None
-        self.images = ManualImages(config.image_budget) if config.image_budget is not None else None
         encoder = EncoderInputs(config.encoder_cache_size, config.max_embeds_per_step, ec_connector, self.images)
         self.scheduler = Scheduler(section, self.manager, config.max_model_len, connector, self.clock, policy, encoder=encoder)
         self.last = SchedulerOutput()

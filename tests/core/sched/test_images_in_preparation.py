@@ -6,6 +6,7 @@ import pytest
 
 from core.request import RequestStatus
 from core.testing.hash_encoder import BAD_IMAGE, Image
+from core.testing.manual_images import PIXEL_BYTES
 
 CAT, DOG, OWL = (Image(name, 16) for name in (b"cat", b"dog", b"owl"))
 
@@ -58,8 +59,9 @@ def test_it_runs_in_the_step_after_its_image_is_ready(world):
     assert world.images.work()
     assert world.schedule().num_scheduled_tokens == {"a": 24}
     assert world.last.scheduled_encoder_inputs == {"a": [0]}
-    assert world.images.num_bytes == 0  # claimed: nobody can take its room before it is embedded
+    assert world.images.num_bytes == 16 * PIXEL_BYTES  # claimed: nobody can take its room before it is embedded
     world.finish_step()
+    assert world.images.num_bytes == 0
     run_to_end(world, request)
 
 
@@ -233,11 +235,12 @@ def test_the_request_at_the_head_gets_its_image_although_the_budget_is_full_of_o
     blocker = world.add_with_images("blocker", [4, Image(b"first", 16), 40], priority=0, max_tokens=60)
     world.step()
     world.images.work()
+    world.step()
     later = [world.add_with_images(name, [4, image, 4], priority=9) for name, image in (("b", CAT), ("c", DOG))]
     world.step()
     while world.images.work():
         pass
-    assert world.images.num_bytes == 32 * 4  # the budget is full of what stands behind
+    assert world.images.num_bytes == 32 * PIXEL_BYTES  # the budget is full of what stands behind
     head = world.add_with_images("a", [4, Image(b"large", 16), 4], priority=1)
     world.step()
     world.images.work()
