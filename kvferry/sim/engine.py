@@ -72,6 +72,7 @@ class SimEngine(EngineTurns):
         self._on_outputs = on_outputs
         self._step_s = step_s
         self._watch = watch
+        self._busy_s = 0.0  # that the step in flight takes
         self.num_kept_steps = 0  # steps that were in flight while their successors were scheduled
 
     def _turn(self) -> None:
@@ -97,11 +98,12 @@ class SimEngine(EngineTurns):
     def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
         """Launch a step, and apply those that need not be kept in flight, when they have run."""
         self.core.launch_step(step)
-        if self.core.keeps_newest_step():
+        if not self.core.keeps_newest_step():
+            wait_s, self._busy_s = self._busy_s + duration_s, 0.0
+        else:  # if there is no other, there is nothing to wait for: the next step is scheduled at once
+            wait_s, self._busy_s = self._busy_s or TURN_S, duration_s
             self.num_kept_steps += 1
-            if self.core.scheduler.num_in_flight == 1:
-                duration_s = TURN_S  # there is nothing to wait for: the next step is scheduled at once
-        self._process.call_later(duration_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
+        self._process.call_later(wait_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
 
     def _end_turn(self, outputs: list[EngineCoreOutput]) -> None:
         if outputs:
