@@ -140,7 +140,8 @@ def _position(running: list[Request], request: Request, index: int) -> int:
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
     """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
 
-    Nobody is preempted while the connector is about to give blocks back.
+    Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own look-ahead: it would
+    lose the token that is being computed, begin anew once it fits, and come back to the very same place with nothing to show.
     """
     while True:
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens)
@@ -150,6 +151,8 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
         if state.connector is not None and state.connector.has_pending_block_frees():
             return None
         victim = _choose_victim(state)
+        if victim is request and request.num_in_flight_tokens:
+            return None
         preempt(state, step, victim)
         if victim is request:
             return None

@@ -96,6 +96,21 @@ def test_a_preempted_request_chooses_its_token_again(make_world):
     world.assert_clean()
 
 
+def test_a_request_is_no_victim_of_its_own_look_ahead(make_world):
+    world = make_world(num_blocks=6, block_size=4, hash_block_size=4, looks_ahead=True)
+    pool = world.manager.block_pool
+    held = pool.get_new_blocks(2)  # as by loads that take their time
+    request = world.add("a", 12, max_tokens=4)
+    for _ in range(8):
+        world.step()
+    assert len(world.tokens["a"]) == 1
+    assert request.num_preemptions == 1
+    pool.free_blocks(held)
+    world.run()
+    world.assert_right(request, 4)
+    world.assert_clean()
+
+
 def test_a_request_to_be_handed_over_waits_for_every_token(make_world, some_handoff):
     world = make_world(with_connector=True, looks_ahead=True)
     world.script.keep.add("a")
