@@ -97,7 +97,7 @@ class EncoderRunner:
             self._connector.start_load_caches(self.cache, step.ec_connector_metadata)
         for request_id, indices in step.scheduled_encoder_inputs.items():
             for index in indices:
-                self._encode(self._items[request_id][index], index)
+                self._encode(self._items[request_id][index])
         # One that has lost its blocks may be here again, as a new one of the same step.
         for request_id in (step.finished_req_ids | step.preempted_req_ids) - {
             new.request_id for new in step.scheduled_new_reqs
@@ -148,14 +148,13 @@ class EncoderRunner:
         image_tokens = np.flatnonzero(np.frombuffer(new.token_ids, dtype=np.int32) == self._image_token_id)
         return [_Item(feature, _within(image_tokens, feature), _content(new.media, feature)) for feature in new.mm_features]
 
-    def _encode(self, item: _Item, index: int) -> None:
-        """Compute an item; ``index`` is what the client is told of a bad one."""
+    def _encode(self, item: _Item) -> None:
+        """Compute an item; of a bad one say what is wrong. Where it stands, in each of its requests, the scheduler knows."""
         identifier = item.feature.identifier
         try:
             embeddings = self._embed(item)
         except KVFerryError as error:
-            bad = InvalidRequest(f"image {index} cannot be used: {error.message}", param=f"images[{index}]")
-            self._failed[-1][identifier] = ErrorInfo.of(bad)
+            self._failed[-1][identifier] = ErrorInfo.of(InvalidRequest(error.message))
             return
         self.cache[identifier] = embeddings
         if self._connector is not None:

@@ -1,13 +1,16 @@
 """Embeddings that a step was to have and has not had: what was computed without them is discarded.
 
 The worker reports them by identifier, with whatever it put in their place already in the KV of the step. If the encoder failed
-on the item itself, a bad image, the requests that needed it end; if it was lost on its way, they compute that part again, with
-embeddings computed here. Called by ``Scheduler.update_from_output`` behind the failures of KV loads.
+on the item itself, a bad image, the requests that needed it end, each with an error that names the image by its own feature; if
+it was lost on its way, they compute that part again, with embeddings computed here. Called by ``Scheduler.update_from_output``
+behind the failures of KV loads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+
+import msgspec
 
 from core.errors import EncoderInputMissing
 from core.request import Request, RequestStatus, SchedulerOutput
@@ -29,13 +32,14 @@ def handle_failed_embeddings(state: SchedulerState, step: Step, failed: Mapping[
         if request is None or request.status is not RequestStatus.RUNNING or request_id in state.rolled_back | step.void:
             continue
         start = request.num_computed_tokens - request.num_in_flight_tokens
-        missing = _first_missing(request, start, start + num_scheduled, failed)
-        if missing is None:
+        index = _first_missing(request, start, start + num_scheduled, failed)
+        if index is None:
             continue
         concerned.append(request)
         request.has_failed_embedding = True
+        missing = request.mm_features[index].identifier
         if missing in computed:
-            errors[request_id] = failed[missing]
+            errors[request_id] = _bad_image(index, failed[missing])
     if concerned:
         error = EncoderInputMissing(next(iter(failed.values())).message)
         discard_computed(state, step, concerned, ErrorInfo.of(error))
@@ -52,10 +56,16 @@ def _computed_identifiers(state: SchedulerState, scheduler_output: SchedulerOutp
     }
 
 
-def _first_missing(request: Request, start: int, end: int, failed: Container[bytes]) -> bytes | None:
-    """Return the first of the failed items that the request's tokens [start, end) needed."""
-    for feature in request.mm_features:
+def _first_missing(request: Request, start: int, end: int, failed: Container[bytes]) -> int | None:
+    """Return the first of the failed items that the request's tokens [start, end) needed, by the index of its feature."""
+    for index, feature in enumerate(request.mm_features):
         is_in_step = feature.end > start and feature.offset < end
         if is_in_step and feature.identifier in failed:
-            return feature.identifier
+            return index
     return None
+
+
+def _bad_image(index: int, error: ErrorInfo) -> ErrorInfo:
+    """Return what the encoder says of an item, for a request that shows it as its feature ``index``."""
+    message = f"image {index} cannot be used: {error.message}"
+    return msgspec.structs.replace(error, message=message, param=f"images[{index}]")

@@ -189,8 +189,7 @@ class HashEncoder:
             assert self._take(feature.identifier) is not None, f"{request_id}: the image of feature {index} is not prepared"
         self.num_encoded[feature.identifier] += 1
         if media.startswith(BAD_IMAGE):
-            error = InvalidRequest(f"image {index} cannot be read", param=f"images[{index}]")
-            self._failed[feature.identifier] = ErrorInfo.of(error)
+            self._failed[feature.identifier] = ErrorInfo.of(InvalidRequest("it is damaged"))
             return
         self.cache[feature.identifier] = as_rows(embed(media, feature.num_embeds))
         if self._connector is not None:

@@ -172,9 +172,9 @@ def test_a_request_preempted_in_the_step_still_has_its_image_computed(runner):
 @pytest.mark.parametrize(
     ("content", "num_embeds", "message"),
     [
-        (b"bad", 1, "image 0 cannot be used: it is damaged"),
-        (b"1:2", 1, "image 0 cannot be used: it has 2 embeddings for 1 image tokens, 1 were announced"),
-        (b"1:1", 2, "image 0 cannot be used: it has 1 embeddings for 1 image tokens, 2 were announced"),
+        (b"bad", 1, "it is damaged"),
+        (b"1:2", 1, "it has 2 embeddings for 1 image tokens, 1 were announced"),
+        (b"1:1", 2, "it has 1 embeddings for 1 image tokens, 2 were announced"),
     ],
 )
 def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_embeds, message):
@@ -182,7 +182,7 @@ def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_
     start(runner, new_data("a", [IMAGE], [item], [content]), scheduled_encoder_inputs={"a": [0]})
     assert merged(runner, {"a": (0, 1)}) == {}
     error = finish(runner).failed_embeddings[item.identifier]
-    assert (error.code, error.message, error.param) == ("invalid_request", message, "images[0]")
+    assert (error.code, error.message, error.param) == ("invalid_request", message, None)
     assert runner.cache == {}
     start(runner)
     assert finish(runner).failed_embeddings == {}  # told once

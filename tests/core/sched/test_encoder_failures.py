@@ -91,6 +91,17 @@ def test_its_error_is_that_of_the_encoder(world):
     world.add_with_images("a", [20, BAD, 20])
     (output,) = world.step()
     assert (output.error.code, output.error.param) == ("invalid_request", "images[0]")
+    assert output.error.message == "image 0 cannot be used: it is damaged"
+
+
+def test_each_request_is_told_the_place_where_it_shows_the_bad_image(world):
+    world.add_with_images("a", [20, BAD, 20])
+    world.add_with_images("b", [9, CAT, 4, DOG, 4, BAD, 20])
+    world.add_with_images("c", [9, CAT, 4, BAD, BAD])
+    errors = {output.request_id: output.error for output in world.step()}
+    assert {name: error.param for name, error in errors.items()} == {"a": "images[0]", "b": "images[2]", "c": "images[1]"}
+    assert errors["b"].message.startswith("image 2 cannot be used: ")
+    world.assert_clean()
 
 
 def test_an_entry_that_the_worker_lacks_is_computed_anew(world):
