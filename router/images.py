@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from core.config import ImagesSection
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage
 from router.image_fetch import FetchLimits, ImageFetcher
@@ -87,6 +87,7 @@ class ImageReader:
 
         Raises:
             InvalidRequest: there are too many, they are too large, or one cannot be had or is no image; names it and says why.
+            EncoderInputMissing: there is no memory for the head of one at the moment.
         """
         limits = self._limits
         if len(references) > limits.max_count:
@@ -116,8 +117,8 @@ class ImageReader:
                 content = await self._fetcher.fetch(url)
                 hold(len(content))
             size = await asyncio.to_thread(read_image_size, content, self._limits.max_pixels)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{place}: the image cannot be used: {error.message}", param=place) from None
+        except (InvalidRequest, EncoderInputMissing) as error:
+            raise type(error)(f"{place}: the image cannot be used: {error.message}", param=place) from None
         return PlacedImage(place, PromptImage(content, size))
 
 

@@ -154,7 +154,7 @@ class EncoderRunner:
         try:
             embeddings = self._embed(item)
         except KVFerryError as error:
-            self._failed[-1][identifier] = ErrorInfo.of(InvalidRequest(error.message))
+            self._failed[-1][identifier] = ErrorInfo.of(error)
             return
         self.cache[identifier] = embeddings
         if self._connector is not None:

@@ -11,6 +11,7 @@ Pillow and numpy, which let other threads run.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -24,6 +25,9 @@ THREAD_NAME = "kvferry-images"
 # Four images of 17 tiles of 512 x 512 pixels, the most that checkpoints in use cut one into: one that is being embedded, and
 # some on which the encoder goes on while the next are decoded.
 BUDGET_BYTES = 256 << 20
+SHUTDOWN_TIMEOUT_S = 10.0  # many times what the image takes that is longest to decode
+
+logger = logging.getLogger(__name__)
 
 
 class ImageReader(Protocol):
@@ -34,7 +38,10 @@ class ImageReader(Protocol):
         ...
 
     def prepare(self, content: bytes) -> Pixels:
-        """Return the pixels of a file as the encoder takes them. Raises: InvalidRequest for a bad one."""
+        """Return the pixels of a file as the encoder takes them.
+
+        Raises: InvalidRequest for a bad one, EncoderInputMissing where there is no memory for it.
+        """
         ...
 
     def prepared_bytes(self, num_embeds: int) -> int:
@@ -67,14 +74,19 @@ class ImagePreparation(ImageReadiness):
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def shutdown(self) -> None:
-        """End the thread after the image in progress, and forget all images. Idempotent."""
+    def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+        """Forget all images and end the thread after the one in progress, or leave it to that one after ``timeout_s``.
+
+        A thread that is left touches nothing any more, and does not keep the process from ending. Idempotent.
+        """
         with self._changed:
             self._is_stopping = True
             self._images.clear()
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("an image is still being decoded after %.0f s: its thread ends with the process", timeout_s)
 
     @property
     def num_bytes(self) -> int:
@@ -121,6 +133,7 @@ class ImagePreparation(ImageReadiness):
 
         Raises:
             InvalidRequest: the file is bad, or not the one that is named.
+            EncoderInputMissing: there was no memory for it.
         """
         with self._changed:
             outcome = self._images.take(identifier)
@@ -139,9 +152,13 @@ class ImagePreparation(ImageReadiness):
                 with self._changed:
                     self._images.end(image, outcome)
                 del image, outcome  # lest it is kept in memory until there is another one
-                self._wakeup()
+                self._wake()
         except BaseException as bug:  # the thread's main loop: the engine raises it
             self._failure = bug
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_stopping:  # whoever was to be woken may be gone
             self._wakeup()
 
     def _next(self) -> Preparation | None:

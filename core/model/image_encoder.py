@@ -70,6 +70,7 @@ class ImageEncoder:
 
         Raises:
             InvalidRequest: the file is damaged, no image, or too large.
+            EncoderInputMissing: there is no memory for it at the moment.
         """
         return self._processor.tiles(decode_image(content))
 

@@ -2,9 +2,11 @@
 
 Owns which formats are read, and what is said of a bad file; whoever calls says which file it was. Knows nothing of models.
 Torch-free: the router asks for sizes, to know how many tokens an image takes; only a worker that computes embeddings decodes.
-Needs Pillow (extra ``vision``), which is imported with the first image.
+Needs Pillow (extra ``vision``), which is imported with the first image. Pillow is given no file as it came, but what
+``core.model.image_structure`` leaves of it, which bounds the time that it takes.
 
-Pillow raises whatever its parsers come across in a damaged file, so every exception of it is the file's fault here.
+Pillow raises whatever its parsers come across in a damaged file, so every exception of it is the file's fault here, unless
+there is no memory.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from core.errors import ConfigError, InvalidRequest
+from core.errors import ConfigError, EncoderInputMissing, InvalidRequest, KVFerryError
+from core.model.image_structure import read_structure
 
 if TYPE_CHECKING:
     from PIL import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow names them; of an animation, the first frame is the image
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # as Pillow names them; of an animation, the first frame is the image
 MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
 MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
+MAX_SCANNED_PIXELS = 1 << 30  # of a JPEG, times its scans: a decoder passes over all pixels in each of them
+_MAX_EXIF_BYTES = 64 << 10  # what fits a segment of a JPEG; each of its entries may have all bytes of it copied
 _COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it lays one image upon another
 _JPEG_END = b"\xff\xd9"
 _ORIENTATION_TAG = 0x0112
@@ -55,7 +60,9 @@ def read_image_size(content: bytes, max_pixels: int = MAX_PIXELS) -> ImageSize:
     What can be seen of a damaged or cut off file without decoding it is refused here, the rest by ``decode_image``.
 
     Raises:
-        InvalidRequest: it is none of ``FORMATS``, is damaged, has too many pixels, or a side of more than ``MAX_SIDE``.
+        InvalidRequest: it is none of ``FORMATS``, is damaged, would take too long to decode, has too many pixels, or a side
+            of more than ``MAX_SIDE``.
+        EncoderInputMissing: there is no memory for it at the moment.
     """
     with _readable():
         image = _open(content, max_pixels)
@@ -72,6 +79,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     Raises:
         InvalidRequest: as ``read_image_size``, or its pixels cannot be decoded.
+        EncoderInputMissing: there is no memory for them at the moment.
     """
     with _readable():
         image = _open(content, max_pixels)
@@ -79,11 +87,25 @@ def decode_image(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return _upright(_opaque(image), orientation)
 
 
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Make of a lack of memory within an error of the one request that it happens to.
+
+    Raises:
+        EncoderInputMissing: there is no memory at the moment.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise EncoderInputMissing("there is no memory for an image at the moment") from None
+
+
 def _open(content: bytes, max_pixels: int) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
+    structure = read_structure(content)
     try:
-        image: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
+        image: Image.Image = Image.open(BytesIO(structure.content), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(f"it is no image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
@@ -95,6 +117,10 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
         raise InvalidRequest(f"it has {width} x {height} pixels, a side may have at most {MAX_SIDE}")
     if width * height > max_pixels:
         raise InvalidRequest(f"it has {width} x {height} pixels, at most {max_pixels} are taken")
+    if width * height * structure.num_scans > MAX_SCANNED_PIXELS:
+        raise InvalidRequest(
+            f"it has {width} x {height} pixels in {structure.num_scans} scans: save it as a JPEG that is not progressive"
+        )
     return image
 
 
@@ -102,9 +128,13 @@ def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation that stands before the pixels, 1 where there is none that can be read."""
     from PIL import Image
 
+    if any(len(image.info.get(name, "")) > _MAX_EXIF_BYTES for name in ("exif", "Raw profile type exif")):
+        return 1
     try:
         # of the base class: that of PNG decodes the image to find what stands behind it
         return int(Image.Image.getexif(image).get(_ORIENTATION_TAG, 1))
+    except MemoryError:
+        raise
     except Exception:  # a photograph with damaged metadata is still a photograph
         return 1
 
@@ -141,8 +171,9 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 @contextmanager
 def _readable() -> Iterator[None]:
     try:
-        yield
-    except InvalidRequest:
+        with enough_memory():
+            yield
+    except KVFerryError:
         raise
     except Exception as error:
         raise InvalidRequest(f"it is damaged: {error}") from error

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from core.errors import ConfigError
 from core.model.arch import positive_count
-from core.model.image_file import ImageSize
+from core.model.image_file import ImageSize, enough_memory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,7 +92,15 @@ class ImageProcessor:
         return self._grid_of(self._split_size(size))
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """Return the tiles of an RGB image, ``[num_tiles, 3, tile_size, tile_size]``, the whole image last."""
+        """Return the tiles of an RGB image, ``[num_tiles, 3, tile_size, tile_size]``, the whole image last.
+
+        Raises:
+            EncoderInputMissing: there is no memory for them at the moment.
+        """
+        with enough_memory():
+            return self._tiles(image)
+
+    def _tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
         resized = self._resize(image, self._first_size(ImageSize(*image.size)))
         size = self._split_size(ImageSize(*image.size))
         grid = self._grid_of(size)

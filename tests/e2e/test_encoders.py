@@ -185,7 +185,7 @@ def test_bad_images_are_the_clients_fault_by_name(sighted, eventually):
     bad = {
         "no image": b"hello",
         "cut off": good[:-30],
-        "damaged behind its head": encode_test_image(41, 60, 44, "BMP")[:-500],  # which only a worker sees
+        "damaged behind its head": encode_test_image(41, 60, 44, "GIF")[:-500],  # which only a worker sees
     }
     for content in bad.values():
         response = sighted.post("what is ", good, content)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core.encoder import EmbeddingsLayout
 from core.engine.encoder_runner import EncoderRunner
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.media import MMFeature
 from core.wire.sampling import SamplingParams
@@ -30,6 +30,8 @@ class NumberedRows:
     def prepare(self, content):
         if content.startswith(b"bad"):
             raise InvalidRequest("it is damaged")
+        if content.startswith(b"big"):
+            raise EncoderInputMissing("no memory")
         return np.array([int(number) for number in content.split(b":")])
 
     def prepared_bytes(self, num_embeds):
@@ -211,3 +213,11 @@ def test_another_file_under_an_identifier_is_not_computed(runner):
     start(runner, new_data("a", [IMAGE], [item], [b"2:1"]), scheduled_encoder_inputs={"a": [0]})
     assert "not the image that was announced" in finish(runner).failed_embeddings[item.identifier].message
     assert runner.cache == {}
+
+
+def test_an_image_that_there_is_no_memory_for_is_not_the_clients_fault(runner):
+    item = feature(b"big", 1, 1, 1)
+    start(runner, new_data("r", [4, IMAGE, 5], [item], [b"big"]), scheduled_encoder_inputs={"r": [0]})
+    error = finish(runner).failed_embeddings[item.identifier]
+    assert (error.code, error.http_status, error.retryable) == ("encoder_input_missing", 503, True)
+    assert error.message == "no memory"

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from core.engine.image_preparation import THREAD_NAME, ImagePreparation
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
 from core.wire.media import MMFeature
 
 WAIT_S = 20.0
 
 
 class HeldReader:
-    """Makes of a file the array of its bytes, once ``gate`` is open; "bad" is a bad file, "bug" a bug of ours."""
+    """Makes of a file the array of its bytes, once ``gate`` is open; "bad" is a bad file, "bug" a bug of ours.
+
+    For "big" there is no memory.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -30,6 +33,8 @@ class HeldReader:
         assert self.gate.wait(WAIT_S)
         if content == b"bad":
             raise InvalidRequest("it is damaged")
+        if content == b"big":
+            raise EncoderInputMissing("no memory")
         if content == b"bug":
             raise ZeroDivisionError("a bug")
         return np.frombuffer(content, dtype=np.uint8)
@@ -116,6 +121,20 @@ def test_a_bad_image_is_ready_and_whoever_takes_it_is_told(bench):
     assert bench.take(b"cat") == b"cat"
 
 
+def test_an_image_that_there_is_no_memory_for_ends_alone_and_can_be_asked_for_again(bench):
+    bench.reader.gate.set()
+    bench.start().ask(b"big", b"cat")
+    for _ in range(2):
+        bench.wait_for_wakeup()
+    assert bench.ask(b"big", b"cat") == [True, True]
+    with pytest.raises(EncoderInputMissing):
+        bench.take(b"big")
+    assert bench.take(b"cat") == b"cat"
+    assert bench.ask(b"big") == [False]
+    bench.wait_for_wakeup()
+    assert [content for content, _ in bench.reader.begun] == [b"big", b"cat", b"big"]
+
+
 def test_another_file_under_an_identifier_is_a_bad_one(bench):
     bench.reader.gate.set()
     bench.start()
@@ -160,3 +179,17 @@ def test_shutting_down_waits_for_the_image_in_progress_and_begins_no_other(bench
     bench.images.shutdown()
     assert bench.images.num_bytes == 0
     assert [content for content, _ in bench.reader.begun] == [b"cat"]
+
+
+def test_shutting_down_leaves_an_image_that_does_not_end_and_hears_nothing_of_it(bench, caplog):
+    bench.start().ask(b"cat")
+    poll(lambda: bench.reader.begun)
+    bench.images.shutdown(timeout_s=0.0)
+    assert "an image is still being decoded" in caplog.text
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == THREAD_NAME)
+    assert thread.daemon  # so that the process may end
+    bench.reader.gate.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert not bench.woken.acquire(blocking=False)
+    assert bench.images.num_bytes == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
 from core.model import image_file
 from core.model.image_file import FORMATS, ImageSize, decode_image, read_image_size
 
@@ -84,9 +84,33 @@ def test_what_is_no_image_is_refused(content):
         read_image_size(content)
 
 
-def test_formats_that_are_not_listed_are_refused():
-    with pytest.raises(InvalidRequest, match="no image of a known format"):
-        read_image_size(encoded(noise(), "TIFF"))
+@pytest.mark.parametrize("file_format", ["TIFF", "BMP"])
+def test_formats_that_are_not_listed_are_refused(file_format):
+    for read in (read_image_size, decode_image):
+        with pytest.raises(InvalidRequest, match=r"no image of a known format \(PNG, JPEG, WEBP, GIF\)"):
+            read(encoded(noise(), file_format))
+
+
+@pytest.mark.parametrize("place", ["_open", "_orientation", "_opaque", "_upright"])
+def test_a_lack_of_memory_is_not_the_files_fault(place, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(image_file, place, fail)
+    with pytest.raises(EncoderInputMissing, match="no memory for an image at the moment"):
+        decode_image(encoded(noise(), "PNG"))
+    if place in ("_open", "_orientation"):
+        with pytest.raises(EncoderInputMissing, match="no memory"):
+            read_image_size(encoded(noise(), "PNG"))
+
+
+def test_a_lack_of_memory_in_metadata_is_not_taken_for_metadata_that_is_damaged(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    with pytest.raises(EncoderInputMissing):
+        read_image_size(encoded(noise(), "PNG"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import Idefics3ImageProcessorPil, SmolVLMImageProcessorPil
 
-from core.errors import ConfigError
+from core.errors import ConfigError, EncoderInputMissing
 from core.model.image_file import ImageSize
 from core.model.image_processor import parse_image_processor
 
@@ -112,3 +112,16 @@ def test_parameters_that_change_pixels_change_the_key():
 def test_configurations_that_cannot_be_followed_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         parse_image_processor({**SMALL, **config})
+
+
+def test_a_lack_of_memory_for_tiles_is_an_error_of_that_image_alone(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    processor = parse_image_processor(SMALL)
+    image = noise(50, 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "stack", fail)
+        with pytest.raises(EncoderInputMissing, match="no memory for an image at the moment"):
+            processor.tiles(image)
+    assert processor.tiles(image).shape[1:] == (3, 32, 32)

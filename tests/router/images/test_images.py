@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from core.config import ImagesSection
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
@@ -206,6 +206,31 @@ async def test_the_second_of_two_images_is_named(start_sighted):
     under_test = await start_sighted()
     body = chat(image_part(data_url(picture())), "and", image_part(data_url(b"x")))
     await refused(under_test, body, "messages[0].content[2]")
+
+
+async def test_an_image_that_would_take_minutes_to_decode_is_named_with_the_way_out(start_sighted):
+    under_test = await start_sighted()
+    content = picture(kind="JPEG")
+    body = chat("what is", image_part(data_url(content[:2] + b"\xff\xfe\0\2" * 4097 + content[2:])))
+    assert "save it again without metadata" in await refused(under_test, body, "messages[0].content[1]")
+    scan = content[content.index(b"\xff\xda") : -2]
+    body = chat("what is", image_part(data_url(content[:-2] + scan * 64 + content[-2:])))
+    assert "save it as a JPEG that is not progressive" in await refused(under_test, body, "messages[0].content[1]")
+
+
+async def test_a_router_without_memory_for_an_image_says_so_and_goes_on(start_sighted, monkeypatch):
+    def fail(*_):
+        raise EncoderInputMissing("there is no memory for an image at the moment")
+
+    under_test = await start_sighted()
+    body = chat(image_part(data_url(picture())))
+    with monkeypatch.context() as patch:
+        patch.setattr("router.images.read_image_size", fail)
+        response = await post(under_test, body)
+    assert response.status_code == 503, response.text
+    assert response.json()["error"]["param"] == "messages[0].content[0]"
+    assert "retry-after" in response.headers
+    assert (await post(under_test, body)).status_code == 200
 
 
 async def test_too_many_images_are_refused(start_sighted):

@@ -1,0 +1,201 @@
+"""What a file's pixels depend on: its structure is walked before Pillow parses any of it, and all the rest is left out.
+
+Pillow parses metadata in Python, which lets no other thread run, and a decoder works through a progressive JPEG once for each
+scan, however few bytes that has. So a file of a few megabytes could take minutes. What is walked here is bounded in number and
+linear in bytes, and Pillow is given what was counted and nothing else: markers that only one of the two would have found count
+for nothing. Knows the frames of the formats, no pixels (``core.model.image_file``, the only caller).
+
+    PNG    chunks             the picture's own, and those that can say how it is turned
+    JPEG   marker segments    tables, frame, scans; of the metadata what says which colours these are, and how they are turned
+    GIF    blocks             the colours, the last graphic control before the first picture, all from that picture on
+    WebP   chunks             all: libwebp passes over the rest in C
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core.errors import InvalidRequest
+
+MAX_PARTS = 4096  # chunks, segments or blocks; 8 MiB of PNG, written as libpng does, are 1024 of 8 KiB
+MAX_SCANS = 64  # of a JPEG; a progressive one has about ten
+MAX_TABLE_BYTES = 256 << 10  # of a JPEG, all tables of all scans together; a kibibyte or two are usual for one
+
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_PNG_PICTURE = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf")
+_PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
+_PNG_TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # texts in which an orientation can stand
+_PNG_CHUNK = struct.Struct(">I4s")
+
+_JPEG_MAGIC = b"\xff\xd8\xff"
+_JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # no stuffed zero, fill byte or restart, which may stand in a scan
+_JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
+_JPEG_TABLES = (*range(0xC0, 0xC8), *range(0xC9, 0xD0), 0xDB, 0xDC, 0xDD)  # and frames
+_JPEG_METADATA = (*range(0xE0, 0xF0), 0xFE)
+_JPEG_KEPT = ((0xE0, b"JFIF\0"), (0xE1, b"Exif\0\0"), (0xE1, b"http://ns.adobe.com/xap/1.0/\0"), (0xEE, b"Adobe"))
+_JPEG_LENGTH = struct.Struct(">H")
+
+_GIF_MAGIC = (b"GIF87a", b"GIF89a")
+_GIF_EXTENSION, _GIF_PICTURE, _GIF_CONTROL = 0x21, 0x2C, 0xF9
+_GIF_CONTROL_BYTES = 8
+
+_RIFF_CHUNK = struct.Struct("<4sI")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStructure:
+    """The file as it is to be decoded, and how often its decoder passes over all pixels."""
+
+    content: bytes
+    num_scans: int = 1
+
+
+def read_structure(content: bytes, max_parts: int = MAX_PARTS, max_scans: int = MAX_SCANS) -> ImageStructure:
+    """Return what the pixels of a file depend on; a file of a format that is not known here as it is.
+
+    Raises:
+        InvalidRequest: it has more parts or scans than may be, or its parts make no image.
+    """
+    if content.startswith(_PNG_MAGIC):
+        return ImageStructure(_picture_of_png(content, max_parts))
+    if content.startswith(_JPEG_MAGIC):
+        return _structure_of_jpeg(content, max_parts, max_scans)
+    if content.startswith(_GIF_MAGIC):
+        return ImageStructure(_first_frame_of_gif(content, max_parts))
+    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+        for number, _ in enumerate(_riff_chunks(content), 1):
+            _check_parts(number, max_parts)
+    return ImageStructure(content)
+
+
+def _check_parts(number: int, max_parts: int) -> None:
+    if number > max_parts:
+        raise InvalidRequest(f"it has more than {max_parts} parts, metadata included: save it again without metadata")
+
+
+def _joined(content: bytes, parts: list[memoryview]) -> bytes:
+    return content if sum(map(len, parts)) == len(content) else b"".join(parts)
+
+
+# ---- PNG -------------------------------------------------------------------------------------------------------------
+
+
+def _picture_of_png(content: bytes, max_parts: int) -> bytes:
+    view = memoryview(content)
+    parts, start = [view[: len(_PNG_MAGIC)]], len(_PNG_MAGIC)
+    number = 0
+    while start + _PNG_CHUNK.size <= len(content):
+        number += 1
+        _check_parts(number, max_parts)
+        length, kind = _PNG_CHUNK.unpack_from(content, start)
+        end = start + length + 12
+        if kind in _PNG_PICTURE or (kind in _PNG_TEXTS and content.startswith(_PNG_TURNING, start + _PNG_CHUNK.size)):
+            parts.append(view[start:end])
+        if kind == b"IEND":
+            break
+        start = end
+    return _joined(content, parts)
+
+
+# ---- JPEG ------------------------------------------------------------------------------------------------------------
+
+
+def _structure_of_jpeg(content: bytes, max_parts: int, max_scans: int) -> ImageStructure:
+    view = memoryview(content)
+    parts = [view[:2]]
+    missing = set(_JPEG_KEPT)
+    num_scans = num_table_bytes = 0
+    for number, (marker, start, end) in enumerate(_jpeg_segments(content), 1):
+        _check_parts(number, max_parts)
+        if marker in _JPEG_METADATA and not _take(missing, content, marker, start):
+            continue
+        num_scans += marker == _JPEG_SCAN
+        num_table_bytes += end - start if marker in _JPEG_TABLES else 0
+        if num_scans > max_scans:
+            raise InvalidRequest(f"it has more than {max_scans} scans: save it as a JPEG that is not progressive")
+        if num_table_bytes > MAX_TABLE_BYTES:
+            raise InvalidRequest(f"it has more than {MAX_TABLE_BYTES} bytes of tables: save it again")
+        parts.append(view[start:end])
+    return ImageStructure(_joined(content, parts), num_scans)
+
+
+def _take(missing: set[tuple[int, bytes]], content: bytes, marker: int, start: int) -> bool:
+    """Say whether the segment of metadata is the first of a kind that is kept; then that kind is missing no more."""
+    for kind in missing:
+        if kind[0] == marker and content.startswith(kind[1], start + 4):
+            missing.remove(kind)
+            return True
+    return False
+
+
+def _jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the marker, start and end of each segment, a scan with its pixels; bytes between segments are passed over.
+
+    Raises:
+        InvalidRequest: a marker stands where libjpeg would give up, and Pillow would not.
+    """
+    found = _JPEG_MARKER.search(content, 2)
+    while found is not None:
+        start, marker = found.start(), content[found.start() + 1]
+        if marker == _JPEG_END:
+            yield marker, start, start + 2
+            return
+        if marker not in _JPEG_TABLES + _JPEG_METADATA and marker != _JPEG_SCAN:
+            raise InvalidRequest(f"it is damaged: marker {marker:#x} has no place in it")
+        if start + 4 > len(content):
+            return
+        end = start + 2 + max(2, *_JPEG_LENGTH.unpack_from(content, start + 2))  # a length counts its own two bytes
+        found = _JPEG_MARKER.search(content, end)
+        if marker == _JPEG_SCAN:
+            end = len(content) if found is None else found.start()
+        yield marker, start, end
+
+
+# ---- GIF and WebP ----------------------------------------------------------------------------------------------------
+
+
+def _first_frame_of_gif(content: bytes, max_parts: int) -> bytes:
+    view = memoryview(content)
+    has_colours = len(content) > 10 and content[10] & 0x80
+    head = control = view[: 13 + (3 << (content[10] & 7) + 1 if has_colours else 0)]
+    parts = [head]
+    for number, (kind, start, end) in enumerate(_gif_parts(content, len(head)), 1):
+        _check_parts(number, max_parts)
+        if kind == _GIF_CONTROL:
+            control = view[start:end]
+        elif kind == _GIF_PICTURE:
+            parts += [control] if control is not head else []
+            return _joined(content, [*parts, view[start:]])
+    raise InvalidRequest("it is damaged: it has no picture")
+
+
+def _gif_parts(content: bytes, start: int) -> Iterator[tuple[int | None, int, int]]:
+    """Yield what stands before the first picture, and where that begins: graphic controls, and of all else each piece."""
+    while start + 1 < len(content):
+        kind, end = content[start], start + 1
+        if kind == _GIF_PICTURE:
+            yield _GIF_PICTURE, start, end
+            return
+        if kind == _GIF_EXTENSION:
+            end += 1
+            while end < len(content) and content[end]:
+                yield None, end, end
+                end += content[end] + 1
+            end += 1
+            is_control = content[start + 1] == _GIF_CONTROL and end - start == _GIF_CONTROL_BYTES
+            yield _GIF_CONTROL if is_control else None, start, end
+        else:
+            yield None, start, end
+        start = end
+
+
+def _riff_chunks(content: bytes) -> Iterator[int]:
+    """Yield where each chunk starts."""
+    start = 12
+    while start + _RIFF_CHUNK.size <= len(content):
+        yield start
+        _, length = _RIFF_CHUNK.unpack_from(content, start)
+        start += _RIFF_CHUNK.size + length + length % 2
