@@ -88,14 +88,19 @@ def _has_room(state: SchedulerState, step: Step) -> bool:
 def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outcome:
     """Let a request run whose load has ended. It has its blocks and is not looked up again, unless nothing is left of them."""
     request_id = request.request_id
-    if state.claims and state.claims.holds_back(request_id):
-        return _Outcome.SKIPPED
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and not promote_loaded_request(state, request):
+    if not _has_its_kv(state, request):
+        state.encoder.announce(request)
         return _Outcome.SKIPPED
     if request_id in state.failed_recving_kv_req_ids and not settle_failed_load(state, request):
         step.output.preempted_req_ids.add(request_id)  # blocks have become free: others may go on in the next step
         return _Outcome.EMPTY_HANDED
     return _allocate_and_start(state, step, request, _Prefix())
+
+
+def _has_its_kv(state: SchedulerState, request: Request) -> bool:
+    if state.claims and state.claims.holds_back(request.request_id):
+        return False
+    return request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS or promote_loaded_request(state, request)
 
 
 def _admit(state: SchedulerState, step: Step, request: Request) -> _Outcome:
@@ -169,6 +174,7 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         state.inflight_prefills[request.request_id] = request
     if prefix.load_kv_async:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        state.encoder.announce(request)
         return _Outcome.LOADS
     if prefix.num_external_tokens:
         step.output.has_sync_kv_loads = True

@@ -147,6 +147,17 @@ class EncoderInputs:
             self.counts.num_deferrals += 1
         return plan
 
+    def announce(self, request: Request) -> None:
+        """Have the first image behind the KV that a request waits for decoded meanwhile; it is neither computed nor claimed.
+
+        Called in every step, at the request's place in the order: it holds blocks, which nobody can take from it, and is not to
+        hold them for the image's sake as well. The last token is always computed, with the image that it belongs to.
+        """
+        start = min(request.num_computed_tokens, request.num_tokens - 1)
+        index = next((index for index, feature in enumerate(request.mm_features) if feature.end > start), None)
+        if index is not None:
+            self._announce(request, index)
+
     def _announce(self, request: Request, index: int) -> None:
         """Have an image decoded that will be computed soon, as things are."""
         identifier = request.mm_features[index].identifier

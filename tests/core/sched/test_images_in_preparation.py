@@ -168,6 +168,82 @@ def test_an_image_whose_kv_is_loaded_is_not_prepared(make, remote):
     assert world.images.num_images == 0
 
 
+def test_an_image_behind_kv_that_is_loaded_is_prepared_meanwhile(make, remote):
+    world = make(with_connector=True)
+    world.script.remote["a"] = remote(40)
+    request = world.add_with_images("a", [44, CAT, 4])
+    world.step()
+    assert list(world.script.loading) == ["a"]
+    assert world.images.work()
+    assert world.images.prepared == [b"cat"]
+    world.step()
+    assert (world.encoder.num_encoded, world.scheduler.encoder_cache.identifiers) == ({}, set())
+    world.complete_load("a")
+    world.step()
+    assert world.schedule().num_scheduled_tokens == {"a": 24}
+    assert world.last.scheduled_encoder_inputs == {"a": [0]}
+    world.finish_step()
+    run_to_end(world, request)
+    assert world.images.prepared == [b"cat"]
+
+
+def test_while_it_loads_a_request_keeps_its_place_in_the_order_of_images(make, remote):
+    world = make(with_connector=True, image_budget=16)
+    world.script.remote["a"] = remote(40)
+    requests = [world.add_with_images("a", [44, CAT, 4]), world.add_with_images("b", [4, DOG, 4])]
+    for _ in range(3):
+        world.step()
+    assert world.images.work()
+    world.step()
+    assert not world.images.work()  # it is the first, so its room is its own
+    world.complete_load("a")
+    run_to_end(world, *requests)
+    assert world.images.prepared == [b"cat", b"dog"]
+
+
+def test_the_image_of_the_last_token_is_prepared_although_all_kv_is_loaded(make, remote):
+    world = make(with_connector=True)
+    world.script.remote["a"] = remote(60)
+    world.add_with_images("a", [44, CAT])
+    world.step()
+    assert world.images.work()
+    world.complete_load("a")
+    world.step()
+    assert world.schedule().num_scheduled_tokens == {"a": 1}
+    world.finish_step()
+    world.run()
+    world.assert_clean()
+
+
+def test_of_images_behind_kv_that_is_loaded_only_those_are_prepared_that_are_computed_here(make, remote):
+    world = make(with_connector=True, with_ec_connector=True)
+    world.ec.here[DOG.identifier] = DOG.media
+    world.add_with_images("known", [4, CAT, 30], max_tokens=60)
+    world.step()
+    world.images.work()
+    world.step()
+    for name, image in (("a", CAT), ("b", DOG)):
+        world.script.remote[name] = remote(40)
+        world.add_with_images(name, [44, image, 4])
+    world.step()
+    assert sorted(world.script.loading) == ["a", "b"]
+    assert world.images.num_images == 0
+
+
+def test_nothing_is_left_of_a_request_that_was_aborted_while_its_kv_was_loaded(make, remote):
+    world = make(with_connector=True)
+    world.script.remote["a"] = remote(40)
+    world.add_with_images("a", [44, CAT, 4])
+    world.step()
+    assert world.images.num_images == 1
+    world.abort("a")
+    assert world.images.num_images == 0
+    world.end_load("a")
+    world.run()
+    world.step()
+    world.assert_clean()
+
+
 def test_images_whose_embeddings_come_from_elsewhere_are_not_prepared(make):
     world = make(with_ec_connector=True)
     world.ec.on_the_way.add(CAT.identifier)
