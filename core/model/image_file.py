@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # as Pillow names them; of an animation, the first frame is the image
 MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
 MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
-MAX_SCANNED_PIXELS = 1 << 30  # of a JPEG, times its scans: a decoder passes over all pixels in each of them
+MAX_SCANNED_PIXELS = 256 << 20  # of a JPEG, times its scans: a decoder passes over all pixels in each of them
+USUAL_SCANS = 16  # of a JPEG, whatever its size: encoders write about ten, and scripts for them a few more
 _MAX_EXIF_BYTES = 64 << 10  # what fits a segment of a JPEG; each of its entries may have all bytes of it copied
 _COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it lays one image upon another
 _JPEG_END = b"\xff\xd9"
@@ -117,9 +118,11 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
         raise InvalidRequest(f"it has {width} x {height} pixels, a side may have at most {MAX_SIDE}")
     if width * height > max_pixels:
         raise InvalidRequest(f"it has {width} x {height} pixels, at most {max_pixels} are taken")
-    if width * height * structure.num_scans > MAX_SCANNED_PIXELS:
+    max_scans = max(USUAL_SCANS, MAX_SCANNED_PIXELS // (width * height))
+    if structure.num_scans > max_scans:
         raise InvalidRequest(
-            f"it has {width} x {height} pixels in {structure.num_scans} scans: save it as a JPEG that is not progressive"
+            f"it has {structure.num_scans} scans of {width} x {height} pixels, at most {max_scans} are taken: "
+            "save it as a JPEG that is not progressive"
         )
     return image
 

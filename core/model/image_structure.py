@@ -33,9 +33,10 @@ _PNG_CHUNK = struct.Struct(">I4s")
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # no stuffed zero, fill byte or restart, which may stand in a scan
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
-_JPEG_TABLES = (*range(0xC0, 0xC8), *range(0xC9, 0xD0), 0xDB, 0xDC, 0xDD)  # and frames
+_JPEG_TABLES = (*range(0xC0, 0xC8), 0xDB, 0xDC, 0xDD)  # and frames; not those of arithmetic coding, which no browser shows
 _JPEG_METADATA = (*range(0xE0, 0xF0), 0xFE)
 _JPEG_KEPT = ((0xE0, b"JFIF\0"), (0xE1, b"Exif\0\0"), (0xE1, b"http://ns.adobe.com/xap/1.0/\0"), (0xEE, b"Adobe"))
+_JPEG_STRIDE = 1 << 20  # bytes searched at a time, between which other threads may run
 _JPEG_LENGTH = struct.Struct(">H")
 
 _GIF_MAGIC = (b"GIF87a", b"GIF89a")
@@ -135,23 +136,31 @@ def _jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, start and end of each segment, a scan with its pixels; bytes between segments are passed over.
 
     Raises:
-        InvalidRequest: a marker stands where libjpeg would give up, and Pillow would not.
+        InvalidRequest: a marker at which libjpeg gives up, or is slow.
     """
-    found = _JPEG_MARKER.search(content, 2)
-    while found is not None:
-        start, marker = found.start(), content[found.start() + 1]
+    start = _next_marker(content, 2)
+    while start < len(content):
+        marker = content[start + 1]
         if marker == _JPEG_END:
             yield marker, start, start + 2
             return
         if marker not in _JPEG_TABLES + _JPEG_METADATA and marker != _JPEG_SCAN:
-            raise InvalidRequest(f"it is damaged: marker {marker:#x} has no place in it")
+            raise InvalidRequest(f"it is damaged or no usual JPEG, marker {marker:#x} is not taken: save it again")
         if start + 4 > len(content):
             return
         end = start + 2 + max(2, *_JPEG_LENGTH.unpack_from(content, start + 2))  # a length counts its own two bytes
-        found = _JPEG_MARKER.search(content, end)
-        if marker == _JPEG_SCAN:
-            end = len(content) if found is None else found.start()
-        yield marker, start, end
+        following = _next_marker(content, end)
+        yield marker, start, following if marker == _JPEG_SCAN else end
+        start = following
+
+
+def _next_marker(content: bytes, start: int) -> int:
+    """Return where the next marker stands, the end of the file if there is none."""
+    for begin in range(start, len(content), _JPEG_STRIDE):
+        found = _JPEG_MARKER.search(content, begin, begin + _JPEG_STRIDE + 1)  # a marker may stand across
+        if found is not None:
+            return found.start()
+    return len(content)
 
 
 # ---- GIF and WebP ----------------------------------------------------------------------------------------------------
