@@ -19,15 +19,16 @@ from typing import Protocol
 from core.encoder import ImageReadiness
 from core.engine.prepared_images import Pixels, Preparation, PreparedImages
 from core.errors import InvalidRequest, KVFerryError
+from core.log import event
 from core.wire.media import MMFeature
 
 THREAD_NAME = "kvferry-images"
-# Four images of 17 tiles of 512 x 512 pixels, the most that checkpoints in use cut one into: one that is being embedded, and
+# Five images of 17 tiles of 512 x 512 pixels, the most that checkpoints in use cut one into: one that is being embedded, and
 # some on which the encoder goes on while the next are decoded.
 BUDGET_BYTES = 256 << 20
 SHUTDOWN_TIMEOUT_S = 10.0  # many times what the image takes that is longest to decode
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class ImageReader(Protocol):
@@ -86,7 +87,7 @@ class ImagePreparation(ImageReadiness):
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                logger.warning("an image is still being decoded after %.0f s: its thread ends with the process", timeout_s)
+                _log.warning(event("image_thread_left", timeout_s=timeout_s, reason="an image is still being decoded"))
 
     @property
     def num_bytes(self) -> int:
