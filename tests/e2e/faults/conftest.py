@@ -353,16 +353,30 @@ def _status(url: str) -> int:
 
 
 @contextlib.contextmanager
-def leaving_nothing() -> Iterator[None]:
-    """Fail if the processes that live inside leave one of them, shared memory, or a listening socket."""
-    before = _left_behind()
+def leaving_nothing(others: Sequence[LocalCluster]) -> Iterator[None]:
+    """Fail if the processes that live inside leave one of them, shared memory, or a listening socket.
+
+    Those of ``others``, the clusters that live at the moment, come and go as they like.
+    """
+    before = _left_behind(others)
+    known = {child.pid for child in _children(others)}
     yield
-    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
-    assert _left_behind() == before
+    psutil.wait_procs([child for child in _children(others) if child.pid not in known], timeout=20)
+    assert _left_behind(others) == before
 
 
-def _left_behind() -> tuple[set[int], set[str], set[int]]:
-    children = psutil.Process().children(recursive=True)
+def _children(others: Sequence[LocalCluster]) -> list[psutil.Process]:
+    theirs = {pid for cluster in others for pid in cluster.pids.values()}
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child.pid not in theirs:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found += [child, *child.children(recursive=True)]
+    return found
+
+
+def _left_behind(others: Sequence[LocalCluster]) -> tuple[set[int], set[str], set[int]]:
+    children = _children(others)
     listening = {
         connection.laddr.port
         for process in (psutil.Process(), *children)
@@ -373,7 +387,15 @@ def _left_behind() -> tuple[set[int], set[str], set[int]]:
 
 
 @pytest.fixture(scope="session")
-def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_token_identical) -> Iterator[FaultCluster]:
+def live_clusters() -> list[LocalCluster]:
+    """The clusters of this session that run at the moment."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def fault_cluster(
+    request, live_clusters, cluster_config, tmp_path_factory, corpus, assert_token_identical
+) -> Iterator[FaultCluster]:
     """A supervised cluster on one transport, shared by all faults that need one like it."""
     cell, profile = request.param
     transport, environment = CELLS[cell]
@@ -389,8 +411,10 @@ def fault_cluster(request, cluster_config, tmp_path_factory, corpus, assert_toke
             settings.append(f"router.worker_address={network.router_address}")
             options = replace(options, workers=network.worker_settings())
         config = cluster_config(*settings)
-        stack.enter_context(leaving_nothing())
+        stack.enter_context(leaving_nothing(live_clusters))
         cluster = stack.enter_context(LocalCluster(config, supervise=True, log_dir=folder / "logs", options=options))
+        live_clusters.append(cluster)
+        stack.callback(live_clusters.remove, cluster)
         yield FaultCluster(
             cell=cell,
             cluster=cluster,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 from signal import SIGCONT, SIGSTOP
 
 import pytest
@@ -54,6 +55,9 @@ def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(fault
     faulty.measure("freeze to the end of the quarantine", time.monotonic() - frozen_at)
     faulty.kill("prefill-0", SIGCONT)
     faulty.assert_released(frozen_at)
+    faulty.eventually(
+        lambda: faulty.start(20, 2).result().status == HTTPStatus.OK, "an answer: nobody takes it for lost any more"
+    )
 
 
 @pytest.mark.quick_on("nixl")
