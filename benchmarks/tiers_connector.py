@@ -43,7 +43,7 @@ from core.config import KVFerryConfig, KVStoreSection, load_config
 from core.digest import BlockDigester
 from core.engine.build import BuiltEngine, build_engine
 from core.ids import RandomIds
-from core.kv.seals import ExpectedSeal, SealTable, map_seal_memory
+from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, map_seal_memory
 from core.request import NewRequest
 from core.wire.kv import KVLayoutInfo
 from core.wire.sampling import SamplingParams
@@ -180,7 +180,9 @@ def measure_copies(num_blocks: int, repeats: int) -> Copies:
     """Save and load blocks through a mover."""
     rows = np.random.default_rng(1).integers(0, 256, (2 * num_blocks, COPY_BYTES), dtype=np.uint8)
     digester = BlockDigester(COPY_BYTES)
-    seals = SealTable(map_seal_memory(2 * num_blocks), INCARNATION, 7, lambda block_id: digester.digest(rows[block_id]))
+    seals = SealTable(
+        map_seal_memory(2 * num_blocks), INCARNATION, 7, each_by_itself(lambda block_id: digester.digest(rows[block_id]))
+    )
     clock = SystemClock()
     section = KVStoreSection(memory_bytes=4 * num_blocks * (COPY_BYTES + 8192), eviction="lru", max_pinned_share=1.0)
     store = make_embedded_store(section, COPY_BYTES, clock, RandomIds())
