@@ -50,10 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Five times the random examples with --full, where a test goes by the profile."""
-    hypothesis.settings.register_profile("full", max_examples=5 * hypothesis.settings.default.max_examples)
-    if config.getoption("--full"):
-        hypothesis.settings.load_profile("full")
+    """Let random tests try the same examples in every run; with --full five times as many, and others in every run."""
+    common = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])  # nothing is timed
+    num_examples = hypothesis.settings.default.max_examples
+    hypothesis.settings.register_profile("repeatable", common, derandomize=True, database=None)
+    hypothesis.settings.register_profile("full", common, max_examples=5 * num_examples)
+    hypothesis.settings.load_profile("full" if config.getoption("--full") else "repeatable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -62,7 +62,7 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
         elif outcome is not _Outcome.RUNS:
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
-    state.waiting.prepend_requests(empty_handed)  # before those that came after them, in their own order
+    state.waiting.prepend_requests(empty_handed)  # as after a preemption: their turn had come before anybody's here
     return not holder_lacks_blocks
 
 

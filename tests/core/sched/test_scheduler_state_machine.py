@@ -343,10 +343,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def waiting_requests_are_in_order(self):
-        scheduler = self.world.scheduler
-        arrivals = [request.arrival_time for request in scheduler.waiting if not request.num_preemptions]
+        """Those that had blocks before stand in front, whoever was passed over when they got them."""
+        scheduler, state = self.world.scheduler, self.world.scheduler._state
+        had_blocks = [bool(request.num_preemptions) or request.request_id in state.empty_handed for request in scheduler.waiting]
+        arrivals = [request.arrival_time for request, had in zip(scheduler.waiting, had_blocks, strict=True) if not had]
         if self.world.config.policy == "fcfs":
             assert arrivals == sorted(arrivals)
+            assert had_blocks == sorted(had_blocks, reverse=True)
 
     @invariant()
     def unfinished_prefills_are_known(self):
