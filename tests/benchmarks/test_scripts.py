@@ -37,6 +37,7 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_handover_measures_transfer_copy_second_token_verification_and_lost_owners(run_benchmark, tmp_path):
     printed = run_benchmark("handover", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())

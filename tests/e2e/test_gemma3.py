@@ -56,6 +56,7 @@ def answer(served, prompt, **fields):
     return served.complete(prompt, model=MODEL, **fields)["choices"][0]["token_ids"]
 
 
+@pytest.mark.full
 def test_answers_across_the_window_are_those_of_transformers_with_and_without_a_hit(served, text, gemma3_oracle):
     prompt, other = text[: 2 * WINDOW + 76], [*text[: WINDOW + 338], *text[1200:1230]]
     gemma3_oracle.assert_token_identical(prompt, answer(served, prompt, max_tokens=20))
@@ -64,6 +65,7 @@ def test_answers_across_the_window_are_those_of_transformers_with_and_without_a_
     gemma3_oracle.assert_token_identical(other, body["choices"][0]["token_ids"])
 
 
+@pytest.mark.full
 def test_text_is_answered_in_text(served, tokenizer, gemma3_oracle):
     prompt = "The ferry left the harbour on"
     body = served.complete(prompt, model=MODEL, max_tokens=6)

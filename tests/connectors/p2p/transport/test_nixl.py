@@ -280,7 +280,7 @@ def test_a_read_that_cannot_be_released_fences_its_peer(library, reader):
     assert library.agents[-2]() is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_suite_passes_over_tcp_between_owner_and_reader():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60", str(OVER_TCP)]
     environment = os.environ | {"UCX_TLS": "tcp"}
