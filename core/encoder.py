@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from core.request import ECConnectorOutput, Request, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
@@ -29,18 +29,6 @@ from core.wire.messages import ErrorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ECRole = Literal["producer", "consumer", "both"]
-
-
-def is_producer(role: ECRole) -> bool:
-    """True if embeddings that are computed here are offered to others."""
-    return role in ("producer", "both")
-
-
-def is_consumer(role: ECRole) -> bool:
-    """True if embeddings that others have computed are loaded here."""
-    return role in ("consumer", "both")
 
 
 class ECConnectorMetadata:

@@ -60,11 +60,6 @@ class HeldOffers:
         """Items that have made room for others."""
         return self._shelf.num_evicted
 
-    @property
-    def num_items(self) -> int:
-        """Items that are held, for readers or until others need the room."""
-        return len(self._shelf)
-
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
         """Keep the rows, unless they are here already, and lease them to whoever reads them first."""
         held = self._held.get(identifier)

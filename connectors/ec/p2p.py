@@ -28,11 +28,12 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.transports import TransportFactory, create_transport
 from connectors.registry import ConnectorContext
 from core.config import ConnectorSection
-from core.encoder import ECRole, EmbeddingsLayout
+from core.encoder import EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
 
 _RENEWALS_PER_LEASE = 6
 _METRICS_KIND = "ec"
+_SHOWN_DIGITS = 16  # of an item's identifier in the log: enough to tell items apart
 
 
 class P2PECConnector(ECConnector):
@@ -59,11 +60,6 @@ class P2PECConnector(ECConnector):
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
         self._alarm = Alarm(context.clock, self.worker.wake)
-
-    @property
-    def role(self) -> ECRole:
-        """What it does here."""
-        return "producer" if self._context.is_encoder else "consumer"
 
     @property
     def host_id(self) -> str:
@@ -141,6 +137,7 @@ class P2PECConnector(ECConnector):
             report=self._on_report,
             fail=self.worker.fail,
             metrics=P2PMetrics(context.metrics, _METRICS_KIND),
+            name_load=lambda identifier: {"item": identifier[:_SHOWN_DIGITS]},
         )
         self._carrier = NodeCarrier(_carrier_context(context, layout), owner, self._create)
         if context.is_encoder:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from connectors.registry import ConnectorHost
 from core.clock import Clock
 from core.config import ECConnectorSection, KVStoreSection
-from core.encoder import ECConnectorScheduler, ECConnectorWorker, ECRole
+from core.encoder import ECConnectorScheduler, ECConnectorWorker
 from core.ids import IdSource
 from core.wire.curve import ClusterKeys, derive_keys
 from core.wire.media import ECSource
@@ -51,11 +51,6 @@ class ECConnector(ABC):
     name: str
     scheduler: ECConnectorScheduler
     worker: ECConnectorWorker
-
-    @property
-    @abstractmethod
-    def role(self) -> ECRole:
-        """What it does here."""
 
     @property
     def host_id(self) -> str:

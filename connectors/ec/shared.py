@@ -24,7 +24,7 @@ from connectors.ec.stored import StoredOffers, pass_on
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.worker import FetchingWorker
 from connectors.tier.thread import TierThread
-from core.encoder import ECRole, EmbeddingsLayout
+from core.encoder import EmbeddingsLayout
 from kvstore.base import BlockStore
 from kvstore.client import connect_store
 
@@ -57,11 +57,6 @@ class SharedECConnector(ECConnector):
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
         self._alarm = Alarm(context.clock, self.worker.wake)
-
-    @property
-    def role(self) -> ECRole:
-        """What it does here."""
-        return "producer" if self._context.is_encoder else "both"
 
     @property
     def num_saving_bytes(self) -> int:

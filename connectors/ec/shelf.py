@@ -46,9 +46,6 @@ class Shelf:
         self._items: dict[bytes, ShelfItem] = {}  # unwanted ones in the order of their last use
         self._quarantined: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     @property
     def num_wanted_chunks(self) -> int:
         """Chunks of items that somebody wants, or that are being filled. Any thread may ask."""

@@ -219,11 +219,6 @@ class AttentionBackend(ABC):
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
 
-    @property
-    def kv_layout(self) -> KVLayout:
-        """Layout of the pool this instance works on."""
-        return self.cache.layout
-
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """Prepare every index tensor of a step; call it once per step and KV cache group."""

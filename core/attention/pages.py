@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,8 +42,6 @@ from core.attention.base import (
 from core.attention.dense_tables import decode_arrays, powers_of_two
 from core.attention.torch_kernels import refill, upload, varlen_kernel_with_sums
 from core.errors import ConfigError
-
-IntArray = npt.NDArray[np.int64]
 
 MAX_PARTS = 32 << 10  # pages in one call of the kernel, whose grid takes 65,535 sequences
 _SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page

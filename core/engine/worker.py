@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 ENGINE_STOP_TIMEOUT_S = 10.0
 LINGER_S = 1.0  # for the last replies and the goodbye
 
-_REPLIES = (list, PrefillDone, RequestFailed, EncodeDone, EncodeFailed)
-
 Announce = Callable[[Mapping[str, str]], None]
 
 

@@ -54,11 +54,6 @@ class Tokenizer:
         self.bos_token_id = self._token_id(self._special_tokens.get("bos_token"))
         self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True if the model came with a chat template."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
 

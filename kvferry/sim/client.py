@@ -35,7 +35,6 @@ class Client:
         self.outcome = ""  # error code, or "ok"; empty while it goes on
         self.message = ""
         self.has_left = False
-        self.submitted_at: float | None = None
         self.ended_at: float | None = None
         self.report: HandoverReport | None = None
         self.ended_choices: list[int] = []  # by their text, since the router was told last

@@ -144,7 +144,6 @@ class SimCluster:
     # ---- clients -----------------------------------------------------------------------------------------------------
 
     def _submit(self, client: Client) -> None:
-        client.submitted_at = self.loop.now
         router = self.routers[client.plan.router]
         if router.host.process.is_alive:
             router.connect(client)

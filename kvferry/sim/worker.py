@@ -272,6 +272,3 @@ class SimWorker(SimMember):
     def _renew(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:
             self.connector.renew(transfer_ids)
-
-
-WorkerFactory = Callable[[WorkerPlan, int], SimWorker]
