@@ -33,7 +33,11 @@ class _Outcome(Enum):
 
 @dataclass(slots=True)
 class _Prefix:
-    """The part of a waiting request that need not be computed: local hits, then tokens that the connector loads."""
+    """The part of a waiting request that need not be computed: local hits, then tokens that the connector loads.
+
+    ``blocks`` are the hits, none of them included. None: nothing was looked up, since the request is a holder that goes on with
+    the blocks that it has; so it is not admitted, and counts as no hit or miss.
+    """
 
     blocks: KVCacheBlocks | None = None
     num_local_tokens: int = 0
@@ -135,18 +139,33 @@ def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
 
 
 def _allocate_and_start(state: SchedulerState, step: Step, request: Request, prefix: _Prefix) -> _Outcome:
-    """Allocate, tell the connector, and start the request: in this step, or as a load."""
-    manager = state.kv_cache_manager
-    num_cached_tokens = prefix.num_local_tokens + prefix.num_external_tokens
-    num_computed_tokens = request.num_computed_tokens + num_cached_tokens
-    num_new_tokens, plan = 0, None
+    """Give a request the blocks that it needs to begin, tell the connector, and have it run in this step, or load."""
+    num_computed_tokens = request.num_computed_tokens + prefix.num_local_tokens + prefix.num_external_tokens
     if not state.encoder.is_available(request, num_computed_tokens):
         return _Outcome.SKIPPED
+    num_new_tokens, plan = 0, None
     if not prefix.load_kv_async:
         num_new_tokens, plan = next_chunk(state, step, request, num_computed_tokens)
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
-    new_blocks = manager.allocate_slots(
+    if not _allocate(state, request, prefix, num_new_tokens):
+        return _Outcome.NO_BLOCKS
+    if plan is not None:
+        state.encoder.allocate(request, plan, step.output)
+    if state.connector is not None:
+        blocks = state.kv_cache_manager.get_blocks(request.request_id)
+        state.connector.update_state_after_alloc(request, blocks, prefix.num_external_tokens)
+    if prefix.blocks is not None:
+        _record_admission(state, request, prefix)
+    request.num_computed_tokens = num_computed_tokens
+    if prefix.load_kv_async:
+        return _begin_load(state, request)
+    return _begin_run(state, step, request, num_new_tokens, prefix.num_external_tokens)
+
+
+def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_tokens: int) -> bool:
+    """Allocate slots for the prefix and the new tokens; False if the request does not get its blocks now."""
+    blocks = state.kv_cache_manager.allocate_slots(
         request,
         num_new_tokens,
         num_new_computed_tokens=prefix.num_local_tokens,
@@ -157,31 +176,27 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         reserved_blocks=_reserved_blocks(state) if prefix.load_kv_async else 0,
         has_scheduled_reqs=bool(state.running),
     )
-    if new_blocks is None:
-        return _Outcome.NO_BLOCKS
-    if plan is not None:
-        state.encoder.allocate(request, plan, step.output)
-    if state.connector is not None:
-        all_blocks = manager.get_blocks(request.request_id)
-        state.connector.update_state_after_alloc(request, all_blocks, prefix.num_external_tokens)
-    if prefix.blocks is not None:
-        _record_admission(state, request, prefix)
-        if request.request_id in state.empty_handed:
-            state.empty_handed.remove(request.request_id)
-            state.subtract_recomputed(request, prefix.num_local_tokens)
-    request.num_computed_tokens = num_computed_tokens
-    if num_computed_tokens + num_new_tokens < request.num_tokens or prefix.load_kv_async:
+    return blocks is not None
+
+
+def _begin_load(state: SchedulerState, request: Request) -> _Outcome:
+    """Let the request wait for its KV: it takes neither budget nor a running slot."""
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    state.inflight_prefills[request.request_id] = request
+    state.encoder.announce(request)
+    return _Outcome.LOADS
+
+
+def _begin_run(state: SchedulerState, step: Step, request: Request, num_new_tokens: int, num_loaded_in_step: int) -> _Outcome:
+    """Make the request part of the step, and a running one from now on."""
+    if request.num_computed_tokens + num_new_tokens < request.num_tokens:
         state.inflight_prefills[request.request_id] = request
-    if prefix.load_kv_async:
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        state.encoder.announce(request)
-        return _Outcome.LOADS
-    if prefix.num_external_tokens:
+    if num_loaded_in_step:
         step.output.has_sync_kv_loads = True
         step.synchronous_loads.append(request)
     if request.first_scheduled_time is None:
         request.first_scheduled_time = state.clock.now()
-    step.add_new(request, num_new_tokens, manager.get_block_ids(request.request_id))
+    step.add_new(request, num_new_tokens, state.kv_cache_manager.get_block_ids(request.request_id))
     request.status = RequestStatus.RUNNING
     state.running.append(request)
     return _Outcome.RUNS
@@ -197,11 +212,14 @@ def _reserved_blocks(state: SchedulerState) -> int:
 
 
 def _record_admission(state: SchedulerState, request: Request, prefix: _Prefix) -> None:
-    """Count hits, and snapshot where the prompt came from at the first admission.
+    """Count hits, also against what a failed load has lost, and snapshot where the prompt came from at the first admission.
 
     The snapshot is never changed later: a preemption or a failed load must not turn its differences negative.
     """
     num_local, num_external = prefix.num_local_tokens, prefix.num_external_tokens
+    if request.request_id in state.empty_handed:
+        state.empty_handed.remove(request.request_id)
+        state.subtract_recomputed(request, num_local)
     was_preempted = request.num_preemptions > 0
     if not request.skip_reading_prefix_cache:
         state.kv_cache_manager.record_prefix_cache_stats(request.num_tokens, num_local, was_preempted)

@@ -4,9 +4,16 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 ``num_tokens``, and every step closes part of the gap. The engine calls ``schedule``, runs the step, and hands the result to
 ``update_from_output``; that is one turn of its loop. Knows no tensors, sockets or threads.
 
-The rules live beside this file, one topic each: ``running`` (tokens for running requests, preemption), ``admission`` (waiting
-requests), ``encoder_inputs`` (images), ``remote_kv`` (ends of transfers), ``load_failures``, ``sealing`` (what peers may read),
-``outputs`` and ``stop`` (new tokens), ``release`` (ends of requests). Names and behaviour follow vLLM V1.
+The rules live beside this file, one topic each. Names and behaviour follow vLLM V1.
+
+- to schedule: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
+  ``encoder_inputs`` (images) over ``encoder_cache`` (what the worker holds of them), ``in_flight`` (steps that are not processed yet)
+- what a step has brought: ``outputs`` and ``stop`` (new tokens), ``sealing`` (what peers may read), ``release`` (ends of requests),
+  ``remote_kv`` (ends of transfers), ``stats`` (gauges and counters)
+- what has failed: ``load_failures`` with ``invalid_blocks`` (who relies on them) and ``claims`` (who computes them again),
+  ``encoder_failures``, ``quarantine`` (blocks that late bytes may still hit)
+
+``state`` is what they share.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from core.encoder import ECConnectorScheduler
 from core.errors import ContextTooLong, InvalidRequest, NoWorker
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheManager
-from core.request import EngineCoreOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from core.request import EngineCoreOutput, KVConnectorOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.admission import schedule_waiting
 from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
@@ -110,33 +117,19 @@ class Scheduler:
                 del prefills[request.request_id]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Apply what a step produced, the oldest in flight; return the news of every request that has any."""
-        state = self._state
+        """Apply what a step produced, the oldest in flight; return the news of every request that has any.
+
+        Failures first: what they drop gets neither seals nor tokens. Seals before tokens: a request that a token ends describes
+        its blocks to readers at once. Ends of transfers last: they free blocks, and failures spread through all who hold any.
+        """
+        state, kv_output = self._state, model_output.kv_connector_output
         step = state.in_flight.popleft()
         assert step.output is scheduler_output, "steps are processed in the order in which they were scheduled"
-        failed: dict[str, ErrorInfo] = {}
         state.encoder.update_from_output(model_output)
-        kv_output = model_output.kv_connector_output
         if kv_output is not None:
-            if state.connector is not None:
-                state.connector.update_connector_output(kv_output)
-            state.keep_transfer_usage(kv_output.transfer_usage)
-            quarantine_blocks(state, kv_output.quarantined_block_ids)
-            failed = handle_load_failures(state, kv_output)
-        if model_output.failed_embeddings:
-            failed = handle_failed_embeddings(state, step, model_output.failed_embeddings) | failed
-        if model_output.failed:
-            failed = unhash_failed(state, step, model_output.failed) | failed
-        if step.synchronous_loads:
-            cache_synchronous_loads(state, step, failed)
-        dropped: Container[str] = failed
-        if state.rolled_back or step.void:
-            dropped = failed.keys() | state.rolled_back | step.void
-        if state.claims:
-            release_recomputed(state, scheduler_output, dropped)
-        seal_computed_blocks(state, scheduler_output, dropped)
-        if state.departures:
-            seal_left_behind(state, step)
+            self._take_kv_report(kv_output)
+        failed, dropped = self._collect_failures(step, model_output)
+        self._seal_computed(step, failed, dropped)
         outputs = process_sampled_tokens(state, step, model_output, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
@@ -147,6 +140,46 @@ class Scheduler:
             release_quarantined(state, kv_output.unquarantined_block_ids)
         end_step(state, step)
         return outputs
+
+    def _take_kv_report(self, kv_output: KVConnectorOutput) -> None:
+        """Give a report of the connector's worker side to its scheduler side, and keep what must not be freed from here on."""
+        if self.connector is not None:
+            self.connector.update_connector_output(kv_output)
+        self._state.keep_transfer_usage(kv_output.transfer_usage)
+        quarantine_blocks(self._state, kv_output.quarantined_block_ids)
+
+    def _collect_failures(self, step: Step, model_output: ModelRunnerOutput) -> tuple[dict[str, ErrorInfo], Container[str]]:
+        """Apply every failure of a step; return the errors of the requests that end, and all whose results are dropped.
+
+        KV that was read, then embeddings that were put in, then tokens that came out: a failure may be the mere consequence of
+        one before it. The rules:
+
+        - A request that ends gets the earliest of its errors, hence ``later | failed``.
+        - A failure passes over requests that one before it has rolled back: they go on, and compute all of this again.
+        - Dropped are those that end, those that are rolled back, and those that have left the step meanwhile (``step.void``).
+        """
+        state = self._state
+        failed: dict[str, ErrorInfo] = {}
+        if model_output.kv_connector_output is not None:
+            failed = handle_load_failures(state, model_output.kv_connector_output)
+        if model_output.failed_embeddings:
+            failed = handle_failed_embeddings(state, step, model_output.failed_embeddings) | failed
+        if model_output.failed:
+            failed = unhash_failed(state, step, model_output.failed) | failed
+        if state.rolled_back or step.void:
+            return failed, failed.keys() | state.rolled_back | step.void
+        return failed, failed
+
+    def _seal_computed(self, step: Step, failed: Container[str], dropped: Container[str]) -> None:
+        """Vouch for the blocks that a step has loaded and computed, and let those go on that have waited for them."""
+        state = self._state
+        if step.synchronous_loads:
+            cache_synchronous_loads(state, step, failed)
+        if state.claims:
+            release_recomputed(state, step.output, dropped)
+        seal_computed_blocks(state, step.output, dropped)
+        if state.departures:
+            seal_left_behind(state, step)
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
