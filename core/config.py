@@ -108,12 +108,12 @@ class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill, decode or aggregated worker process."""
+    """One worker process, whatever its role."""
 
     engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
     router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
-    control_address: str = "tcp://127.0.0.1:0"  # prefill: where decode workers shake hands; port 0 = any
-    data_port: Port = 0  # prefill: where decode workers read blocks by transport tcp; 0 = any
+    control_address: str = "tcp://127.0.0.1:0"  # prefill, encode: where readers shake hands; port 0 = any
+    data_port: Port = 0  # prefill, encode: where readers read blocks or embeddings by tcp; 0 = any
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0  # /started /health /ready /metrics /drain; 0 = any

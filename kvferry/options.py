@@ -39,7 +39,7 @@ Routers = Annotated[list[str] | None, typer.Option("--router", help="A router's 
 Transports = Annotated[
     list[str] | None, typer.Option("--transport", help="Transport of the KV blocks, in order of preference; repeatable.")
 ]
-ControlAddress = Annotated[str | None, typer.Option("--control-address", help="Where decode workers shake hands.")]
+ControlAddress = Annotated[str | None, typer.Option("--control-address", help="Where readers shake hands.")]
 AdvertiseHost = Annotated[str | None, typer.Option("--advertise-host", help="Host that peers use; default the bound one.")]
 OpsPort = Annotated[int | None, typer.Option("--ops-port", help="Port of /health, /ready, /metrics and others; 0 = any.")]
 StoreAddress = Annotated[str | None, typer.Option("--address", help="Where clients connect, tcp://host:port; port 0 = any.")]

@@ -1,6 +1,6 @@
 """What one step produced, request by request: new tokens, ends, and what goes out with them.
 
-Called by ``Scheduler.update_from_output`` for each request that the step computed. The loop is a hot path.
+Called by ``Scheduler.update_from_output`` once per step; loops over the requests that the step computed, a hot path.
 """
 
 from __future__ import annotations
