@@ -6,11 +6,11 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 
 The rules live beside this file, one topic each. Names and behaviour follow vLLM V1.
 
-- to schedule: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
-  ``encoder_inputs`` (images) over ``encoder_cache`` (what the worker holds of them), ``in_flight`` (steps that are not processed yet)
-- what a step has brought: ``outputs`` and ``stop`` (new tokens), ``sealing`` (what peers may read), ``release`` (ends of requests),
+- before a step: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
+  ``encoder_inputs`` (images) over ``encoder_cache``, ``in_flight`` (steps that are not processed yet)
+- behind it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (what peers may read), ``release`` (ends of requests),
   ``remote_kv`` (ends of transfers), ``stats`` (gauges and counters)
-- what has failed: ``load_failures`` with ``invalid_blocks`` (who relies on them) and ``claims`` (who computes them again),
+- behind failures: ``load_failures`` with ``invalid_blocks`` (who relies on them) and ``claims`` (who computes them again),
   ``encoder_failures``, ``quarantine`` (blocks that late bytes may still hit)
 
 ``state`` is what they share.
