@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from core.kv.block import KVCacheBlock
 from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
 from core.kv.seals import SealTable
@@ -64,10 +63,6 @@ class KVCacheBlocks:
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Ids per group."""
         return tuple([block.block_id for block in group] for group in self.blocks)
-
-    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """Ids per group of the blocks that are no hits yet: those that a load from elsewhere fills."""
-        return [[block.block_id for block in group if block.block_hash is None and not block.is_null] for group in self.blocks]
 
 
 class KVCacheManager:
@@ -143,7 +138,6 @@ class KVCacheManager:
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
         *,
-        num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
         full_sequence_must_fit: bool = False,
@@ -152,8 +146,8 @@ class KVCacheManager:
     ) -> KVCacheBlocks | None:
         """Give the request slots for its next ``num_new_tokens`` tokens; return the blocks allocated now.
 
-            | computed | new computed | external | new | lookahead |
-            |  in KV   |  local hits  |  loaded  | to compute now  |
+            | computed | new computed | external |      new       |
+            |  in KV   |  local hits  |  loaded  | to compute now |
 
         ``new_computed_blocks``, the hits of ``get_computed_blocks``, are adopted and not among the blocks returned. With
         ``delay_cache_blocks`` (a load that has only begun) nothing is hashed; ``cache_blocks`` does it when the data is there.
@@ -172,7 +166,7 @@ class KVCacheManager:
 
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_computed = min(num_computed, self.max_model_len)
-        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_slots = min(num_computed + num_new_tokens, self.max_model_len)
         # The last token is computed here even if its KV was loaded, and it sees one token more than the next one will.
         num_processed = max(0, min(num_computed, request.num_tokens - 1) - request.num_in_flight_tokens)
         coordinator.remove_skipped_blocks(request_id, num_processed)
@@ -234,13 +228,6 @@ class KVCacheManager:
         """Drop the request's references, last block first, so that its head stays cached longest. Idempotent."""
         self.block_pool.free_blocks(self.coordinator.pop_blocks(request.request_id))
 
-    def pop_blocks_for_free(self, request: KVCacheRequest) -> list[KVCacheBlock]:
-        """End the request but keep its references; the caller passes the blocks to ``BlockPool.free_blocks`` later.
-
-        For blocks that a step or a transfer in flight may still write.
-        """
-        return self.coordinator.pop_blocks(request.request_id)
-
     def truncate(self, request: KVCacheRequest, num_tokens: int) -> KVCacheBlocks:
         """Prepare to recompute everything from token ``num_tokens`` on in place; return the blocks concerned.
 
@@ -294,7 +281,7 @@ class KVCacheManager:
         return self.get_blocks(request_id).get_block_ids()
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
-        """Return the ids of the blocks that hold the first ``num_computed_tokens`` tokens, lookahead slots left out."""
+        """Return the ids of the blocks that hold the first ``num_computed_tokens`` tokens, without those of later ones."""
         return tuple(
             ids[: ceil_div(num_computed_tokens, group.spec.block_size)]
             for ids, group in zip(self.get_block_ids(request_id), self.kv_cache_config.groups, strict=True)

@@ -256,7 +256,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             taken += max(0, min(num_missing, group.most_blocks() - num_own))
         return taken
 
-    def allocate(self, request, num_new, hits=(), num_external=0, *, lookahead=0, whole=False, reserved=0, alone=False):
+    def allocate(self, request, num_new, hits=(), num_external=0, *, whole=False, reserved=0, alone=False):
         """Call ``allocate_slots`` and hold it to the model, refusals included. True if it succeeded.
 
         ``hits``: their number of tokens and their block ids for each group.
@@ -265,7 +265,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         is_admission = request_id not in self.tables
         num_hit_tokens, hit_ids = hits or (0, [[] for _ in self.groups])
         num_computed = min(request.num_computed_tokens + num_hit_tokens + num_external, MAX_MODEL_LEN)
-        num_slots = min(num_computed + num_new + lookahead, MAX_MODEL_LEN)
+        num_slots = min(num_computed + num_new, MAX_MODEL_LEN)
         position = min(num_computed, request.num_tokens - 1)  # of the first query to come
         found, num_found = self.manager.get_computed_blocks(request) if num_hit_tokens else (None, 0)
         self.give_back_skipped(request_id, position)
@@ -284,7 +284,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             num_new,
             num_found,
             found,
-            num_lookahead_tokens=lookahead,
             num_external_computed_tokens=num_external,
             delay_cache_blocks=num_external > 0,
             full_sequence_must_fit=whole,
@@ -423,11 +422,10 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(
         chunk=st.integers(1, 40),
-        lookahead=st.sampled_from([0, 0, 5, 20]),
         num_steps=st.integers(1, 20),
         is_good=st.sampled_from([True, True, True, False]),
     )
-    def advance_all(self, chunk, lookahead, num_steps, is_good):
+    def advance_all(self, chunk, num_steps, is_good):
         """Steps of all running requests: the next chunk of each, or a new token of those that have caught up.
 
         Blocks of steps that are not good are sealed by a later one that is.
@@ -438,7 +436,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 if request.num_computed_tokens == request.num_tokens:
                     request.append_output_token(request.num_tokens % 3)
                 num_left = min(request.num_tokens, MAX_MODEL_LEN) - request.num_computed_tokens
-                if num_left > 0 and self.allocate(request, min(chunk, num_left), lookahead=lookahead) and is_good:
+                if num_left > 0 and self.allocate(request, min(chunk, num_left)) and is_good:
                     self.seal(request)
             self.check_all()
 
@@ -475,7 +473,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 assert self.manager.find_boundary(request.request_id, kept) == place
             self.truncate(request, place)
 
-    @rule(which=choices, how=st.sampled_from(["preempt", "finish", "keep blocks", "abort before admission"]))
+    @rule(which=choices, how=st.sampled_from(["preempt", "finish", "abort before admission"]))
     def leave(self, which, how):
         if how == "abort before admission":
             if self.waiting:
@@ -488,11 +486,6 @@ class KVCacheMachine(RuleBasedStateMachine):
         request = choose(self.live, which)
         if how != "preempt" and request.request_id not in self.loading:
             self.seal_tail(request)
-        if how == "keep blocks":  # a lease, or a step in flight: the request is gone, its references are not
-            blocks = self.manager.pop_blocks_for_free(request)
-            self.pins.append(self.drop(request))
-            assert [block.block_id for block in blocks] == self.pins[-1]
-            return
         self.manager.free(request)
         self.pool.release(self.drop(request))
         if how == "preempt":

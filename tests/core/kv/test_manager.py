@@ -139,14 +139,6 @@ def test_chunked_prefill_hashes_each_block_when_its_last_token_is_scheduled(make
     assert hashed == [0, 1, 2, 3]
 
 
-def test_lookahead_slots_are_allocated_but_never_hashed(make_manager, make_request):
-    manager = make_manager()
-    request = make_request("a", range(16))
-    blocks = manager.allocate_slots(request, 16, num_lookahead_tokens=20)
-    assert [len(group) for group in blocks.blocks] == [3]
-    assert len(manager.block_pool.cached_blocks) == 1
-
-
 def test_tokens_that_are_not_known_yet_are_never_hashed(make_manager, make_request):
     manager = make_manager()
     request = make_request("a", range(31))
@@ -159,7 +151,7 @@ def test_slots_stop_at_the_model_length(make_manager, make_request):
     manager = make_manager(max_model_len=40)
     request = make_request("a", range(38))
     admit(manager, request)
-    assert sum(map(len, manager.allocate_slots(request, 2, num_lookahead_tokens=64).blocks)) == 0
+    assert sum(map(len, manager.allocate_slots(request, 66).blocks)) == 0
 
 
 @pytest.mark.parametrize("num_new_tokens", [0, -1])
@@ -177,7 +169,7 @@ def test_loaded_tokens_get_blocks_and_no_hash_until_they_arrive(make_manager, ma
     blocks, num_hits = admit(manager, request, num_new_tokens=0, **options)
     assert num_hits == 16
     assert [len(group) for group in blocks.blocks] == [3]  # ceil(50 / 16) without the hit
-    assert manager.get_blocks("a").get_unhashed_block_ids_all_groups() == blocks.get_unhashed_block_ids_all_groups()
+    assert [block for block in manager.get_blocks("a").blocks[0] if block.block_hash is None] == blocks.blocks[0]
     assert manager.get_computed_blocks(make_request("b", range(50)))[1] == 16
     manager.cache_blocks(request, request.num_computed_tokens)
     assert manager.get_computed_blocks(make_request("b", range(50)))[1] == 48
@@ -201,7 +193,6 @@ def refusals():
     """Each a way not to fit into the ten blocks of the pool, four of which are taken and two more cached."""
     return {
         "too many new tokens": (97, {}),
-        "too many with lookahead": (90, {"num_lookahead_tokens": 20}),
         "too many with loaded tokens": (1, {"num_external_computed_tokens": 96}),
         "the whole sequence must fit": (1, {"full_sequence_must_fit": True}),
         "blocks are reserved": (33, {"reserved_blocks": 4}),
@@ -302,18 +293,6 @@ def test_tail_of_a_freed_request_is_evicted_before_its_head(make_manager, make_r
     assert manager.get_computed_blocks(make_request("c", range(64)))[1] == 32
 
 
-def test_popped_blocks_stay_referenced_until_they_are_freed(make_manager, make_request):
-    manager = make_manager()
-    request = make_request("a", range(40))
-    admit(manager, request)
-    blocks = manager.pop_blocks_for_free(request)
-    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
-    assert manager.get_block_ids("a") == ([],)
-    assert find_violations(manager, {block.block_id: 1 for block in blocks}) == []
-    manager.block_pool.free_blocks(blocks)
-    assert find_violations(manager) == []
-
-
 def test_rolled_back_blocks_are_no_hits_have_new_names_and_can_be_hashed_again(make_manager, make_request):
     manager = make_manager()
     request = make_request("a", range(80))
@@ -330,9 +309,9 @@ def test_rolled_back_blocks_are_no_hits_have_new_names_and_can_be_hashed_again(m
     assert find_violations(manager) == []
 
 
-def test_block_ids_for_computed_tokens_leave_lookahead_out(make_manager, make_request):
+def test_block_ids_for_computed_tokens_leave_those_of_later_tokens_out(make_manager, make_request):
     manager = make_manager()
-    manager.allocate_slots(make_request("a", range(20)), 20, num_lookahead_tokens=30)
+    manager.allocate_slots(make_request("a", range(50)), 50)
     ids = manager.get_block_ids("a")[0]
     assert [manager.get_block_ids_for_computed_tokens("a", n) for n in (0, 16, 20)] == [([],), (ids[:1],), (ids[:2],)]
     assert manager.get_block_ids_for_computed_tokens("unknown", 20) == ([],)
