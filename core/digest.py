@@ -122,11 +122,6 @@ class TensorDigester:
         return [(value + self._length_term) & _MASK for value in sums]
 
 
-def digest_tensor(words: torch.Tensor) -> list[int]:
-    """Return the digests of all blocks of ``words`` [num_blocks, num_words] int64."""
-    return TensorDigester(words).digests(range(words.shape[0]))
-
-
 def _multilinear(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Reduce the last dimension. ``keys`` [2, n]: of whole words, and of their upper halves."""
     upper = (words >> 32) & _HALF  # the shift of a signed number brings its sign along

@@ -36,7 +36,6 @@ Attributes = Mapping[str, str | int | float | bool]
 TRACES_PATH = "/v1/traces"  # of OTLP/HTTP
 MAX_TRACESTATE_CHARACTERS = 512
 
-_SAMPLED = 1
 _ZERO = re.compile("0+")
 _TRACEPARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(-.*)?"
@@ -53,11 +52,6 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def trace_id(self) -> str:
         """32 hexadecimal digits."""
         return self.traceparent[3:35]
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether spans of this trace are recorded."""
-        return bool(int(self.traceparent[-2:], 16) & _SAMPLED)
 
 
 def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:

@@ -51,7 +51,6 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.byte_of_letter = _byte_level_alphabet()
-        self.bos_token_id = self._token_id(self._special_tokens.get("bos_token"))
         self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -102,10 +101,6 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
-
-    def _token_id(self, token: str | None) -> int | None:
-        token_id: int | None = self.backend.token_to_id(token) if token is not None else None
-        return token_id
 
 
 class _GenerationBlocks(Extension):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.digest import CHUNK_ROWS, ROW_WORDS, WORD_BYTES, BlockDigester, TensorDigester, digest_tensor
+from core.digest import CHUNK_ROWS, ROW_WORDS, WORD_BYTES, BlockDigester, TensorDigester
 
 ROW_BYTES = ROW_WORDS * WORD_BYTES
 SIZES = [
@@ -30,7 +30,8 @@ def digest(block):
 
 
 def digest_by_torch(*blocks):
-    return digest_tensor(torch.from_numpy(np.stack(blocks).view(np.int64)))
+    words = torch.from_numpy(np.stack(blocks).view(np.int64))
+    return TensorDigester(words).digests(range(len(blocks)))
 
 
 def key(number):
@@ -91,7 +92,7 @@ def test_torch_digests_some_blocks_of_a_pool_however_many_fit_at_a_time(scratch_
 def test_cuda_computes_the_same(num_bytes):
     blocks = [content(num_bytes, seed) for seed in range(4)]
     words = torch.from_numpy(np.stack(blocks).view(np.int64))
-    assert digest_tensor(words.cuda()) == digest_tensor(words)
+    assert TensorDigester(words.cuda()).digests(range(4)) == digest_by_torch(*blocks)
 
 
 @given(data=st.data(), num_bytes=st.sampled_from(SIZES[:5]))

@@ -132,7 +132,7 @@ def test_a_broken_tokenizer_file_is_a_config_error(model_folder):
 def test_encodes_special_tokens_in_text_and_decodes_with_or_without(model_folder):
     tokenizer = Tokenizer(model_folder(bos_token="<|im_start|>"))
     ids = tokenizer.encode("<|im_start|>déjà vu<|im_end|>")
-    assert ids[0] == tokenizer.bos_token_id == 0
+    assert ids[0] == 0
     assert tokenizer.special_token_ids == {0, 1}
     assert tokenizer.decode(ids) == "déjà vu"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>déjà vu<|im_end|>"
@@ -148,7 +148,6 @@ def test_reports_eos_and_vocabulary(model_folder, byte_level_backend):
     tokenizer = Tokenizer(model_folder())
     assert tokenizer.eos_token_ids == (2,)
     assert tokenizer.vocab_size == byte_level_backend.get_vocab_size()
-    assert tokenizer.bos_token_id is None
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(model_folder, byte_level_backend):
