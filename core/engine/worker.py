@@ -182,7 +182,7 @@ class Worker:
     def on_disconnect(self, link: str) -> None:
         """A router address is gone."""
         if self._state is not None:
-            self._perform(self._state.disconnect(link, self._clock.now()))
+            self._perform(self._state.disconnect(link))
 
     def on_frame(self, link: str, frames: list[bytes]) -> None:
         """Handle what a router has sent; nothing it sends may end the worker."""
@@ -217,7 +217,7 @@ class Worker:
 
     def _on_engine_death(self, error: BaseException) -> None:
         if self._state is not None:
-            self._perform(self._state.on_engine_death(error, self._clock.now()))
+            self._perform(self._state.on_engine_death(error))
 
     # ---- carrying actions out ------------------------------------------------------------------------------------------
 

@@ -143,10 +143,10 @@ class WorkerState:
         self._links[link] = RouterLink(now)
         return self._do_duties(now)
 
-    def disconnect(self, link: str, now: float) -> list[Action]:
+    def disconnect(self, link: str) -> list[Action]:
         """A router address is gone from the name service, and so is the socket."""
         self._links.pop(link, None)
-        return self._abort_requests_of(link, now)
+        return self._abort_requests_of(link)
 
     def on_bad_frame(self, link: str, error: ProtocolError) -> list[Action]:
         """A frame could not be understood: say so, and nothing else happens."""
@@ -181,13 +181,13 @@ class WorkerState:
         is_another = membership.on_registered(message, now)
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
-        return self._abort_requests_of(link, now) if is_another else []
+        return self._abort_requests_of(link) if is_another else []
 
     def _on_refused(self, link: str, membership: RouterLink, message: Refused, now: float) -> list[Action]:
         was_registered = membership.is_registered
         if membership.on_refused(message.error.message, now):
             logger.warning(event("refused_by_router", router=link, code=message.error.code, message=message.error.message))
-        return self._abort_requests_of(link, now) if was_registered else []
+        return self._abort_requests_of(link) if was_registered else []
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class WorkerState:
         failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
         return [*self._drop(request_id, error.code), failed]
 
-    def _abort_requests_of(self, link: str, now: float) -> list[Action]:
+    def _abort_requests_of(self, link: str) -> list[Action]:
         """The router that asked is gone, and its clients with it."""
         orphans = [request_id for request_id, served in self._served.items() if served.link == link]
         if orphans:
@@ -319,7 +319,7 @@ class WorkerState:
             self._finish(request_id, now)
         return actions + self._follow(result) + self._leave_if_done(now)
 
-    def on_engine_death(self, error: BaseException, now: float) -> list[Action]:
+    def on_engine_death(self, error: BaseException) -> list[Action]:
         """The engine thread has ended: answer every request, and end the process."""
         if self.is_stopped:
             return []

@@ -393,7 +393,7 @@ def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
 
 
 def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
-    patch(WorkerState, "_give_up_requests_of", lambda self, link: self._abort_requests_of(link, 0.0))
+    patch(WorkerState, "_give_up_requests_of", lambda self, link: self._abort_requests_of(link))
 
 
 def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:

@@ -179,7 +179,7 @@ def test_stranger_registers_again(worker):
 
 def test_router_that_left_the_name_service_loses_its_requests(worker):
     worker.generate("r", "a")
-    assert worker.state.disconnect("a", 1.0) == [SubmitAbort(["r/0"])]
+    assert worker.state.disconnect("a") == [SubmitAbort(["r/0"])]
     assert worker.generate("late", "a", 1.0) == []
 
 
@@ -357,7 +357,7 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
         worker.generate(f"r{number}", "a", deadline_ms=30_000)
         worker.state.on_router_message("a", Abort(request_ids=(f"r{number}",)), 0.0)
         assert len(worker.state._deadlines) <= 2
-    worker.state.disconnect("a", 0.0)
+    worker.state.disconnect("a")
     assert len(worker.state._deadlines) == 0
 
 
@@ -369,13 +369,13 @@ def test_lease_messages_reach_the_connector(worker):
 def test_engine_death_answers_every_request_and_ends_the_process(worker):
     worker.generate("r1", "a")
     worker.generate("r2", "b")
-    actions = worker.state.on_engine_death(ValueError("boom"), 0.1)
+    actions = worker.state.on_engine_death(ValueError("boom"))
     replies = sent(actions)
     assert [reply.request_id for reply in replies] == ["r1", "r2"]
     assert {(reply.error.code, reply.error.retryable) for reply in replies} == {("engine_dead", True)}
     assert "boom" in replies[0].error.message
     assert actions[-1] == Stop(1)
-    assert worker.state.on_engine_death(ValueError("again"), 0.2) == []
+    assert worker.state.on_engine_death(ValueError("again")) == []
 
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------
