@@ -64,7 +64,7 @@ class HeldLeases:
             self._ask([transfer_id], now)
         return False
 
-    def on_state(self, address: str, state: LeaseState, now: float) -> tuple[list[str], list[str]]:
+    def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
         """Take an owner's answer; returns the transfer ids that it says go on, and those of which too little is left."""
         asked_at = self._close_question(address, state.number)
         going_on: list[str] = []

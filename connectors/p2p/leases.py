@@ -113,10 +113,6 @@ class LeaseTable:
                 self.counts.expired += 1
         return request_ids
 
-    def release_all(self) -> list[str]:
-        """End every lease, in the order of their grants, and return the request ids."""
-        return self.release(list(self._leases))
-
     def longest_left_s(self) -> float:
         """Return how long the last of the leases may still last if nobody renews it, 0 without any."""
         now = self._clock.now()

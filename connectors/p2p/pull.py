@@ -85,13 +85,8 @@ class PullProtocol:
         return self._counts
 
     @property
-    def num_loads(self) -> int:
-        """Loads that have not been reported."""
-        return len(self._loads)
-
-    @property
     def num_loading_blocks(self) -> int:
-        """Blocks of those loads."""
+        """Blocks of loads that have not been reported."""
         return sum(load.num_rows for load in self._loads.values())
 
     @property
@@ -425,7 +420,7 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
-        going_on, ending = self._leases.on_state(address, state, now)
+        going_on, ending = self._leases.on_state(address, state)
         news = {*going_on, *ending}
         for load in self._loads_at(address):
             if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:

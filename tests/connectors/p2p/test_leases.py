@@ -143,14 +143,6 @@ def test_longest_overdue_expires_first(table, clock):
     assert table.expire() == ["ra", "rb", "rc"]
 
 
-def test_release_all_frees_everything_in_the_order_of_the_grants(table):
-    for name in ("b", "a", "c"):
-        table.grant(name, f"r{name}", 2)
-    assert table.release_all() == ["rb", "ra", "rc"]
-    assert table.num_blocks == 0
-    assert table.counts.released == 3
-
-
 def test_second_grant_of_a_held_id_is_a_bug_of_ours(table):
     table.grant("t", "r", 1)
     with pytest.raises(AssertionError, match="granted twice"):
