@@ -47,6 +47,11 @@ def new_hex_id(ids: IdSource, prefix: str = "") -> str:
     return f"{prefix}{ids.bits(128):032x}"
 
 
+def router_id(name: str) -> str:
+    """Return the id in the router's log of a request that a worker knows by ``name``: ``id/0``, ``id.2/0`` in a later try."""
+    return name.partition("/")[0].partition(".")[0]
+
+
 def new_seed(ids: IdSource) -> int:
     """Return a sampling seed in [0, 2**63)."""
     return ids.bits(63)

@@ -13,7 +13,7 @@ Every implementation passes ``core.testing.transport_suite``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -122,6 +122,10 @@ class Transport(ABC):
     """Reads rows of peers' regions. Regions are named by their index in ``register``, the same on both sides."""
 
     name: ClassVar[str]
+
+    def counts(self) -> Mapping[str, int]:
+        """Return what has happened so far, by the name of the event. Any thread."""
+        return {}
 
     @abstractmethod
     def unavailable_reason(self) -> str | None:

@@ -20,18 +20,10 @@ from connectors.lmcache.actions import ServerFacts
 from connectors.lmcache.wire import MAX_MESSAGE_BYTES, decode_reply
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.log import event
-from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
+from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
 _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=4096)
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +52,7 @@ class ServerLink:
         self._socket: AsyncSocket = dealer_socket(context, _OPTIONS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting
-        self._monitor: AsyncSocket = self._socket.get_monitor_socket(_LOST_EVENTS)
+        self._monitor: AsyncSocket = self._socket.get_monitor_socket(LOST_EVENTS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:

@@ -97,13 +97,21 @@ class PullRequest:
         return tuple(row for unit in self.units for row in unit.local_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Consumer: why a load fails without being tried, and whose blocks it would have read."""
+
+    error: KVFerryError
+    owner: PeerId
+
+
 @dataclass(slots=True)
 class P2PConnectorMetadata(KVConnectorMetadata):
     """One step's news from the consumer's scheduler side, carried out in the order of the fields."""
 
     holds: list[HandoffRef] = field(default_factory=list)  # keep these leases alive
     pulls: list[PullRequest] = field(default_factory=list)
-    refused: dict[str, KVFerryError] = field(default_factory=dict)  # loads that fail without being tried
+    refused: dict[str, Refusal] = field(default_factory=dict)  # by request id
     aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
     releases: list[HandoffRef] = field(default_factory=list)  # done with these leases
 
@@ -255,7 +263,21 @@ class SendingEnded:
     request_id: str
 
 
+# ---- state machine → log ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFenced:
+    """A peer is fenced since reads of it do not end. There is nothing to carry out: ``ClosePeer`` follows.
+
+    ``num_blocks`` are quarantined for these reads.
+    """
+
+    peer: PeerId
+    num_blocks: int
+
+
 TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead
 TransferEvent = ReadEnded | PeerOpened | PeerFailed
 Report = LoadEnded | QuarantineEnded | SendingEnded
-Action = SendControl | CloseControl | Reply | TransferCommand | Report
+Action = SendControl | CloseControl | Reply | PeerFenced | TransferCommand | Report

@@ -16,6 +16,7 @@ from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transports import TransportFactory, create_transport
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
+from core.ids import router_id
 
 
 class P2PConnector(Connector):
@@ -45,6 +46,7 @@ class P2PConnector(Connector):
             report=self.worker.report,
             fail=self.worker.fail,
             metrics=P2PMetrics(context.metrics),
+            name_load=lambda request_id: {"request_id": router_id(request_id)},
         )
         self.carrier = NodeCarrier(context, owner, create)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.p2p.actions import (
     Action,
     CloseControl,
     PeerFailed,
+    PeerFenced,
     PeerOpened,
     QuarantineEnded,
     Reply,
@@ -36,7 +38,7 @@ from connectors.p2p.transports import TransportFactory, TransportSet, TransportS
 from connectors.registry import ConnectorContext
 from connectors.reporting import LoadEnded
 from core.connector import KVPoolRegion
-from core.errors import ConnectorUnavailable
+from core.errors import ConnectorUnavailable, fallback_reason
 from core.log import event
 from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
@@ -51,7 +53,7 @@ class CarrierOwner:
     """Whose node is carried. A producer serves its pool to readers; others read.
 
     ``report`` gets what the node says of loads and leases, ``fail`` the bug that has ended the node or a thread of it. Both are
-    called from any thread and must not block.
+    called from any thread and must not block. ``name_load`` says how the log names a load, for the request id in its report.
     """
 
     identity: WorkerIdentity
@@ -59,6 +61,7 @@ class CarrierOwner:
     report: Callable[[Report], None]
     fail: Callable[[BaseException], None]
     metrics: P2PMetrics
+    name_load: Callable[[str], Mapping[str, object]]
 
 
 class NodeCarrier:
@@ -227,8 +230,11 @@ class NodeCarrier:
                 self._clients.close(action.address)
             case Reply():
                 pass  # ``tell`` returns it
+            case PeerFenced():
+                self._note_fence(action)
             case LoadEnded():
                 self._metrics.count_load(action)
+                self._note_failed_load(action)
                 self._owner.report(action)
             case QuarantineEnded() | SendingEnded():
                 self._owner.report(action)
@@ -285,6 +291,27 @@ class NodeCarrier:
             name = f"{self._metrics.kind}_handshake_refused"
             _log.warning(event(name, reader=handshake.engine_id, code=answer.code, reason=answer.message))
 
+    def _note_failed_load(self, ended: LoadEnded) -> None:
+        """Say which peer and request a failure was of: the counters cannot. One line per load, none for an aborted one."""
+        if ended.error is None or ended.usage is None:
+            return
+        _log.warning(
+            event(
+                f"{self._metrics.kind}_load_failed",
+                **self._owner.name_load(ended.request_id),
+                peer=ended.peer,
+                transport=ended.usage.transport or "-",
+                reason=fallback_reason(ended.error.code),
+                message=ended.error.message,
+                verified_blocks=ended.usage.verified_blocks,
+                quarantined_blocks=len(ended.quarantined_block_ids),
+            )
+        )
+
+    def _note_fence(self, fenced: PeerFenced) -> None:
+        name = f"{self._metrics.kind}_peer_fenced"
+        _log.warning(event(name, peer=fenced.peer.address, quarantined_blocks=fenced.num_blocks))
+
     def _log_transport(self, **fields: object) -> None:
         _log.info(event(f"{self._metrics.kind}_transport", **fields))
 
@@ -302,9 +329,13 @@ class NodeCarrier:
         return self._node.num_loading_blocks if self._node is not None else 0
 
     def _events(self) -> dict[str, int]:
-        counts = self._node.counts() if self._node is not None else {}
-        if self._server is not None:
-            counts["bad_control_frames"] = self._server.num_bad_frames
+        counts = Counter(self._node.counts() if self._node is not None else {})
+        for end in (self._server, self._clients):
+            if end is not None:
+                counts["bad_control_frames"] += end.num_bad_frames
+                counts["dropped_control_messages"] += end.num_dropped
+        for transport in self._transport_set.transports.values():
+            counts.update(transport.counts())
         return counts
 
 

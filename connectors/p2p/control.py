@@ -23,18 +23,18 @@ from core.log import event
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
 from core.wire.curve import ClusterKeys
 from core.wire.kv import ControlError, ControlMessage
-from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, dealer_socket, router_socket, warn_if_exposed
+from core.wire.sockets import (
+    LOST_EVENTS,
+    AsyncContext,
+    AsyncSocket,
+    SocketOptions,
+    bind,
+    dealer_socket,
+    router_socket,
+    warn_if_exposed,
+)
 
 MAX_QUEUED_MESSAGES = 4096  # per peer; a peer that takes none is found by its deadline, not by our memory
-
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class ControlServer:
         self._on_death = on_death
         self._task: asyncio.Task[None] | None = None
         self.num_bad_frames = 0
+        self.num_dropped = 0
 
     def start(self, address: str) -> str:
         """Bind, serve from now on, and return the actual address.
@@ -95,6 +96,7 @@ class ControlServer:
                     await self._socket.send_multipart([identity, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 # The reader is gone or takes nothing: whatever it wanted ends by its own deadline.
+                self.num_dropped += 1
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
     def _reply_to(self, frames: list[bytes]) -> bytes | None:
@@ -116,7 +118,7 @@ class _Link:
 
     def __init__(self, socket: AsyncSocket) -> None:
         self.socket = socket
-        self.monitor: AsyncSocket = socket.get_monitor_socket(_LOST_EVENTS)
+        self.monitor: AsyncSocket = socket.get_monitor_socket(LOST_EVENTS)
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:

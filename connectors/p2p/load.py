@@ -215,6 +215,7 @@ class Load:
             error=error,
             invalid_block_ids=tuple(row for index in spoiled for row in units[index].local_rows) if self._verified else (),
             quarantined_block_ids=self.open_rows(),
+            peer=self.owner.address,
         )
 
     def open_rows(self) -> tuple[int, ...]:

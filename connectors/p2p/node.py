@@ -82,8 +82,8 @@ class P2PNode:
             actions += self._pull.hold(handoff, now)
         for request in metadata.pulls:
             actions += self._pull.start(request, now)
-        for request_id, error in metadata.refused.items():
-            actions += self._pull.refuse(request_id, error)
+        for request_id, refusal in metadata.refused.items():
+            actions += self._pull.refuse(request_id, refusal)
         for request_id in metadata.aborts:
             actions += self._pull.abort(request_id, now)
         for handoff in metadata.releases:

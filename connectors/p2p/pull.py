@@ -28,10 +28,12 @@ from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
     PeerFailed,
+    PeerFenced,
     PostRead,
     PostSealRead,
     PullRequest,
     ReadEnded,
+    Refusal,
     TransferEvent,
 )
 from connectors.p2p.handshake import WorkerIdentity, peer_error
@@ -110,9 +112,9 @@ class PullProtocol:
         self._leases.release(handoff)
         return self._take_actions()
 
-    def refuse(self, request_id: str, error: KVFerryError) -> list[Action]:
+    def refuse(self, request_id: str, refusal: Refusal) -> list[Action]:
         """Report a load that must not be tried."""
-        return [LoadEnded(request_id, TransferUsage(), ErrorInfo.of(error))]
+        return [LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.owner.address)]
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
         """Begin a load. Its lease is held until ``release``."""
@@ -276,6 +278,7 @@ class PullProtocol:
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
         self._counts.fenced_peers += 1
+        self._emit(PeerFenced(peer_id, self._quarantine.num_blocks_of(peer_id)))
         self._quarantine.fence(peer_id)
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
 

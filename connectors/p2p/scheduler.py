@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest, ReadUnit
+from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest, ReadUnit, Refusal
 from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.units import Extent, group_units
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
@@ -105,7 +105,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
                 return
             except StaleBlock as error:
                 offer.refusal = error
-        self._next.refused[request.request_id] = offer.refusal
+        self._next.refused[request.request_id] = Refusal(offer.refusal, self._refs[request.request_id].owner)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Let go of the hand-overs of loads that have ended."""

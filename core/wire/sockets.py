@@ -25,6 +25,16 @@ AsyncSocket = zmq.asyncio.Socket
 AsyncContext = zmq.asyncio.Context
 AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 
+# Of a socket's monitor: the connection has ended, or none was made.
+LOST_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
 _log = logging.getLogger(__name__)
 
 

@@ -17,6 +17,7 @@ from connectors.p2p.actions import (
     Action,
     CloseControl,
     LeaseGrant,
+    PeerFenced,
     QuarantineEnded,
     Reply,
     Report,
@@ -241,6 +242,8 @@ class SimNode:
                     self._links.pop(address).close()
             case Reply():
                 pass  # ``_tell`` returns it
+            case PeerFenced():
+                self._host.log("fences", action)
             case LoadEnded() | QuarantineEnded() | SendingEnded():
                 self._host.log("reports", action)
                 self._report(action)

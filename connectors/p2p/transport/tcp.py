@@ -36,7 +36,7 @@ from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 from core.wire.curve import ClusterKeys, secure_client, secure_server
 from core.wire.limits import Text
-from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
+from core.wire.sockets import LOST_EVENTS, advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
 FORMAT_VERSION = 2
 CHUNK_BYTES = 4 << 20
@@ -47,15 +47,6 @@ REQUESTS_PER_POLL = 16
 CHUNKS_PER_POLL = 4
 MAX_QUEUED_ANSWERS = 1024  # an owner that sends more than it was asked for waits on its own side
 SOCKET_BUFFER_BYTES = 4 << 20
-
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,10 +132,15 @@ class TcpTransport(Transport):
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_id = 0
-        self.num_bad_requests = 0
+        self._num_bad_requests = 0
+        self._num_dropped_answers = 0
         self._request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
         self._header_decoder = msgspec.msgpack.Decoder(ChunkHeader)
         self._encoder = msgspec.msgpack.Encoder()
+
+    def counts(self) -> dict[str, int]:
+        """Return requests that made no sense, and answers that could not be sent."""
+        return {"bad_data_requests": self._num_bad_requests, "dropped_data_answers": self._num_dropped_answers}
 
     def unavailable_reason(self) -> str | None:
         """ZeroMQ is always there."""
@@ -177,7 +173,7 @@ class TcpTransport(Transport):
         socket.rcvbuf = SOCKET_BUFFER_BYTES
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
         secure_client(socket, self._keys)
-        monitor = socket.get_monitor_socket(_LOST_EVENTS)
+        monitor = socket.get_monitor_socket(LOST_EVENTS)
         try:
             socket.connect(owner.address)
         except (zmq.ZMQError, ValueError) as error:
@@ -304,18 +300,18 @@ class TcpTransport(Transport):
             reader, body = frames
             request = self._request_decoder.decode(body)
         except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
-            self.num_bad_requests += 1  # nobody to answer: it has no chunk id
+            self._num_bad_requests += 1  # nobody to answer: it has no chunk id
             return
         try:
             rows = self._rows_of(request)
             header = ChunkHeader(FORMAT_VERSION, request.chunk_id)
         except ProtocolError as error:
-            self.num_bad_requests += 1
+            self._num_bad_requests += 1
             rows, header = [], ChunkHeader(FORMAT_VERSION, request.chunk_id, error.message)
         try:
             server.send_multipart([reader, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError:
-            self.num_bad_requests += 1  # the reader is gone, or takes nothing: its deadline ends the read
+            self._num_dropped_answers += 1  # the reader is gone, or takes nothing: its deadline ends the read
 
     def _rows_of(self, request: ChunkRequest) -> Sequence[memoryview | bytes]:
         """Return what is sent of these rows: a frame for each, or one for all if they are short."""

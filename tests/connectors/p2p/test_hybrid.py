@@ -200,6 +200,6 @@ def test_owner_that_lacks_a_block_of_the_window_is_refused(make_side):
     allocated = reader.manager.allocate_slots(request, 0, num_external_computed_tokens=100, delay_cache_blocks=True)
     assert allocated is not None
     reader.connector.update_state_after_alloc(request, reader.manager.get_blocks("d"), 100)
-    (error,) = reader.connector.build_connector_meta(SchedulerOutput()).refused.values()
-    assert error.code == "stale"
-    assert "group 0" in error.message
+    (refusal,) = reader.connector.build_connector_meta(SchedulerOutput()).refused.values()
+    assert refusal.error.code == "stale"
+    assert "group 0" in refusal.error.message

@@ -153,13 +153,14 @@ def test_load_after_a_failed_handshake_tries_again(pull):
     assert pull.reads_of("b")
 
 
-def test_refusal_fails_waiting_loads_with_the_peers_words(pull):
+def test_refusal_fails_waiting_loads_with_the_peers_words(pull, address):
     pull.start("a")
     pull.start("b", transfer_id="u")
     pull.receive(HandshakeRefused(engine_id="p", incarnation=1, code="layout", message="dtype float16 here, float32 there"))
     failures = pull.actions(LoadEnded)
     assert [failure.error.code for failure in failures] == ["layout", "layout"]
     assert failures[0].error.message == "dtype float16 here, float32 there"
+    assert {failure.peer for failure in failures} == {address}
     assert set(pull.ended) == {"a", "b"}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, PostRead, QuarantineEnded
+from connectors.p2p.actions import CancelRead, ClosePeer, PeerFenced, PostRead, QuarantineEnded
 from core.errors import PeerUnreachable, TransferError
 from core.transport import PeerId
 from core.wire.kv import Handshake
@@ -71,6 +71,7 @@ def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_stay_in_quarantine
     assert pull.quarantined == {0, 1, 2}
     pull.tick(1000)
     assert pull.quarantined == {0, 1, 2}
+    assert pull.actions(PeerFenced) == [PeerFenced(PeerId(address, 1), 3)], "told once"
     first, second, seals = sorted(pull.open_reads)
     assert pull.end_read(seals, TransferError("cancelled")) == []
     assert pull.end_read(first, PeerUnreachable("closed")) == [QuarantineEnded((0, 1))]

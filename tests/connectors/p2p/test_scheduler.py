@@ -314,7 +314,7 @@ async def test_salted_prompt_is_handed_over_under_its_own_hashes(producer, consu
     consumer.engine.admit(salted(consumer, "other", "another tenant", handoff))
     news = consumer.step()
     assert [pull.request_id for pull in news.pulls] == ["same"]
-    assert news.refused["other"].code == "stale"
+    assert news.refused["other"].error.code == "stale"
 
 
 # ---- consumer: refusals
@@ -365,8 +365,9 @@ async def test_hand_over_that_does_not_fit_fails_with_its_reason(producer, consu
     assert consumer.engine.admit(request) == 40
     news = consumer.step()
     assert news.pulls == []
-    assert news.refused["d"].code == code
-    assert reason in news.refused["d"].message
+    refusal = news.refused["d"]
+    assert (refusal.error.code, refusal.owner) == (code, ref_of(handoff).owner)
+    assert reason in refusal.error.message
     after = consumer.end_load("d", ErrorInfo(code=code, message=reason))
     assert after.releases == [ref_of(handoff)]
     assert consumer.engine.num_used_blocks == 0
@@ -376,7 +377,7 @@ async def test_hand_over_of_another_prompt_is_refused(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     request = consumer.engine.add("d", [*prompt_of(39), 5], handoff)
     consumer.engine.admit(request)
-    assert consumer.step().refused["d"].code == "stale"
+    assert consumer.step().refused["d"].error.code == "stale"
 
 
 # ---- consumer: letting go

@@ -16,6 +16,7 @@ from connectors.p2p.actions import (
     HandoffRef,
     LeaseGrant,
     P2PConnectorMetadata,
+    PeerFenced,
     PullRequest,
     QuarantineEnded,
     Reply,
@@ -226,7 +227,7 @@ class World:
                 self.sent.append(action.message)
                 self.deliver(worker, action.message)
             else:
-                assert isinstance(action, CloseControl | Reply)
+                assert isinstance(action, CloseControl | PeerFenced | Reply)
 
     def deliver(self, sender: Worker, message: ControlMessage) -> None:
         if self.is_frozen:

@@ -195,9 +195,9 @@ def ask(owner, context, frames):
     """Send frames to the owner's data socket and return its answer, None if it has counted them and said nothing."""
     dealer = context.socket(zmq.DEALER)
     dealer.connect(owner.described.address)
-    before = owner.transport.num_bad_requests
+    before = owner.transport.counts()["bad_data_requests"]
     dealer.send_multipart(frames)
-    owner.serve(lambda: dealer.poll(0) or owner.transport.num_bad_requests > before)
+    owner.serve(lambda: dealer.poll(0) or owner.transport.counts()["bad_data_requests"] > before)
     answer = dealer.recv_multipart() if dealer.poll(50) else None
     dealer.close(linger=0)
     return answer
