@@ -36,6 +36,8 @@ WORKER_COUNTERS: Mapping[str, str] = {
     "num_preemptions": "Running requests that were put back for lack of blocks.",
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found there.",
+    "external_prefix_cache_queries": "Tokens that the connector was asked for, beyond what the prefix cache had.",
+    "external_prefix_cache_hits": "Tokens that it offered to load.",
     "encoder_inputs_computed": "Images whose embeddings were computed for requests of this worker.",
     "encoder_inputs_loaded": "Images whose embeddings came by the EC connector.",
     "encoder_inputs_cached": "Images whose embeddings were in the encoder cache.",

@@ -74,7 +74,6 @@ class Tiering:
         self._num_save_jobs = [0] * len(tiers)
         self._jobs: list[TierJob] = []
         self.num_dropped_saves = 0
-        self.num_promoted = 0
 
     @property
     def num_loading(self) -> int:
@@ -216,7 +215,6 @@ class Tiering:
         else:
             self._memory.resize(resident, job.loaded.num_bytes)
             self._memory.commit(resident, job.loaded.seal)
-            self.num_promoted += 1
         answered = []
         for query, index in promotion.waiters:
             query.num_waiting -= 1

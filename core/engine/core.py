@@ -34,6 +34,8 @@ class EngineGauges:
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_external_queried_tokens: int = 0  # by a connector, beyond local hits
+    num_external_hit_tokens: int = 0
     num_ignored_reports: int = 0
     num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
     encoder_cache_usage: float = 0.0  # 0..1, of this moment
@@ -270,6 +272,8 @@ class EngineCore:
             num_preemptions=before.num_preemptions + stats.num_preemptions,
             num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
             num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
+            num_external_queried_tokens=before.num_external_queried_tokens + stats.connector_prefix_cache.queries,
+            num_external_hit_tokens=before.num_external_hit_tokens + stats.connector_prefix_cache.hits,
             num_load_fallbacks=_sum(before.num_load_fallbacks, stats.num_load_fallbacks),
             encoder_cache_usage=stats.encoder_cache_usage,
             num_encoder_computed=stats.encoder.num_computed,

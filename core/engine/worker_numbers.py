@@ -58,6 +58,8 @@ class WorkerNumbers:
             "num_preemptions": lambda: engine.gauges().num_preemptions,
             "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
             "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
+            "external_prefix_cache_queries": lambda: engine.gauges().num_external_queried_tokens,
+            "external_prefix_cache_hits": lambda: engine.gauges().num_external_hit_tokens,
             "encoder_cache_usage_perc": lambda: engine.gauges().encoder_cache_usage,
             "encoder_prepared_bytes": lambda: self._images.num_bytes if self._images is not None else 0,
             "encoder_inputs_computed": lambda: engine.gauges().num_encoder_computed,

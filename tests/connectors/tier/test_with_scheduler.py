@@ -29,6 +29,8 @@ def test_prompt_is_loaded_instead_of_computed_again(tier_engine, attentions):
     engine.run()
     assert engine.stats["b"].num_external_cached_tokens == 96
     assert engine.usage["b"].transferred_tokens == 96
+    gauges = engine.core.gauges
+    assert (gauges.num_external_queried_tokens, gauges.num_external_hit_tokens) == (2 * 100, 96)
     engine.assert_is_right()
     engine.assert_is_empty()
 

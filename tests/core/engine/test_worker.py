@@ -53,7 +53,7 @@ class ScriptedEngine:
         self.journal = journal
         self.gate = gate  # what every step waits for
         self.requests = {}
-        self.gauges = EngineGauges()
+        self.gauges = EngineGauges(num_external_queried_tokens=44, num_external_hit_tokens=32)
 
     def add_request(self, new):
         self.requests[new.request_id] = [new, 0]
@@ -295,6 +295,8 @@ async def test_metrics_tell_what_was_served(running, router):
     assert 'kvferry_request_success_total{finished_reason="length"} 1.0' in text
     assert "kvferry_registered_routers 1.0" in text
     assert "kvferry_encoder_prepared_bytes 5.0" in text
+    assert "kvferry_external_prefix_cache_queries_total 44.0" in text
+    assert "kvferry_external_prefix_cache_hits_total 32.0" in text
 
 
 async def test_malformed_frame_is_answered_and_harms_nobody(running, router):
