@@ -100,7 +100,7 @@ class Script:
     """What a scripted worker answers: ``text``, cut after ``max_tokens``, then end of sequence.
 
     ``pause_after`` tokens of a choice it waits for ``resume``. ``is_silent``: it never answers a Generate. ``error`` is sent
-    instead of the first answer.
+    instead of the first answer. ``cost`` is what a decode worker says of its load; None = all went well.
     """
 
     text: str = "hello world"
@@ -111,6 +111,7 @@ class Script:
     encoded: EncodeDone | EncodeFailed | None = None  # of an encode worker; None = it is done, and says not where
     tokens_per_frame: int = 1
     lease_ms: int = 30_000
+    cost: TransferUsage | None = None
 
 
 class FakeWorker:
@@ -302,7 +303,9 @@ class FakeWorker:
         starts = {choice.index: len(choice.output_token_ids) for choice in message.choices} or dict.fromkeys(
             range(message.n), 0
         )
-        transfer = TransferUsage(transport="tcp", transferred_tokens=len(message.prompt_token_ids), transferred_bytes=4096)
+        transfer = self.script.cost or TransferUsage(
+            transport="tcp", transferred_tokens=len(message.prompt_token_ids), transferred_bytes=4096
+        )
         usage: Usage | None = Usage(
             num_cached_tokens=4,
             kv_transfer=transfer if message.kv_handoff else None,

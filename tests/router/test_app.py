@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from core.wire.messages import ErrorInfo, Generate
+from core.wire.messages import ErrorInfo, Generate, TransferUsage
 
 HELLO = "hello world"
 USER = [{"role": "user", "content": "hi"}]
@@ -412,3 +412,13 @@ async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
     (line,) = [str(record.msg) for record in caplog.records if str(record.msg).startswith("event=finished")]
     for part in ("client_id=mine", "outcome=length", "prompt_tokens=3", "output_tokens=2", "ttft_ms=", "prefill=prefill-"):
         assert part in line
+    assert "fallback_reason" not in line
+
+
+async def test_the_log_line_of_a_request_says_why_how_many_tokens_were_recomputed(served, caplog):
+    caplog.set_level("INFO", logger="router.service")
+    for worker in served.workers:
+        worker.script.cost = TransferUsage(transport="tcp", recomputed_tokens=3, fallback_reason="digest")
+    assert (await post(served, "/v1/completions", prompt="abc", max_tokens=2)).status_code == 200
+    (line,) = [record.msg.fields for record in caplog.records if str(record.msg).startswith("event=finished")]
+    assert (line["fallback_reason"], line["recomputed_tokens"]) == ("digest", 3)
