@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.config import RouterSection
 from core.errors import KVFerryError, ProtocolError
 from core.wire.messages import (
     EncodeDone,
@@ -45,6 +46,24 @@ class RouterLimits:
     max_retries: int = 2  # per request
     worker_wait_s: float = 10.0  # how long a request that has begun waits for a worker to go on with it
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
+
+    @classmethod
+    def of(cls, config: RouterSection) -> RouterLimits:
+        """Return the limits that a router is configured with."""
+        return cls(
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            max_requests=config.max_requests,
+            max_retries=config.max_retries,
+            worker_wait_s=config.worker_wait_s,
+            encode_timeout_s=config.images.encode_timeout_s,
+        )
+
+    @property
+    def tick_s(self) -> float:
+        """How long the router may sleep between two calls of ``on_timer``."""
+        return min(self.heartbeat_interval_s, self.heartbeat_timeout_s) / 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.accounting import total_cost
 from router.cluster import Joined, Left, Member, WorkerKey
 from router.flow import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
@@ -96,15 +95,7 @@ class RouterService:
         metrics: RouterMetrics,
         keys: ClusterKeys | None = None,
     ) -> None:
-        limits = RouterLimits(
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            request_timeout_s=config.request_timeout_s,
-            max_requests=config.max_requests,
-            max_retries=config.max_retries,
-            worker_wait_s=config.worker_wait_s,
-            encode_timeout_s=config.images.encode_timeout_s,
-        )
+        limits = RouterLimits.of(config)
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
         self._keys = keys
@@ -113,7 +104,7 @@ class RouterService:
         self._metrics = metrics
         self._model = model
         self._traces = RequestTraces(None, model)
-        self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
+        self._tick_s = limits.tick_s
         self._listeners: dict[str, _Listener] = {}
         self._context: AsyncContext | None = None
         self._socket: AsyncSocket | None = None
@@ -429,7 +420,6 @@ class RouterService:
                 prefill=flow.prefill.engine_id if flow.prefill else "-",
                 decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
                 retries=len(flow.retried),
-                **_recomputed(flow),
                 **({"trace_id": trace_id} if trace_id else {}),
                 **({"message": flow.error.message} if flow.error else {}),
             )
@@ -490,10 +480,3 @@ class RouterService:
             "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
         )
         self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)
-
-
-def _recomputed(flow: Flow) -> dict[str, object]:
-    """Return why blocks were not handed over and what that cost, for the log; nothing if it did not happen."""
-    cost = total_cost(cost for _, cost in flow.accounts.costs.values())
-    reason = cost.fallback_reason or flow.fallback_reason
-    return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

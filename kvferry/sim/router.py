@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from core.config import RouterSection
 from core.errors import RequestError
@@ -30,17 +31,9 @@ class SimRouter:
     ) -> None:
         self.host = host
         self._retries = retries
-        limits = RouterLimits(
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            request_timeout_s=config.request_timeout_s,
-            max_requests=config.max_requests,
-            max_retries=config.max_retries,
-            worker_wait_s=config.worker_wait_s,
-            encode_timeout_s=encode_timeout_s,
-        )
+        limits = replace(RouterLimits.of(config), encode_timeout_s=encode_timeout_s)
         self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
-        self._tick_s = min(config.heartbeat_interval_s, config.heartbeat_timeout_s) / 4
+        self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
         self._greets_soon = False
         address = router_address(host.process.name)
