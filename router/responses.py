@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -159,8 +159,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class Envelope(TypedDict):
     """What every body of one answer repeats. ``created`` is in Unix seconds."""
 
     id: str
@@ -288,15 +287,7 @@ class CompletionShaper(Shaper):
         )
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
-        head = self._envelope
-        return Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+        return Completion(**self._envelope, choices=choices, usage=usage)
 
 
 class ChatShaper(Shaper):
@@ -304,12 +295,9 @@ class ChatShaper(Shaper):
 
     def whole(self) -> ChatCompletion:
         """Return the answer."""
-        head, state = self._envelope, self._output.prompts[0]
+        state = self._output.prompts[0]
         return ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
+            **self._envelope,
             choices=[
                 ChatChoice(
                     index=delta.index,
@@ -363,15 +351,7 @@ class ChatShaper(Shaper):
         return None if num_top is None else chat_logprobs(self._texts, delta.logprobs, num_top)
 
     def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
-        head = self._envelope
-        return ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.system_fingerprint,
-            choices=choices,
-            usage=usage,
-        )
+        return ChatChunk(**self._envelope, choices=choices, usage=usage)
 
 
 def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
