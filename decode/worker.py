@@ -8,7 +8,7 @@ Knows nothing of sockets or transfers: the shell carries the messages, the conne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -22,10 +22,9 @@ from core.engine.hands import (
     HandsOutput,
     RoleHands,
     choice_id,
-    deadline_of,
     output_error,
+    request_of_choice,
     split_choice_id,
-    stop_token_ids,
 )
 from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
@@ -72,26 +71,11 @@ class DecodeHands(RoleHands):
             raise InvalidRequest("a choice is named twice", param="choices")
         self._live[message.request_id] = choices
         without_prompt = msgspec.structs.replace(message.sampling, prompt_logprobs=None)
-        requests = [
-            NewRequest(
-                request_id=choice_id(message.request_id, start.index),
-                prompt_token_ids=message.prompt_token_ids,
-                sampling=message.sampling if start is starts[0] and message.kv_handoff is None else without_prompt,
-                output_token_ids=start.output_token_ids,
-                choice_index=start.index,
-                stop_token_ids=stop_token_ids(message, self._facts),
-                priority=message.priority,
-                arrival_time=now,
-                cache_salt=message.cache_salt,
-                kv_handoff=message.kv_handoff,
-                kv_load_failure_policy=message.kv_load_failure_policy,
-                deadline=deadline_of(message, now),
-                mm_features=message.mm_features,
-                media=message.media,
-                ec_sources=message.ec_sources,
-            )
-            for start in starts
-        ]
+        requests = []
+        for start in starts:
+            sampling = message.sampling if start is starts[0] and message.kv_handoff is None else without_prompt
+            request = request_of_choice(message, start.index, sampling, self._facts, now)
+            requests.append(replace(request, output_token_ids=start.output_token_ids))
         if message.kv_handoff is not None or len(requests) == 1:
             return requests
         self._followers[message.request_id] = requests[1:]

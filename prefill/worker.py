@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -22,10 +22,9 @@ from core.engine.hands import (
     HandsOutput,
     RoleHands,
     choice_id,
-    deadline_of,
     output_error,
+    request_of_choice,
     split_choice_id,
-    stop_token_ids,
 )
 from core.engine.worker import Announce, run_worker
 from core.errors import InvalidRequest
@@ -78,25 +77,12 @@ class PrefillHands(RoleHands):
             raise InvalidRequest("a prefill worker only takes requests that are handed over after the first token")
         # One token ends every choice, so a longer minimum only means that it must not be a stop token.
         sampling = msgspec.structs.replace(message.sampling, max_tokens=1, min_tokens=min(1, message.sampling.min_tokens))
+        without_prompt = msgspec.structs.replace(sampling, prompt_logprobs=None)
         requests = [
-            NewRequest(
-                request_id=choice_id(message.request_id, index),
-                prompt_token_ids=message.prompt_token_ids,
-                sampling=sampling if index == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None),
-                choice_index=index,
-                stop_token_ids=stop_token_ids(message, self._facts),
-                priority=message.priority,
-                arrival_time=now,
-                cache_salt=message.cache_salt,
-                needs_handoff=index == message.n - 1,
-                kv_load_failure_policy=message.kv_load_failure_policy,
-                deadline=deadline_of(message, now),
-                mm_features=message.mm_features,
-                media=message.media,
-                ec_sources=message.ec_sources,
-            )
+            request_of_choice(message, index, without_prompt if index else sampling, self._facts, now)
             for index in range(message.n)
         ]
+        requests[-1] = replace(requests[-1], needs_handoff=True)
         first, *waves = [wave for wave in (requests[:1], requests[1:-1], requests[1:][-1:]) if wave]
         self._live[message.request_id] = _Prefill(message, now, waves)
         return first

@@ -24,6 +24,7 @@ from core.wire.messages import (
     RequestFailed,
     Tokens,
 )
+from core.wire.sampling import SamplingParams
 
 Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
 
@@ -99,10 +100,24 @@ def split_choice_id(engine_request_id: str) -> tuple[str, int]:
     return request_id, int(index) if index.isdecimal() else -1
 
 
-def stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
-    """Return every token that ends the text: the client's, and the model's own unless the client ignores them."""
-    chosen = frozenset(message.sampling.stop_token_ids)
-    return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids
+def request_of_choice(message: Generate, index: int, sampling: SamplingParams, facts: EngineFacts, now: float) -> NewRequest:
+    """Return the engine request of one choice as far as the message says it, with what the role makes of its ``sampling``."""
+    return NewRequest(
+        request_id=choice_id(message.request_id, index),
+        prompt_token_ids=message.prompt_token_ids,
+        sampling=sampling,
+        choice_index=index,
+        stop_token_ids=_stop_token_ids(message, facts),
+        priority=message.priority,
+        arrival_time=now,
+        cache_salt=message.cache_salt,
+        kv_handoff=message.kv_handoff,
+        kv_load_failure_policy=message.kv_load_failure_policy,
+        deadline=deadline_of(message, now),
+        mm_features=message.mm_features,
+        media=message.media,
+        ec_sources=message.ec_sources,
+    )
 
 
 def deadline_of(message: Generate | EncodeRequest, now: float) -> float | None:
@@ -117,3 +132,9 @@ def output_error(output: EngineCoreOutput) -> ErrorInfo | None:
     if output.finish_reason in {"error", "abort"}:
         return ErrorInfo(code="internal_error", message=f"the engine ended the request with {output.finish_reason!r}")
     return None
+
+
+def _stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
+    """Return every token that ends the text: the client's, and the model's own unless the client ignores them."""
+    chosen = frozenset(message.sampling.stop_token_ids)
+    return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids
