@@ -23,6 +23,7 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
+from router.accounting import total_cost
 from router.cluster import Joined, Left, Member, WorkerKey
 from router.flow import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
@@ -420,6 +421,7 @@ class RouterService:
                 prefill=flow.prefill.engine_id if flow.prefill else "-",
                 decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
                 retries=len(flow.retried),
+                **_recomputed(flow),
                 **({"trace_id": trace_id} if trace_id else {}),
                 **({"message": flow.error.message} if flow.error else {}),
             )
@@ -480,3 +482,10 @@ class RouterService:
             "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
         )
         self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)
+
+
+def _recomputed(flow: Flow) -> dict[str, object]:
+    """Return why blocks were not handed over and what that cost, for the log; nothing if it did not happen."""
+    cost = total_cost(cost for _, cost in flow.accounts.costs.values())
+    reason = cost.fallback_reason or flow.fallback_reason
+    return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}
