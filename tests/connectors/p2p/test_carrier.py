@@ -17,7 +17,7 @@ from connectors.reporting import LoadEnded
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.engine.hands import choice_id
-from core.errors import CorruptBlock, LayoutMismatch
+from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id
 from core.kv.seals import ExpectedSeal
 from core.testing.connector_engine import MemoryPool
@@ -154,9 +154,10 @@ async def test_loads_that_go_well_or_are_aborted_say_nothing(reader):
 async def test_failed_load_has_the_id_of_the_routers_log_in_every_try(reader, num_tries):
     request_id = new_hex_id(RandomIds())
     on_the_wire = Flow.wire_id.fget(SimpleNamespace(request_id=request_id, num_tries=num_tries))
-    usage, error = TransferUsage(), ErrorInfo.of(CorruptBlock("wrong"))
+    usage, error = TransferUsage(), ErrorInfo.of(LeaseExpired("too late"))
     reader.told(LoadEnded(choice_id(on_the_wire, 3), usage, error, peer=NOBODY.address))
-    assert [line["request_id"] for line in reader.lines("kv_load_failed")] == [request_id]
+    (line,) = reader.lines("kv_load_failed")
+    assert (line["request_id"], line["reason"]) == (request_id, "stale")
 
 
 # ---- fences
