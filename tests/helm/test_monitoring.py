@@ -59,11 +59,15 @@ def test_alerts_ask_for_metrics_that_exist(find, known):
     assert used <= known
 
 
+def counted_events():
+    """Of the state machines; the ends of control connections and the transports count further ones."""
+    leases = {f"lease_{field.name}" for field in dataclasses.fields(LeaseCounts)}
+    return leases | {field.name for field in dataclasses.fields(PullCounts)}
+
+
 def test_alerts_ask_for_label_values_that_exist(find):
     texts = json.dumps([rule["expr"] for rule in rules(find)])
-    events = {f"lease_{field.name}" for field in dataclasses.fields(LeaseCounts)} | {
-        field.name for field in dataclasses.fields(PullCounts)
-    }
+    events = counted_events()
     reasons = {
         fallback_reason(kind.code) for kind in (StaleBlock, CorruptBlock, PeerUnreachable, TransferTimeout, LayoutMismatch)
     }
@@ -104,3 +108,9 @@ def test_every_metric_is_documented_and_no_other(known):
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     documented = {base(f"kvferry_{name}") for cell in cells for name in re.findall(r"`([a-z0-9_]+)", cell)}
     assert documented == known
+
+
+def test_every_event_of_hand_overs_is_documented():
+    text = (ROOT / "docs/operations.md").read_text()
+    section = text[text.index("### Events of hand-overs") : text.index("## Alerts")]
+    assert counted_events() <= set(re.findall(r"`(\w+)`", section))

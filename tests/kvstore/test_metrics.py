@@ -1,5 +1,8 @@
 """What a store counts can be scraped, before its first client and after."""
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -38,3 +41,12 @@ def test_blocks_pins_and_tiers_are_counted(registry, embedded_store, tmp_path):
         assert value("tier_used_bytes", tier="disk") > 3 * BLOCK_BYTES
         store.release(ticket)
         assert value("pinned_slots") == 0
+
+
+def test_every_metric_is_documented_and_no_other(registry, embedded_store, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/kvstore.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \|", page[page.index("## Watching it") :], re.MULTILINE)
+    documented = {re.sub("_total$", "", name) for row in rows for name in re.findall(r"`([a-z_]+)", row)}
+    with embedded_store(disk_path=str(tmp_path), disk_bytes=64 << 20) as store:
+        register_store_metrics(registry, store.machine, store.workers)
+        assert {f"kvferry_kvstore_{name}" for name in documented} == {family.name for family in registry.collect()}
