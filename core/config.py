@@ -169,7 +169,8 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_s: Seconds = 30.0
     lease_renew_interval_s: Seconds = 5.0
     lease_max_s: Seconds = 600.0
-    max_quarantined_blocks: NonNegative = 0  # per peer whose reads do not end: then it is cut off; 0 = a quarter of the pool
+    # of a peer whose reads do not end: then it is cut off; 0 = a quarter of the pool; of all peers: half of it, if that is more
+    max_quarantined_blocks: NonNegative = 0
     lmcache: LMCacheSection = LMCacheSection()
     offload: OffloadSection = OffloadSection()
     store: StoreSection = StoreSection()
