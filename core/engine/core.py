@@ -152,7 +152,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Schedule and launch one step, and digest what need not be waited for; return the news of every request that has any.
 
-        Where the scheduler looks ahead, one step stays in flight while its successor is scheduled and launched: the host works
+        With ``async_scheduling`` one step stays in flight while its successor is scheduled and launched: the host works
         while the device does. A step without tokens has nothing to hide work behind, so it is digested at once.
         """
         self.launch_step(self.schedule_step())
@@ -174,7 +174,7 @@ class EngineCore:
     def keeps_newest_step(self) -> bool:
         """True if the step that was launched last stays in flight while its successor is scheduled and launched."""
         newest, _ = self._in_flight[-1]
-        return newest.output.total_num_scheduled_tokens > 0 and self.scheduler.can_look_ahead()
+        return newest.output.total_num_scheduled_tokens > 0 and self.scheduler.can_schedule_ahead()
 
     def finish_launched_steps(self) -> list[EngineCoreOutput]:
         """Digest what was launched and need not be waited for; return the news of every request that has any."""

@@ -40,7 +40,7 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         num_computed = request.num_computed_tokens
         num_new_tokens = request.num_tokens - num_computed
         if request.num_output_placeholders:
-            if not _can_look_ahead(state, request):
+            if not _can_schedule_ahead(state, request):
                 index += 1
                 continue
             num_new_tokens += request.num_output_placeholders
@@ -67,7 +67,7 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         index += 1
 
 
-def _can_look_ahead(state: SchedulerState, request: Request) -> bool:
+def _can_schedule_ahead(state: SchedulerState, request: Request) -> bool:
     """Tell whether a request whose newest token is not known yet may have the next one computed.
 
     Not if that token ends it whatever it is; nor if its blocks are handed over at its end, which nothing may write by then.
@@ -140,7 +140,7 @@ def _position(running: list[Request], request: Request, index: int) -> int:
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
     """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
 
-    Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own look-ahead: it would
+    Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own next step: it would
     lose the token that is being computed, begin anew once it fits, and come back to the very same place with nothing to show.
     """
     while True:

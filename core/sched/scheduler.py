@@ -104,11 +104,11 @@ class Scheduler:
     def _update_after_schedule(self, step: Step) -> None:
         """Advance the counters as if the step had run."""
         state = self._state
-        looks_ahead = state.looks_ahead
+        async_scheduling = state.async_scheduling
         for request, num_tokens in zip(step.scheduled, step.output.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
             request.num_in_flight_tokens += num_tokens
-            if looks_ahead and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+            if async_scheduling and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
         state.in_flight.append(step)
         prefills = state.inflight_prefills
@@ -237,17 +237,17 @@ class Scheduler:
         return finish_requests(self._state, request_ids, status)
 
     @property
-    def looks_ahead(self) -> bool:
-        """True if steps may be scheduled on tokens that are not known yet."""
-        return self._state.looks_ahead
+    def async_scheduling(self) -> bool:
+        """True if steps may be scheduled on tokens that are not known yet: placeholders stand for them, nothing is guessed."""
+        return self._state.async_scheduling
 
-    def can_look_ahead(self) -> bool:
+    def can_schedule_ahead(self) -> bool:
         """True if the next step may be scheduled and launched before the newest one is processed.
 
         Not while embeddings are computed or loaded: what a step reports of them decides what the next one may compute.
         """
         state = self._state
-        return state.looks_ahead and state.encoder.connector is None and not state.encoder.cache.holder_ids
+        return state.async_scheduling and state.encoder.connector is None and not state.encoder.cache.holder_ids
 
     def has_unfinished_requests(self) -> bool:
         """True if a request waits, loads or runs."""

@@ -23,8 +23,8 @@ def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutpu
                               end of a block ^     passed in this step if C mod size < n, C = tokens computed now
     """
     manager = state.kv_cache_manager
-    looks_ahead = state.looks_ahead
-    if manager.block_pool.seals is None and not looks_ahead:
+    async_scheduling = state.async_scheduling
+    if manager.block_pool.seals is None and not async_scheduling:
         return
     requests, running, size = state.requests, RequestStatus.RUNNING, manager.hash_block_size
     for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
@@ -34,6 +34,6 @@ def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutpu
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens + num_scheduled
         if num_computed % size >= num_scheduled or request.status is not running or request_id in failed:
             continue
-        if looks_ahead:  # when the step was scheduled the block's last token was perhaps not known, nor its hash
+        if async_scheduling:  # when the step was scheduled the block's last token was perhaps not known, nor its hash
             manager.cache_blocks(request, num_computed)
         manager.seal_blocks(request, num_computed)

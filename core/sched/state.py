@@ -66,7 +66,7 @@ class SchedulerState:
         self.clock = clock
         self.encoder = encoder if encoder is not None else EncoderInputs(cache_size=0, max_embeds_per_step=0)
 
-        self.looks_ahead = config.async_scheduling == "on"  # steps may be scheduled on tokens that are not known yet
+        self.async_scheduling = config.async_scheduling == "on"  # steps may be scheduled on tokens that are not known yet
         self.in_flight: deque[Step] = deque()  # scheduled and not yet processed, oldest first
         self.departures: list[Departure] = []  # of requests that were in these steps, or in the one being processed
 

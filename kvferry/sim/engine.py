@@ -1,8 +1,8 @@
 """The engine thread under virtual time: the loop of ``core.engine.thread`` as events.
 
 A step takes time, and the world goes on meanwhile: it is scheduled at one moment, its KV is written at a later one, and its
-outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread. Where the scheduler
-looks ahead, a step is launched when it is scheduled, computed as late as it may be, and its successor is scheduled before.
+outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread. With
+async scheduling a step is launched when it is scheduled, computed as late as it may be, and its successor is scheduled before.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SimEngine(EngineTurns):
         self._watch.on_scheduled(step)
         self._log("steps", step.output.num_scheduled_tokens)
         duration_s = self._step_s() if step.output.total_num_scheduled_tokens else TURN_S
-        if self.core.scheduler.looks_ahead:
+        if self.core.scheduler.async_scheduling:
             self._launch(step, outputs, duration_s)
         else:
             self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))

@@ -38,7 +38,7 @@ _LEASES_END_EVERY_S = 0.3  # in a race plan
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
-_LOOK_AHEAD_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
+_ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
@@ -131,7 +131,7 @@ class ClusterPlan:
         return any(verifies_digests(connector.kv_verify, name) for name in connector.transports)
 
     @property
-    def looks_ahead(self) -> bool:
+    def async_scheduling(self) -> bool:
         """True if a step stays in flight while the next one is scheduled."""
         return self.config.scheduler.async_scheduling == "on"
 
@@ -147,7 +147,7 @@ class ClusterPlan:
             f"seed {self.seed}: faults {', '.join(sorted(self.kinds)) or 'none'}",
             f"groups {', '.join(map(str, self.attentions))}",
             f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}"
-            + (", one of them in flight while the next is scheduled" if self.looks_ahead else ""),
+            + (", one of them in flight while the next is scheduled" if self.async_scheduling else ""),
             f"transport {connector.transports[0]}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
@@ -182,16 +182,18 @@ def router_address(name: str) -> str:
     return f"tcp://{name}:5570"
 
 
-def draw_plan(seed: int, chosen: Collection[Fault] | None = None, looks_ahead: bool | None = None) -> ClusterPlan:
+def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduling: bool | None = None) -> ClusterPlan:
     """Return the plan of a seed, with the kinds of faults that it draws, or with all that are ``chosen``.
 
-    Other kinds give another run, not a part of the same. ``looks_ahead`` is drawn where it is None.
+    Other kinds give another run, not a part of the same. ``async_scheduling`` is drawn where it is None.
     """
     random = Random(seed)
     kinds = draw_kinds(random) if chosen is None else frozenset(chosen)
     routers = random.choice((("router-0",), ("router-0",), ("router-0", "router-1")))
     config = _draw_config(random, kinds, routers)
-    if Random(f"{seed}/look ahead").random() < _LOOK_AHEAD_SHARE if looks_ahead is None else looks_ahead:
+    if async_scheduling is None:
+        async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
+    if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
     shape = _draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
@@ -231,13 +233,13 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, looks_ahead: b
     )
 
 
-def draw_race_plan(seed: int, looks_ahead: bool | None = None) -> ClusterPlan:
+def draw_race_plan(seed: int, async_scheduling: bool | None = None) -> ClusterPlan:
     """Return a run in which most reads race with the reuse of their blocks: only seals stand between them and wrong tokens.
 
     The prefill worker has room for one prompt, gets one after the other, and its clock jumps behind the end of every lease.
     """
     random = Random(seed)
-    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW), looks_ahead)
+    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW), async_scheduling)
     workers = {worker.role: worker for worker in plan.workers}
     prefill = replace(workers["prefill"], step_s=random.choice((0.1, 0.3, 0.6)))
     decode = replace(workers["decode"], num_blocks=60, step_s=0.005)
@@ -256,7 +258,7 @@ def draw_race_plan(seed: int, looks_ahead: bool | None = None) -> ClusterPlan:
 
 def draw_tight_plan(seed: int) -> ClusterPlan:
     """Return a run in which prompts are computed in many chunks and take each other's blocks, always with a step in flight."""
-    plan = draw_plan(seed, (Fault.PRESSURE,), looks_ahead=True)
+    plan = draw_plan(seed, (Fault.PRESSURE,), async_scheduling=True)
     scheduler = replace_struct(
         plan.config.scheduler, max_num_batched_tokens=128, long_prefill_token_threshold=16, max_num_seqs=8
     )

@@ -165,7 +165,7 @@ class SimWorker(SimMember):
         memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
         take = self.images.take if self.images is not None else None
         encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None, take)
-        kind = LateHashModel if plan.looks_ahead else HashModel
+        kind = LateHashModel if plan.async_scheduling else HashModel
         return kind(num_blocks, block_size, self._connector_worker, region=memory, attentions=plan.attentions, encoder=encoder)
 
     def _make_images(self, images: ImagePlan | None) -> SimImages | None:

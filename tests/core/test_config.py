@@ -252,7 +252,7 @@ def test_a_choice_is_taken_as_it_stands_though_yaml_has_other_words_for_it(choic
 
 
 @pytest.mark.parametrize("names", ["connector.name=lmcache", "connector.name=multi"])
-def test_look_ahead_is_refused_beside_a_connector_that_judges_each_step_first(names):
+def test_async_scheduling_is_refused_beside_a_connector_that_judges_each_step_first(names):
     assignments = [names, "scheduler.async_scheduling=on"]
     if names.endswith("multi"):
         assignments.append("connector.connectors=p2p,lmcache")

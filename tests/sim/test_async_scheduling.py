@@ -24,7 +24,7 @@ _SLOW = (Fault.PRESSURE, Fault.SLOW)
 
 @pytest.fixture(scope="module")
 def runs() -> Summary:
-    plans = [*[draw_plan(seed, looks_ahead=True) for seed in range(6)], *map(draw_tight_plan, range(8))]
+    plans = [*[draw_plan(seed, async_scheduling=True) for seed in range(6)], *map(draw_tight_plan, range(8))]
     summary = Summary()
     for plan in plans:
         summary.add(SimCluster(plan).run())
@@ -40,14 +40,14 @@ def test_what_is_to_be_survived_does_happen(happening, runs):
     assert runs.happened[happening] > 0
 
 
-def test_a_share_of_the_seeds_looks_ahead():
+def test_a_share_of_the_seeds_has_async_scheduling():
     plans = [draw_plan(seed) for seed in range(60)]
-    assert 0 < sum(plan.looks_ahead for plan in plans) < len(plans) // 2
-    assert "in flight" in "\n".join(next(plan for plan in plans if plan.looks_ahead).describe())
+    assert 0 < sum(plan.async_scheduling for plan in plans) < len(plans) // 2
+    assert "in flight" in "\n".join(next(plan for plan in plans if plan.async_scheduling).describe())
 
 
-def test_looking_ahead_changes_nothing_else_of_a_plan():
-    with_it, without = draw_plan(1, looks_ahead=True), draw_plan(1, looks_ahead=False)
+def test_async_scheduling_changes_nothing_else_of_a_plan():
+    with_it, without = draw_plan(1, async_scheduling=True), draw_plan(1, async_scheduling=False)
     assert with_it.requests == without.requests
     assert with_it.faults.events == without.faults.events
     assert [worker.step_s for worker in with_it.workers] == [worker.step_s for worker in without.workers]
@@ -55,7 +55,7 @@ def test_looking_ahead_changes_nothing_else_of_a_plan():
 
 @pytest.mark.parametrize(("seed", "kinds"), [*[(seed, _SLOW) for seed in (*range(20), 117)], (455, None)])
 def test_pools_have_room_for_a_step_in_flight_beside_the_longest_request(seed, kinds):
-    plan = draw_plan(seed, kinds, looks_ahead=True)
+    plan = draw_plan(seed, kinds, async_scheduling=True)
     num_in_flight = max_in_flight_tokens(plan.config.scheduler)
     longest = max(len(request.prompt_token_ids) + request.max_tokens for request in plan.requests)
     for worker in plan.workers:
@@ -64,7 +64,7 @@ def test_pools_have_room_for_a_step_in_flight_beside_the_longest_request(seed, k
 
 
 def test_requests_do_not_preempt_themselves_over_and_over_while_loads_hold_the_other_blocks():
-    plan = draw_plan(31, (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE), looks_ahead=True)
+    plan = draw_plan(31, (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE), async_scheduling=True)
     result = SimCluster(plan).run()
     assert result.is_good
     assert result.happened["preemptions"] < len(plan.requests)
@@ -133,4 +133,4 @@ def test_defect_is_found(apply, monkeypatch):
 
 def test_blocks_that_a_step_still_writes_are_missed_when_they_are_given_up(monkeypatch):
     give_up_blocks_that_a_step_still_writes(monkeypatch.setattr)
-    assert any(not SimCluster(draw_plan(seed, _SLOW, looks_ahead=True)).run().is_good for seed in (14, 15, 29))
+    assert any(not SimCluster(draw_plan(seed, _SLOW, async_scheduling=True)).run().is_good for seed in (14, 15, 29))

@@ -142,7 +142,7 @@ class TierEngine:
         attentions=FULL,
         max_tokens=64,
         make_model=HashModel,
-        looks_ahead=False,
+        async_scheduling=False,
         open_pool=lambda model: open_pool(model.region),
         **settings,
     ):
@@ -163,11 +163,11 @@ class TierEngine:
             max_model_len=500,
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=HASH_BLOCK_SIZE,
-            max_in_flight_tokens=max_tokens * (2 if looks_ahead else 1),
+            max_in_flight_tokens=max_tokens * (2 if async_scheduling else 1),
             seals=self.model.seals,
         )
-        async_scheduling = "on" if looks_ahead else "off"
-        config = SchedulerSection(max_num_batched_tokens=max_tokens, max_num_seqs=6, async_scheduling=async_scheduling)
+        mode = "on" if async_scheduling else "off"
+        config = SchedulerSection(max_num_batched_tokens=max_tokens, max_num_seqs=6, async_scheduling=mode)
         core_scheduler = Scheduler(config, self.manager, 500, self.scheduler, self.clock)
         self.core = EngineCore(core_scheduler, self.model, BlockHasher(FINGERPRINT), self.model.vocab_size)
         self.prompts = {}

@@ -28,7 +28,7 @@ HYBRID = (HashAttention(window=20), HashAttention())
 BLOCK_BYTES = 16 * SLOT_BYTES
 NUM_SLOTS = 5
 NUM_REQUESTS = 24
-LATE = {"make_model": LateHashModel, "looks_ahead": True}
+LATE = {"make_model": LateHashModel, "async_scheduling": True}
 
 
 class CudaHashModel(HashModel):
@@ -174,7 +174,7 @@ def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, 
 
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
-def test_no_copy_is_ever_early_or_late_beside_a_step_of_look_ahead(tier_engine, scripted_store, is_pinned):
+def test_no_copy_is_ever_early_or_late_with_async_scheduling(tier_engine, scripted_store, is_pinned):
     happened = Counter()
     for seed in range(8):
         happened += run_on_delayed_device(tier_engine, scripted_store(), seed, HYBRID, is_pinned, **LATE)

@@ -1,4 +1,4 @@
-"""With a step of look-ahead every request gets the tokens that it gets without, whatever else happens meanwhile."""
+"""With async scheduling every request gets the tokens that it gets without, whatever else happens meanwhile."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def said(found):
 
 @pytest.fixture
 def run_both(build_tiny, run_engine):
-    """Return a function that runs requests with and without look-ahead, checks that nothing is left, and returns both."""
+    """Return a function that runs requests with and without async scheduling, checks that nothing is left, and returns both."""
 
     def run(requests, per_step=10**9, **settings):
         results = []
@@ -184,7 +184,7 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_look_ahead_on_cuda_gives_what_single_steps_give(run_both):
+def test_async_scheduling_on_cuda_gives_what_single_steps_give(run_both):
     """In float32: what is computed together differs, and in 16 bits rounding would decide between close logits."""
     settings = {"model__device": "cuda", "model__dtype": "float32", "scheduler__max_num_batched_tokens": 40}
     without, with_it = run_both(mixed_requests(), per_step=2, **settings)

@@ -73,7 +73,7 @@ class WorldConfig:
     max_embeds_per_step: int = 64
     with_ec_connector: bool = False
     image_budget: int | None = None  # embeddings; None = images are ready as they come
-    looks_ahead: bool = False  # the model computes as late as it may
+    async_scheduling: bool = False  # the model computes as late as it may
 
 
 class World:
@@ -89,7 +89,7 @@ class World:
         ec_worker = ScriptedECWorker(self.ec) if config.with_ec_connector else None
         self.images = ManualImages(config.image_budget) if config.image_budget is not None else None
         self.encoder = HashEncoder(ec_worker, self.images.take if self.images is not None else None)
-        self.model = (LateHashModel if config.looks_ahead else HashModel)(
+        self.model = (LateHashModel if config.async_scheduling else HashModel)(
             config.num_blocks,
             config.block_size,
             self.worker,
@@ -113,7 +113,7 @@ class World:
             max_num_seqs=config.max_num_seqs,
             policy=config.policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            async_scheduling="on" if config.looks_ahead else "off",
+            async_scheduling="on" if config.async_scheduling else "off",
         )
         policy = config.kv_load_failure_policy
         ec_connector = ScriptedECScheduler(self.ec) if config.with_ec_connector else None
@@ -154,9 +154,9 @@ class World:
         return self.last
 
     def finish_step(self) -> list[EngineCoreOutput]:
-        """Run what was scheduled and apply it; with look-ahead, apply the step before, and all if nothing was scheduled."""
+        """Run what was scheduled and apply it; with async scheduling apply the step before, or all if nothing was scheduled."""
         self.in_flight.append((self.last, self.model.launch_model(self.last)))
-        num_kept = 1 if self.scheduler.can_look_ahead() and self.last.total_num_scheduled_tokens else 0
+        num_kept = 1 if self.scheduler.can_schedule_ahead() and self.last.total_num_scheduled_tokens else 0
         self.outputs = []
         while len(self.in_flight) > num_kept:
             self.outputs += self.finish_oldest()

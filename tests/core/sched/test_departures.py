@@ -10,7 +10,7 @@ NOT_FINITE = ErrorInfo(code="not_finite", message="no finite logits", http_statu
 
 @pytest.fixture
 def ahead(make_world):
-    return make_world(with_connector=True, looks_ahead=True)
+    return make_world(with_connector=True, async_scheduling=True)
 
 
 def sealed(world, request_id) -> list[bool]:
@@ -59,7 +59,7 @@ def test_what_is_handed_over_is_sealed_though_the_request_that_filled_it_was_abo
 
 
 def test_each_step_in_flight_seals_what_it_fills(make_world):
-    world = make_world(looks_ahead=True, max_num_batched_tokens=32)
+    world = make_world(async_scheduling=True, max_num_batched_tokens=32)
     prompt = world.prompt(100, seed=5)
     world.add("a", prompt)
     world.step()
@@ -77,7 +77,7 @@ def test_each_step_in_flight_seals_what_it_fills(make_world):
 
 
 def test_what_a_step_in_flight_fills_for_a_preempted_request_is_a_sealed_hit(make_world):
-    world = make_world(num_blocks=9, block_size=4, hash_block_size=4, looks_ahead=True)
+    world = make_world(num_blocks=9, block_size=4, hash_block_size=4, async_scheduling=True)
     requests = [world.add("a", 15, max_tokens=9)]
     world.step()
     requests.append(world.add("b", 14, max_tokens=9))
@@ -98,7 +98,7 @@ def test_what_a_step_in_flight_fills_for_a_preempted_request_is_a_sealed_hit(mak
 @pytest.fixture
 def half_computed(make_world):
     """A world in which ``a`` has left while the second of its steps is in flight; its first block is known to be bad."""
-    world = make_world(with_connector=True, looks_ahead=True, max_num_batched_tokens=48)
+    world = make_world(with_connector=True, async_scheduling=True, max_num_batched_tokens=48)
     world.add("a", world.prompt(100, seed=5))
     world.step()
     world.step()
@@ -177,3 +177,32 @@ def test_what_a_void_step_loads_is_pinned_as_well(ahead, remote):
     ahead.drain()
     assert not ahead.held_blocks()
     ahead.assert_clean()
+
+
+def test_what_a_step_in_flight_reads_for_hits_of_a_request_that_has_left_is_given_to_no_load(make_world, remote):
+    world = make_world(
+        num_blocks=9, with_connector=True, async_scheduling=True, max_num_batched_tokens=20, max_model_len=64
+    )
+    for number in range(4):
+        world.add(f"other-{number}", 3, max_tokens=12)
+    world.step()
+    prompt = world.prompt(50)
+    world.add("a", prompt[:48])
+    for _ in range(3):
+        world.step()
+    read, hit = world.manager.get_block_ids("a")[0][:2], world.manager.get_block_ids("a")[0][2]
+    world.abort("a")
+    world.script.remote["load"] = remote(32, is_async=True)
+    world.add("load", 33, max_tokens=1)
+    world.schedule()
+    assert not set(read) & set(world.manager.get_block_ids("load")[0])
+    world.finish_step()
+    assert world.manager.block_pool.blocks[hit].block_hash is not None
+    while "load" not in world.script.loading:
+        world.step()
+    world.complete_load("load")
+    world.run()
+    request = world.add("again", prompt, max_tokens=3)
+    world.run()
+    world.assert_right(request, 3)
+    world.assert_clean()

@@ -37,7 +37,7 @@ class ImageMachine(RuleBasedStateMachine):
         enable_caching=st.booleans(),
         encoder_cache_size=st.sampled_from([5, 8, 20]),
         max_embeds_per_step=st.sampled_from([5, 7, 20]),
-        looks_ahead=st.booleans(),
+        async_scheduling=st.booleans(),
         image_budget=st.sampled_from([None, 5, 12]),
     )
     def build(self, **config):

@@ -129,7 +129,7 @@ def test_a_prompt_with_more_images_than_the_budget_holds_is_computed(make):
 
 
 def test_with_steps_ahead_of_their_results_nothing_changes(make):
-    world = make(looks_ahead=True, image_budget=20)
+    world = make(async_scheduling=True, image_budget=20)
     requests = [world.add_with_images(name, [4, CAT, 4, DOG, 4]) for name in "ab"]
     run_to_end(world, *requests, world.add("c", 30), world.add_with_images("d", [OWL, 3]))
 

@@ -8,12 +8,12 @@ from core.sched.in_flight import leave_steps
 
 @pytest.fixture
 def ahead(make_world):
-    """A world of three blocks of four tokens, with look-ahead and a connector."""
-    return make_world(num_blocks=4, block_size=4, hash_block_size=4, with_connector=True, looks_ahead=True)
+    """A world of three blocks of four tokens, with async scheduling and a connector."""
+    return make_world(num_blocks=4, block_size=4, hash_block_size=4, with_connector=True, async_scheduling=True)
 
 
 def test_a_request_is_never_computed_beyond_its_longest_end(make_world):
-    world = make_world(looks_ahead=True)
+    world = make_world(async_scheduling=True)
     request = world.add("a", 20, max_tokens=6)
     computed = 0
     while world.scheduler.has_unfinished_requests():
@@ -25,7 +25,7 @@ def test_a_request_is_never_computed_beyond_its_longest_end(make_world):
 
 
 def test_a_stop_token_voids_one_token_and_no_more(make_world):
-    world = make_world(looks_ahead=True)
+    world = make_world(async_scheduling=True)
     prompt = world.prompt(20)
     expected = world.expected(prompt, 9)
     request = world.add("a", prompt, max_tokens=50, stop_token_ids=frozenset(expected[3:4]))
@@ -74,7 +74,7 @@ def test_without_pins_the_void_step_spoils_the_load(ahead, remote, monkeypatch):
 
 
 def test_a_block_is_a_hit_once_its_last_token_is_known(make_world):
-    world = make_world(block_size=4, hash_block_size=4, looks_ahead=True)
+    world = make_world(block_size=4, hash_block_size=4, async_scheduling=True)
     request = world.add("a", 6, max_tokens=8)
     while request.num_computed_tokens < 8:
         world.step()
@@ -87,7 +87,7 @@ def test_a_block_is_a_hit_once_its_last_token_is_known(make_world):
 
 
 def test_a_preempted_request_chooses_its_token_again(make_world):
-    world = make_world(num_blocks=6, block_size=4, hash_block_size=4, enable_caching=False, looks_ahead=True)
+    world = make_world(num_blocks=6, block_size=4, hash_block_size=4, enable_caching=False, async_scheduling=True)
     requests = [world.add(name, 7, max_tokens=9) for name in "ab"]
     world.run()
     assert sum(request.num_preemptions for request in requests) > 0
@@ -96,8 +96,8 @@ def test_a_preempted_request_chooses_its_token_again(make_world):
     world.assert_clean()
 
 
-def test_a_request_is_no_victim_of_its_own_look_ahead(make_world):
-    world = make_world(num_blocks=6, block_size=4, hash_block_size=4, looks_ahead=True)
+def test_a_request_is_no_victim_of_its_own_next_step(make_world):
+    world = make_world(num_blocks=6, block_size=4, hash_block_size=4, async_scheduling=True)
     pool = world.manager.block_pool
     held = pool.get_new_blocks(2)  # as by loads that take their time
     request = world.add("a", 12, max_tokens=4)
@@ -112,7 +112,7 @@ def test_a_request_is_no_victim_of_its_own_look_ahead(make_world):
 
 
 def test_a_request_to_be_handed_over_waits_for_every_token(make_world, some_handoff):
-    world = make_world(with_connector=True, looks_ahead=True)
+    world = make_world(with_connector=True, async_scheduling=True)
     world.script.keep.add("a")
     world.script.handoffs["a"] = some_handoff
     request = world.add("a", 20, max_tokens=3, needs_handoff=True)
@@ -127,7 +127,7 @@ def test_a_request_to_be_handed_over_waits_for_every_token(make_world, some_hand
 
 
 def test_an_id_may_be_used_again_while_its_first_step_is_under_way(make_world):
-    world = make_world(looks_ahead=True)
+    world = make_world(async_scheduling=True)
     world.add("a", 20, max_tokens=9)
     world.step()
     world.step()

@@ -26,7 +26,7 @@ class FailureMachine(RuleBasedStateMachine):
     make_world: staticmethod
     make_remote: staticmethod
     load_error: object
-    looks_ahead = False
+    async_scheduling = False
 
     @initialize(
         num_blocks=st.integers(10, 24),
@@ -37,7 +37,7 @@ class FailureMachine(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=4),
     )
     def build(self, kinds, **config):
-        config |= {"with_connector": True, "hash_block_size": 4, "looks_ahead": self.looks_ahead}
+        config |= {"with_connector": True, "hash_block_size": 4, "async_scheduling": self.async_scheduling}
         self.world = self.make_world(block_size=BLOCK_SIZE, max_model_len=40, **config)
         self.text = self.world.prompt(30)
         self.requests = {}
@@ -222,8 +222,8 @@ def run_machine(make_world, remote, load_error):
 
     Machine.make_world, Machine.make_remote, Machine.load_error = staticmethod(make_world), staticmethod(remote), load_error
 
-    def run(num_examples: int, looks_ahead: bool = False) -> None:
-        Machine.looks_ahead = looks_ahead
+    def run(num_examples: int, async_scheduling: bool = False) -> None:
+        Machine.async_scheduling = async_scheduling
         run_state_machine_as_test(
             Machine,
             settings=settings(
@@ -241,11 +241,11 @@ def test_random_failures_change_no_token_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
-def test_random_failures_with_a_step_of_look_ahead(run_machine):
-    run_machine(NUM_EXAMPLES // 2, looks_ahead=True)
+def test_random_failures_with_async_scheduling(run_machine):
+    run_machine(NUM_EXAMPLES // 2, async_scheduling=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_many_random_failures(run_machine, looks_ahead):
-    run_machine(4 * settings.default.max_examples, looks_ahead)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_many_random_failures(run_machine, async_scheduling):
+    run_machine(4 * settings.default.max_examples, async_scheduling)

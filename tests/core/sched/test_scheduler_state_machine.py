@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     make_remote: staticmethod
     kv_of: staticmethod
     load_error: ErrorInfo
-    looks_ahead = False
+    async_scheduling = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def build(self, **config):
         self.world = self.make_world(
-            block_size=4, max_model_len=40, with_connector=True, looks_ahead=self.looks_ahead, **config
+            block_size=4, max_model_len=40, with_connector=True, async_scheduling=self.async_scheduling, **config
         )
         self.kv_by_hash = {}
         for family, num_given in product((0, 1), (1, 2, 3)):  # shorter prompts than the family's start go on differently
@@ -345,8 +345,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def waiting_requests_are_in_order(self):
         """Those that had blocks before stand in front, whoever was passed over when they got them."""
         scheduler, state = self.world.scheduler, self.world.scheduler._state
-        had_blocks = [bool(request.num_preemptions) or request.request_id in state.empty_handed for request in scheduler.waiting]
-        arrivals = [request.arrival_time for request, had in zip(scheduler.waiting, had_blocks, strict=True) if not had]
+        waiting = [
+            (bool(request.num_preemptions) or request.request_id in state.empty_handed, request)
+            for request in scheduler.waiting
+        ]
+        had_blocks = [had for had, _ in waiting]
+        arrivals = [request.arrival_time for had, request in waiting if not had]
         if self.world.config.policy == "fcfs":
             assert arrivals == sorted(arrivals)
             assert had_blocks == sorted(had_blocks, reverse=True)
@@ -454,8 +458,8 @@ def run_machine(make_world, remote, kv_of, load_error):
     Machine.make_world, Machine.make_remote = staticmethod(make_world), staticmethod(remote)
     Machine.kv_of, Machine.load_error = staticmethod(kv_of), load_error
 
-    def run(num_examples: int, looks_ahead: bool = False) -> None:
-        Machine.looks_ahead = looks_ahead
+    def run(num_examples: int, async_scheduling: bool = False) -> None:
+        Machine.async_scheduling = async_scheduling
         _run(Machine, num_examples)
 
     return run
@@ -477,11 +481,11 @@ def test_random_histories_give_the_oracles_tokens_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
-def test_random_histories_with_a_step_of_look_ahead(run_machine):
-    run_machine(NUM_EXAMPLES // 2, looks_ahead=True)
+def test_random_histories_with_async_scheduling(run_machine):
+    run_machine(NUM_EXAMPLES // 2, async_scheduling=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_many_random_histories(run_machine, looks_ahead):
-    run_machine(4 * settings.default.max_examples, looks_ahead)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_many_random_histories(run_machine, async_scheduling):
+    run_machine(4 * settings.default.max_examples, async_scheduling)
