@@ -7,8 +7,10 @@ fall back or lose its blocks while the newest step computes a token for it:
     device  |  n ............................ |  n+1 ..................................... | n+2 ...
 
 That token is void. What the step writes for it goes into blocks of the request; these get one more reference until the step is
-processed, because nothing orders the bytes of a load from elsewhere behind the step. Other steps are ordered behind it by the
-device, which is why a preempted request gives its blocks up at once: the step that takes them admits no load.
+processed, because nothing orders the bytes of a load from elsewhere behind the step. If it completes blocks that others may hit,
+what it reads for them gets one as well: bytes that came before it is read would be sealed as what follows from it. Other steps
+are ordered behind it by the device, which is why a preempted request gives its blocks up at once: the step that takes them
+admits no load.
 
 A request that is rolled back has computed on KV that is bad: nothing of it is kept. One that leaves (it stops, is aborted or
 preempted) has not, and others may have hit its blocks already, which were hashed in advance: the steps fill them all the same.
@@ -40,15 +42,17 @@ def void_steps(state: SchedulerState, request: Request) -> None:
 def leave_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = True) -> None:
     """Let the tokens of the steps in flight count for nothing, for a request that leaves; its KV stays what it is.
 
-    Blocks that the steps fill keep their hashes and generations. ``pins_blocks``: what the steps may still write is given to
-    nobody before they are processed.
+    Blocks that the steps fill keep their hashes and generations. ``pins_blocks``: what the steps may still write, or read for
+    what others may hit, is given to nobody before they are processed.
     """
     manager = state.kv_cache_manager
     for step, start, end in _take_out(state, request):
-        if pins_blocks:
-            _pin(state, request, step, start, end)
         tables = [[(block, block.generation) for block in blocks] for blocks in manager.get_blocks(request.request_id).blocks]
-        state.departures.append(Departure(step, request, start, end, tuple(tables)))
+        departure = Departure(step, request, start, end, tuple(tables))
+        state.departures.append(departure)
+        if pins_blocks:
+            leaves_hits = any(block.block_hash is not None for block, _, _ in _filled_blocks(state, departure))
+            _pin(state, request, step, 0 if leaves_hits else start, end)
 
 
 def seal_left_behind(state: SchedulerState, step: Step) -> None:
