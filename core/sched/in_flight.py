@@ -7,10 +7,10 @@ fall back or lose its blocks while the newest step computes a token for it:
     device  |  n ............................ |  n+1 ..................................... | n+2 ...
 
 That token is void. What the step writes for it goes into blocks of the request; these get one more reference until the step is
-processed, because nothing orders the bytes of a load from elsewhere behind the step. If it completes blocks that others may hit,
-what it reads for them gets one as well: bytes that came before it is read would be sealed as what follows from it. Other steps
-are ordered behind it by the device, which is why a preempted request gives its blocks up at once: the step that takes them
-admits no load.
+processed, because nothing orders the bytes of a load from elsewhere behind the step. If it completes blocks that others may
+hit, what it reads for them gets one as well: bytes that came before it is read would be sealed as what follows from it. Other
+steps are ordered behind it by the device, which is why a preempted request gives its blocks up at once: the step that takes
+them admits no load.
 
 A request that is rolled back has computed on KV that is bad: nothing of it is kept. One that leaves (it stops, is aborted or
 preempted) has not, and others may have hit its blocks already, which were hashed in advance: the steps fill them all the same.

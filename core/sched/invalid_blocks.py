@@ -151,7 +151,7 @@ def update_requests_with_invalid_blocks(
         if first is None:
             continue
         num_kept = _num_kept(manager, holder, first, in_use)
-        claimed = _claim(holder, num_kept, in_use)
+        claimed = _claim(manager, holder, num_kept, invalid_block_ids, in_use)
         awaited = {block_id for _, block_id in holder.entries(0, num_kept) if in_use.is_anothers(block_id, holder.request_id)}
         in_use.taken |= claimed
         affected.append(
@@ -174,13 +174,22 @@ def _num_kept(manager: KVCacheManager, holder: Holder, first: int, in_use: Block
     return holder.num_valid if own is None else manager.find_boundary(holder.request_id, own)
 
 
-def _claim(holder: Holder, num_kept: int, in_use: BlocksInUse) -> dict[int, int]:
-    """Return the blocks that the request writes from now on, up to the first that somebody else writes, or that is gone."""
+def _claim(
+    manager: KVCacheManager, holder: Holder, num_kept: int, invalid_block_ids: Container[int], in_use: BlocksInUse
+) -> dict[int, int]:
+    """Return the blocks that the request writes from now on, up to the first that is gone, or that is not its own to write.
+
+    That is one that somebody else writes, or that is valid and somebody else relies on: with several groups the request may
+    have to go back behind such blocks.
+    """
     found: dict[int, int] = {}
+    blocks = manager.block_pool.blocks
     for ids, block_size in zip(holder.tables, holder.block_sizes, strict=True):
         for index in range(ceil_div(num_kept, block_size), len(ids)):
-            is_gone = ids[index] == NULL_BLOCK_ID or ids[index] in in_use.quarantined
-            if is_gone or in_use.is_anothers(ids[index], holder.request_id):
+            block_id = ids[index]
+            is_gone = block_id == NULL_BLOCK_ID or block_id in in_use.quarantined
+            is_relied_on = block_id not in invalid_block_ids and blocks[block_id].ref_cnt > 1
+            if is_gone or is_relied_on or in_use.is_anothers(block_id, holder.request_id):
                 break
-            found[ids[index]] = (index + 1) * block_size
+            found[block_id] = (index + 1) * block_size
     return found

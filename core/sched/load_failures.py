@@ -168,6 +168,9 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     if errors is not None:
         for holder in going_on:
             _note_end(state, holder, invalid, report, errors)
+        for holder in going_on:
+            if holder.request_id in errors:
+                void_steps(state, holder.request)  # it leaves nothing that others could use
         going_on = [holder for holder in going_on if holder.request_id not in errors]
     _claim_and_roll_back(state, going_on, invalid, report)
 
@@ -223,7 +226,7 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     state.inflight_prefills[request_id] = request
     if not is_loading:
         manager.drop_shared_tail(request, affected.num_kept, affected.claimed)
-    manager.truncate(request, affected.first_invalid)
+    manager.truncate(request, min(affected.num_kept, affected.first_invalid))
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)
         state.encoder.give_up(request)  # it may be held back for long: whom it waits for may need the room

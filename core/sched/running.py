@@ -143,8 +143,10 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
     Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own next step: it would
     lose the token that is being computed, begin anew once it fits, and come back to the very same place with nothing to show.
     """
+    is_loading = any(request in earlier.synchronous_loads for earlier in state.in_flight)
     while True:
-        blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens)
+        # What a load may be bringing is no hit, nor what is computed from it, until its step has been processed.
+        blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=is_loading)
         if blocks is not None:
             return blocks
         step.lacks_blocks = True
