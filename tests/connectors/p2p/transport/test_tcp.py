@@ -209,6 +209,21 @@ def test_owner_answers_a_proper_request_with_a_header_and_the_rows(local_owner, 
     assert rows == [local_owner.memory.rows[4].tobytes(), local_owner.memory.rows[2].tobytes()]
 
 
+def test_answers_that_a_reader_does_not_take_are_dropped_and_counted(local_owner, context):
+    lazy = context.socket(zmq.DEALER)
+    lazy.rcvhwm = 1
+    lazy.connect(local_owner.described.address)
+    request = request_to(local_owner, region=1, rows=(1,) * 64)
+
+    def has_dropped():
+        for _ in range(16):
+            lazy.send(request)
+        return local_owner.transport.counts()["dropped_data_answers"]
+
+    local_owner.serve(has_dropped)
+    assert local_owner.transport.counts()["bad_data_requests"] == 0
+
+
 def test_owner_packs_short_rows_into_one_frame(local_owner, context):
     header, packed = ask(local_owner, context, [request_to(local_owner, region=1, rows=(4, 2))])
     assert msgspec.msgpack.decode(header, type=ChunkHeader) == ChunkHeader(FORMAT_VERSION, 9)
