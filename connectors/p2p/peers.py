@@ -115,11 +115,11 @@ class Peers:
             ProtocolError: it chose a transport that was not offered.
         """
         check_compatible(self._identity, reply.model_fingerprint, reply.layout)
-        if reply.transport not in self._terms.transports:
+        peer_id = PeerId(address, reply.incarnation)
+        if reply.transport not in self._offered_to(peer_id):
             raise ProtocolError(f"{address} chose transport {reply.transport!r}, which was not offered")
         check_verifiable(self._terms.kv_verify, reply.transport, reply.has_digests)
         self.end_handshake(address)
-        peer_id = PeerId(address, reply.incarnation)
         peer = self._peers.get(peer_id)
         if peer is None:
             wants_digests = verifies_digests(self._terms.kv_verify, reply.transport)

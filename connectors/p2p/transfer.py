@@ -139,6 +139,7 @@ class TransferExecutor:
         """Fence a peer; its reads end by that."""
         transport = self._peers.pop(peer, None)
         if transport is not None:
+            del self._block_bytes[peer]
             transport.remove_peer(peer)
 
     def _is_open(self, read_ids: Iterable[int]) -> bool:

@@ -281,6 +281,14 @@ def test_load_that_has_got_something_does_not_start_over(pull, address):
     pull.end_read(seal_read, PeerUnreachable("gone"))
 
 
+def test_transport_that_failed_is_not_used_though_the_peer_insists_on_it(pull):
+    pull.start()
+    cannot_open(pull, "shm")
+    pull.accept(transport="shm")
+    assert pull.failed == {"r": "protocol_error"}
+    assert len(pull.messages(Handshake)) == 2
+
+
 def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull):
     pull.start("first")
     assert offered(pull) == ("shm", "tcp")

@@ -300,6 +300,7 @@ def test_closed_peer_can_be_opened_again(world):
     world.open()
     world.executor.execute(ClosePeer(PEER))
     world.executor.execute(ClosePeer(PEER))
+    assert not world.executor._block_bytes, "peers come and go: nothing is kept of one that is closed"
     world.open()
     world.read(1, (4,), (4,))
     assert world.poll() == [ReadEnded(1)]

@@ -151,7 +151,19 @@ class World:
 
     def schedule(self) -> SchedulerOutput:
         self.last = self.scheduler.schedule()
+        self.check_writes()
         return self.last
+
+    def check_writes(self) -> None:
+        """No step may write into a block whose seal is whole: readers would take what is half written for good."""
+        pool, size = self.manager.block_pool, self.config.block_size
+        for request_id, num_tokens in self.last.num_scheduled_tokens.items():
+            end = self.scheduler.requests[request_id].num_computed_tokens
+            for block_ids in self.manager.get_block_ids(request_id):
+                for block_id in block_ids[(end - num_tokens) // size : -(-end // size)]:
+                    block = pool.blocks[block_id]
+                    assert not block.is_null
+                    assert pool.seals.sealed_generation(block_id) != block.generation, (request_id, block)
 
     def finish_step(self) -> list[EngineCoreOutput]:
         """Run what was scheduled and apply it; with async scheduling apply the step before, or all if nothing was scheduled."""

@@ -121,3 +121,24 @@ def test_request_that_must_not_recompute_ends_with_the_error(hybrid, remote):
     assert request.status.is_finished
     assert "r" not in hybrid.tokens or not hybrid.tokens["r"]
     hybrid.assert_clean()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_lies_before_the_bad_blocks_of_a_failed_load_is_not_written_under_its_seal(make_world, remote, is_shared):
+    """The window behind it is gone, so the request goes back to the start, over blocks that another one may rely on."""
+    world = make_world(with_connector=True, attentions=(HashAttention(), HashAttention(window=20)))
+    prompt = world.prompt(150)
+    first = world.add("first", prompt[:64], max_tokens=40 if is_shared else 1)
+    while "first" not in world.tokens:
+        world.step()
+    block_ids = world.manager.get_block_ids("first")[0][:4] if is_shared else []
+    world.script.remote["second"] = remote(149, is_async=False, is_corrupt=True)
+    second = world.add("second", prompt)
+    while "second" not in world.scheduler._state.rolled_back:
+        world.step()
+    world.step()
+    assert not set(block_ids) & set(world.manager.get_block_ids("second")[0])
+    world.run()
+    world.assert_right(first, 40 if is_shared else 1)
+    world.assert_right(second, 4)
+    world.assert_clean()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core.kv.seals import BROKEN
 from core.sched import release
 from core.sched.in_flight import leave_steps
 
@@ -136,4 +137,35 @@ def test_an_id_may_be_used_again_while_its_first_step_is_under_way(make_world):
     request = world.add("a", 30, max_tokens=5)
     world.run()
     world.assert_right(request, 5)
+    world.assert_clean()
+
+
+def test_what_a_synchronous_load_may_be_bringing_is_no_hit_while_its_step_is_in_flight(make_world, remote):
+    world = make_world(with_connector=True, async_scheduling=True)
+    world.script.remote["a"] = remote(31, is_async=False)
+    request = world.add("a", world.prompt(40), max_tokens=20)
+    world.step()
+    world.schedule()
+    pool = world.manager.block_pool
+    assert world.last.num_scheduled_tokens == {"a": 1}
+    assert len(pool.cached_blocks) == 0
+    world.finish_step()
+    assert len(pool.cached_blocks) == 2
+    world.run()
+    world.assert_right(request, 20)
+    world.assert_clean()
+
+
+def test_request_that_ends_by_its_load_leaves_no_hit_behind(make_world, remote):
+    world = make_world(with_connector=True, async_scheduling=True, max_num_batched_tokens=32)
+    world.script.remote["a"] = remote(31, is_async=False, is_corrupt=True)
+    world.add("a", 100, kv_load_failure_policy="fail")
+    world.step()
+    world.schedule()
+    world.finish_step()
+    assert world.ends == {"a": "error"}
+    world.drain()
+    pool = world.manager.block_pool
+    assert len(pool.cached_blocks) == 0
+    assert all(pool.seals.sealed_generation(block.block_id) == BROKEN for block in pool.blocks[1:])
     world.assert_clean()
