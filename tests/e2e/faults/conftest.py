@@ -77,7 +77,7 @@ PROFILES: Mapping[str, Sequence[str]] = {
     # Proxies between the processes, see ``Network``; the router's heartbeat is the default one.
     "network": ("local.num_decode=2", "cache.num_blocks=48", f"router.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"),
     # Deadlines end long before ZeroMQ notices that nobody is at the other end of a connection.
-    "short deadlines": ("connector.transfer_deadline_s=4", "cache.num_blocks=48"),
+    "short deadlines": ("connector.transfer_deadline_s=3", "cache.num_blocks=48"),
 }
 
 
