@@ -143,7 +143,7 @@ def test_an_id_may_be_used_again_while_its_first_step_is_under_way(make_world):
 def test_what_a_synchronous_load_may_be_bringing_is_no_hit_while_its_step_is_in_flight(make_world, remote):
     world = make_world(with_connector=True, async_scheduling=True)
     world.script.remote["a"] = remote(31, is_async=False)
-    request = world.add("a", world.prompt(40), max_tokens=20)
+    request = world.add("a", 32, max_tokens=20)
     world.step()
     world.schedule()
     pool = world.manager.block_pool
@@ -156,16 +156,25 @@ def test_what_a_synchronous_load_may_be_bringing_is_no_hit_while_its_step_is_in_
     world.assert_clean()
 
 
-def test_request_that_ends_by_its_load_leaves_no_hit_behind(make_world, remote):
-    world = make_world(with_connector=True, async_scheduling=True, max_num_batched_tokens=32)
-    world.script.remote["a"] = remote(31, is_async=False, is_corrupt=True)
-    world.add("a", 100, kv_load_failure_policy="fail")
-    world.step()
+def test_block_is_not_sealed_by_the_step_of_a_request_that_has_ended_because_it_is_bad(make_world, remote):
+    world = make_world(with_connector=True, async_scheduling=True)
+    prompt, pool = world.prompt(64), world.manager.block_pool
+    request = world.add("a", prompt[:32], max_tokens=40)
+    for _ in range(3):
+        world.step()
+    bad = world.manager.get_block_ids("a")[0][0]
+    world.script.remote["b"] = remote(63, is_async=False)
+    world.add("b", prompt, kv_load_failure_policy="fail")
     world.schedule()
+    assert bad in world.manager.get_block_ids("b")[0]
+    world.spoil(bad)
+    world.script.report.invalid_block_ids.add(bad)
     world.finish_step()
-    assert world.ends == {"a": "error"}
-    world.drain()
-    pool = world.manager.block_pool
-    assert len(pool.cached_blocks) == 0
-    assert all(pool.seals.sealed_generation(block.block_id) == BROKEN for block in pool.blocks[1:])
+    assert world.ends == {"b": "error"}
+    world.schedule()
+    assert world.last.num_scheduled_tokens == {"a": 34}
+    world.finish_step()
+    assert pool.seals.sealed_generation(bad) == BROKEN, "it is being computed again"
+    world.run()
+    world.assert_right(request, 40)
     world.assert_clean()
