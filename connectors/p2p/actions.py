@@ -268,9 +268,9 @@ class SendingEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerFenced:
-    """A peer is fenced since reads of it do not end. There is nothing to carry out: ``ClosePeer`` follows.
+    """A peer is fenced while late reads of it are open, for which ``num_blocks`` are quarantined.
 
-    ``num_blocks`` are quarantined for these reads.
+    There is nothing to carry out: that is ``ClosePeer``.
     """
 
     peer: PeerId

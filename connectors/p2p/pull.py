@@ -271,16 +271,22 @@ class PullProtocol:
         """Fence a peer and fail its loads; its open reads become terminal by that."""
         if not self._peers.close(peer_id):
             return
-        self._quarantine.fence(peer_id)
+        self._fence_late_reads(peer_id)
         for load in self._loads_at(peer_id.address):
             if load.owner == peer_id and load.phase is not LoadPhase.CONNECTING:
                 self._end(load, error, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
         self._counts.fenced_peers += 1
-        self._emit(PeerFenced(peer_id, self._quarantine.num_blocks_of(peer_id)))
-        self._quarantine.fence(peer_id)
+        self._fence_late_reads(peer_id)
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
+
+    def _fence_late_reads(self, peer_id: PeerId) -> None:
+        """Note that late reads of a peer are about to become terminal, and say so if there are any."""
+        num_late_blocks = self._quarantine.num_blocks_of(peer_id)
+        if num_late_blocks:
+            self._emit(PeerFenced(peer_id, num_late_blocks))
+        self._quarantine.fence(peer_id)
 
     # ---- reads -------------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ async def test_embeddings_of_another_life_of_the_encoder_are_refused(new_side):
     assert reader.engine.loaded[-1] == Image("c").identifier, "a new life of the encoder is not read"
 
 
-async def test_chunks_that_were_given_to_another_image_are_refused(new_side):
+async def test_chunks_that_were_given_to_another_image_are_refused(new_side, caplog):
     """The lease has ended, and the encoder's memory holds something else by now."""
     encoder = await new_side("encoder", 1, memory_bytes=2 * CHUNK_BYTES)
     reader = await new_side("reader", 2)
@@ -95,6 +95,9 @@ async def test_chunks_that_were_given_to_another_image_are_refused(new_side):
     await reader.engine.run(reader.engine.add("r", [Image("a")], [stale]))
     assert reader.engine.computed == [Image("a").identifier]
     assert reader.connector.scheduler.counts["stale"] == 1
+    (line,) = [record.msg.fields for record in caplog.records if getattr(record.msg, "name", "") == "ec_load_failed"]
+    assert (line["item"], line["reason"]) == (Image("a").identifier.hex()[:16], "stale")
+    assert line["peer"] == encoder.connector.carrier.control_address
 
 
 async def test_lease_that_has_ended_costs_a_computation(new_side):

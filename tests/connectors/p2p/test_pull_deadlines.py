@@ -78,6 +78,22 @@ def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_stay_in_quarantine
     assert pull.end_read(second, PeerUnreachable("closed")) == [QuarantineEnded((2,))]
 
 
+def test_fence_of_a_lost_peer_is_told_if_late_reads_of_aborted_loads_are_open(pull, address):
+    pull.start_reading("a")
+    pull.start("b", num_rows=2)
+    pull.abort("a")
+    actions = pull.disconnect()
+    assert [action for action in actions if isinstance(action, PeerFenced)] == [PeerFenced(PeerId(address, 1), 3)]
+    assert pull.failed == {"b": "peer_lost"}
+
+
+def test_loss_of_a_peer_without_late_reads_is_no_fence_to_tell_of(pull):
+    pull.start_reading()
+    pull.disconnect()
+    assert pull.failed == {"r": "peer_lost"}
+    assert pull.actions(PeerFenced) == []
+
+
 def test_peer_that_froze_right_after_the_handshake_is_frozen_too(pull, address):
     pull.start()
     pull.tick(2)
