@@ -225,7 +225,7 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_count: Annotated[int, msgspec.Meta(ge=0, le=256)] = 16  # of one request; 0 = none are taken
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=20 << 20)] = 8 << 20  # of one file
-    max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of all files of one request
+    max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of a request's files; a frame holds the most
     max_pixels: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 12 << 20  # of one image; no worker decodes more than the most
     allowed_hosts: tuple[str, ...] = ()  # of http(s) URLs: name, *.name, either with :port, address or network; none = refused
     fetch_timeout_s: Seconds = 5.0  # for one image, its turn and redirects included

@@ -13,7 +13,6 @@ from msgspec import Meta
 INT32_MAX = 2**31 - 1
 MAX_NUM_FEATURES = 256  # of one request
 MAX_MEDIA_BYTES = 20 << 20  # one image file
-MAX_REQUEST_MEDIA_BYTES = 40 << 20  # all of one request together; within the frame cap of the request plane
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]  # ids of requests, engines, transfers
 Text = Annotated[str, Meta(max_length=8192)]  # addresses, reasons
