@@ -34,6 +34,7 @@ HAVE_FAILED = {  # seeds, by what was wrong when they failed
     "a load was given what a step in flight read for a hit": (357, 495),
     "what a load may be bringing was a hit while its step was in flight": (4, 22),
     "a request went back over blocks that others rely on": (125, 128, 177),
+    "what a request went back over kept its seals": (1796,),
 }
 LEFT_BEHIND = (
     "claims",
