@@ -27,7 +27,7 @@ class LoadEnded:
     Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
     verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
     Nothing is written for the load any more, except into ``quarantined_block_ids``, which the connector reports again.
-    ``peer`` is the address of whose blocks were wanted, for the log; empty if they were of no peer.
+    ``peer`` is the address of the worker whose blocks were wanted, for the log; empty if they were of no peer.
     """
 
     request_id: str

@@ -44,6 +44,14 @@ class ReaderTerms:
     handshake_timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenHandshake:
+    """A question that is not answered yet: until when it may be, and by which transports the peer may be read."""
+
+    deadline: float
+    transports: tuple[str, ...]
+
+
 class Peers:
     """Handshakes by address, open peers by address and incarnation. ``emit`` receives the actions."""
 
@@ -52,7 +60,7 @@ class Peers:
         self._terms = terms
         self._emit = emit
         self._peers: dict[PeerId, Peer] = {}
-        self._deadlines: dict[str, float] = {}  # of handshakes, by address
+        self._handshakes: dict[str, _OpenHandshake] = {}  # by address
         self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
 
     def get(self, peer_id: PeerId) -> Peer | None:
@@ -71,21 +79,22 @@ class Peers:
 
     def is_shaking_hands(self, address: str) -> bool:
         """True if an answer from there is awaited."""
-        return address in self._deadlines
+        return address in self._handshakes
 
     def shake_hands(self, peer_id: PeerId, now: float) -> bool:
         """Ask who lives at a peer's address; False if that question is open already."""
         address = peer_id.address
-        if address in self._deadlines:
+        if address in self._handshakes:
             return False
-        self._deadlines[address] = now + self._terms.handshake_timeout_s
+        handshake = _OpenHandshake(now + self._terms.handshake_timeout_s, self._offered_to(peer_id))
+        self._handshakes[address] = handshake
         ours = self._identity
         message = Handshake(
             engine_id=ours.engine_id,
             incarnation=ours.incarnation,
             model_fingerprint=ours.model_fingerprint,
             layout=ours.layout,
-            transports=self._offered_to(peer_id),
+            transports=handshake.transports,
             host_id=ours.host_id,
             kv_verify=self._terms.kv_verify,
         )
@@ -94,20 +103,20 @@ class Peers:
 
     def end_handshake(self, address: str) -> bool:
         """Wait for no answer any more; False if none was awaited."""
-        return self._deadlines.pop(address, None) is not None
+        return self._handshakes.pop(address, None) is not None
 
     def unanswered(self, now: float) -> list[str]:
         """Return the addresses that have not answered in time."""
-        return [address for address, deadline in self._deadlines.items() if deadline <= now]
+        return [address for address, handshake in self._handshakes.items() if handshake.deadline <= now]
 
     def next_timeout(self) -> float:
         """Return when the next address is unanswered; infinite if none is going to be."""
-        return min(self._deadlines.values(), default=math.inf)
+        return min((handshake.deadline for handshake in self._handshakes.values()), default=math.inf)
 
     # ---- peers -------------------------------------------------------------------------------------------------------
 
     def open(self, address: str, reply: HandshakeReply, now: float) -> Peer:
-        """Accept the answer to a handshake and make its sender readable.
+        """Accept the answer to the handshake in progress and make its sender readable.
 
         Raises:
             LayoutMismatch: it holds KV of another model or in another layout; the message holds both values.
@@ -115,11 +124,11 @@ class Peers:
             ProtocolError: it chose a transport that was not offered.
         """
         check_compatible(self._identity, reply.model_fingerprint, reply.layout)
-        peer_id = PeerId(address, reply.incarnation)
-        if reply.transport not in self._offered_to(peer_id):
+        if reply.transport not in self._handshakes[address].transports:
             raise ProtocolError(f"{address} chose transport {reply.transport!r}, which was not offered")
         check_verifiable(self._terms.kv_verify, reply.transport, reply.has_digests)
         self.end_handshake(address)
+        peer_id = PeerId(address, reply.incarnation)
         peer = self._peers.get(peer_id)
         if peer is None:
             wants_digests = verifies_digests(self._terms.kv_verify, reply.transport)

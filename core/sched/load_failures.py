@@ -226,7 +226,7 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     state.inflight_prefills[request_id] = request
     if not is_loading:
         manager.drop_shared_tail(request, affected.num_kept, affected.claimed)
-    manager.truncate(request, min(affected.num_kept, affected.first_invalid))
+        manager.truncate(request, min(affected.num_kept, affected.first_invalid))
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)
         state.encoder.give_up(request)  # it may be held back for long: whom it waits for may need the room

@@ -45,6 +45,10 @@ class FaultTransport(Transport):
         """Ask the inner transport."""
         return self.inner.unavailable_reason()
 
+    def counts(self) -> dict[str, int]:
+        """Ask the inner transport."""
+        return self.inner.counts()
+
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Pass on."""
         self._regions = tuple(regions)

@@ -289,6 +289,20 @@ def test_transport_that_failed_is_not_used_though_the_peer_insists_on_it(pull):
     assert len(pull.messages(Handshake)) == 2
 
 
+def test_transport_that_failed_for_a_life_is_used_if_it_was_offered_to_another(pull):
+    """It fails again, and the next one is offered."""
+    pull.start("next life", transfer_id="t2", incarnation=2)
+    cannot_open(pull, "shm", incarnation=2)
+    pull.accept(transport="tcp", incarnation=2)
+    pull.disconnect()
+    pull.start("late", incarnation=1)
+    assert offered(pull) == ("shm", "tcp")
+    pull.start("new", transfer_id="t3", incarnation=2)
+    cannot_open(pull, "shm", incarnation=2)
+    assert "new" not in pull.ended
+    assert offered(pull) == ("tcp",)
+
+
 def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull):
     pull.start("first")
     assert offered(pull) == ("shm", "tcp")

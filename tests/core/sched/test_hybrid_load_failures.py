@@ -97,6 +97,7 @@ def test_failed_load_keeps_its_local_hit(hybrid, remote):
     hybrid.fail_load("r")
     hybrid.run()
     hybrid.assert_right(request, 4)
+    assert hybrid.script.named("match")[-1] == ("r", num_hit)
     assert request.prefill_stats is None
     hybrid.assert_clean()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from core.kv.seals import decode_seal
+from core.request import RequestStatus
 from core.testing.hash_model import SLOT_BYTES, HashAttention, expected_kv
 from core.testing.scripted_loads import Remote
 
@@ -30,6 +31,7 @@ MODELS = (
 )
 KINDS = ("computed", "computed", "async", "async", "sync", "corrupt")
 POLICIES = (None, None, None, "fail")
+GOOD_ENDS = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 HAVE_FAILED = {  # seeds, by what was wrong when they failed
     "a load was given what a step in flight read for a hit": (357, 495),
     "what a load may be bringing was a hit while its step was in flight": (4, 22),
@@ -82,6 +84,8 @@ class History:
         self.text = self.world.prompt(34)
         self.failure_rate = rng.choice([0, 0, 0.05])  # of steps in which the sampler fails for a request
         self.launch_model, self.world.model.launch_model = self.world.model.launch_model, self.launch_and_fail
+        connector = self.world.scheduler.connector
+        self.tell_connector, connector.request_finished = connector.request_finished, self.request_finishes
         self.courses: dict[str, Course] = {}
         self.failed: set[str] = set()
         self.late: set[int] = set()  # blocks that may be written at any time
@@ -121,6 +125,20 @@ class History:
         self.world.finish_step()
         del self.writes[: len(self.writes) - len(self.world.in_flight)]
         self.check()
+
+    def request_finishes(self, request, block_ids):
+        if self.failure_rate == 0 and request.status in GOOD_ENDS:
+            self.check_good_end(request)
+        return self.tell_connector(request, block_ids)
+
+    def check_good_end(self, request):
+        """Whoever ends well could hand over all that it has filled or hit. (A failure of a step takes that back.)"""
+        pool = self.world.manager.block_pool
+        for manager in self.world.manager.coordinator.managers:
+            table = manager.req_to_blocks[request.request_id]
+            full = table[manager.num_lacking_blocks(request.request_id) : request.num_computed_tokens // BLOCK_SIZE]
+            unsealed = [block for block in full if pool.seals.sealed_generation(block.block_id) != block.generation]
+            assert not [block for block in unsealed if not block.is_null], request
 
     def happen(self):
         """Between two steps, or while one is under way."""

@@ -183,6 +183,9 @@ class LateTransport(Transport):
     def unavailable_reason(self) -> str | None:
         return self._inner.unavailable_reason()
 
+    def counts(self) -> dict[str, int]:
+        return self._inner.counts()
+
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         self._inner.register(regions, staging)
 

@@ -19,7 +19,6 @@ from connectors.p2p.actions import (
     HandoffRef,
     OpenPeer,
     P2PConnectorMetadata,
-    PeerFailed,
     PeerFenced,
     PullRequest,
     QuarantineEnded,
@@ -40,6 +39,7 @@ from core.testing.fault_transport import FaultPlan, FaultTransport
 from core.testing.hash_model import SLOT_BYTES, hash_model_region
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.transport import PeerId, regions_of
+from core.wire.kv import Handshake
 
 NAMES = ("shm", "tcp")
 ADDRESSES = ("tcp://10.0.0.1:5600", "tcp://10.0.0.2:5600")
@@ -90,7 +90,7 @@ class History:
         self.num_lives = 0
         self.owners = {address: self.new_life(address) for address in ADDRESSES}
         self.links = {}  # control connections by address
-        self.unopened: dict[PeerId, str] = {}  # transport by which a peer could not be opened at last
+        self.offered: dict[str, tuple[str, ...]] = {}  # by address, in the last handshake
         self.waiting: list[Pull] = []  # handed over, not begun
         self.loading: dict[str, Pull] = {}
         self.quarantined: set[int] = set()
@@ -207,8 +207,6 @@ class History:
         """Let the event loop take what the transfer thread has reported."""
         for _ in range(min(self.rng.randint(1, 3), len(self.events))):
             event = self.events.popleft()
-            if isinstance(event, PeerFailed):
-                self.unopened[event.peer] = event.transport
             self.take(self.node.on_transfer(event, self.clock.now()))
 
     def talk(self):
@@ -277,6 +275,8 @@ class History:
                 case SendControl():
                     link = self.links.setdefault(action.address, self.owners[action.address].connect())
                     link.questions.append(action.message)
+                    if isinstance(action.message, Handshake):
+                        self.offered[action.address] = action.message.transports
                 case CloseControl():
                     self.links.pop(action.address, None)
                 case LoadEnded():
@@ -293,7 +293,7 @@ class History:
     def command(self, action):
         assert isinstance(action, TransferCommand)
         if isinstance(action, OpenPeer):
-            assert action.transport != self.unopened.get(action.peer), "it cannot be opened by that"
+            assert action.transport in self.offered[action.peer.address]
         self.commands.append(action)
 
     def end_load(self, ended):
