@@ -6,7 +6,7 @@ else passes through unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -45,7 +45,7 @@ class FaultTransport(Transport):
         """Ask the inner transport."""
         return self.inner.unavailable_reason()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Mapping[str, int]:
         """Ask the inner transport."""
         return self.inner.counts()
 

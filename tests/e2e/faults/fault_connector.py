@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ class LateTransport(Transport):
     def unavailable_reason(self) -> str | None:
         return self._inner.unavailable_reason()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Mapping[str, int]:
         return self._inner.counts()
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
