@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from core.testing.lmcache_server import LMCacheServer
+
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 CHUNK = 64
@@ -12,13 +14,13 @@ CHUNK = 64
 
 @pytest.fixture
 def start_with_server(start_cluster, lmcache_server):
-    """Start a cluster whose workers share the server."""
+    """Start a cluster whose workers share a server, if none is named that of the session."""
 
-    def start(*assignments: str):
+    def start(*assignments: str, server: LMCacheServer = lmcache_server):
         return start_cluster(
             "connector.name=lmcache",
-            f"connector.lmcache.server_address={lmcache_server.server_address}",
-            f"connector.lmcache.http_address={lmcache_server.http_address}",
+            f"connector.lmcache.server_address={server.server_address}",
+            f"connector.lmcache.http_address={server.http_address}",
             f"connector.lmcache.staging_bytes={64 << 20}",
             "connector.lmcache.lookup_timeout_s=5",
             "connector.lmcache.request_timeout_s=2",
@@ -28,6 +30,13 @@ def start_with_server(start_cluster, lmcache_server):
         )
 
     return start
+
+
+@pytest.fixture
+def mortal_server(tmp_path):
+    """A server of the test's own. That of the session stays the process that other tests know."""
+    with LMCacheServer(tmp_path / "server.log", options=["--separate-object-groups"]) as server:
+        yield server
 
 
 def events(served, worker: str) -> dict[str, float]:
@@ -53,19 +62,19 @@ def test_decode_loads_what_prefill_has_saved(start_with_server, serve, corpus, a
 
 @pytest.mark.full
 def test_the_death_of_the_server_is_not_seen_in_answers(
-    start_with_server, serve, corpus, assert_token_identical, lmcache_server, eventually
+    start_with_server, serve, corpus, assert_token_identical, mortal_server, eventually
 ):
     prompts = {
         name: corpus[start : start + 3 * CHUNK + 9] for name, start in (("with", 400), ("without", 700), ("after", 1000))
     }
-    with serve("lmcache", start_with_server()) as served:
+    with serve("lmcache", start_with_server(server=mortal_server)) as served:
         for name, prompt in prompts.items():
             body = served.complete(prompt, max_tokens=6)
             assert_token_identical(prompt, body["choices"][0]["token_ids"])
             if name == "with":
-                lmcache_server.kill()
+                mortal_server.kill()
             elif name == "without":
-                lmcache_server.start()
+                mortal_server.start()
                 for worker in ("prefill-0", "decode-0"):
                     eventually(lambda worker=worker: served.gauges(worker)["kvferry_lmcache_connected"])
             else:
