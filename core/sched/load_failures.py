@@ -168,9 +168,6 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     if errors is not None:
         for holder in going_on:
             _note_end(state, holder, invalid, report, errors)
-        for holder in going_on:
-            if holder.request_id in errors:
-                void_steps(state, holder.request)  # it leaves nothing that others could use
         going_on = [holder for holder in going_on if holder.request_id not in errors]
     _claim_and_roll_back(state, going_on, invalid, report)
 
@@ -191,10 +188,11 @@ def _claim_and_roll_back(state: SchedulerState, holders: list[Holder], invalid: 
 def _note_end(
     state: SchedulerState, holder: Holder, invalid: Container[int], report: _Report, errors: dict[str, ErrorInfo]
 ) -> None:
-    """Add the error of a holder of invalid blocks whose policy is to end."""
+    """Add the error of a holder of invalid blocks whose policy is to end. It leaves nothing that others could use."""
     request, error = holder.request, report.error_of(holder.request)
     if request.request_id not in errors and holder.first_of(invalid) is not None and _must_end(state, request, error):
         errors[request.request_id] = error
+        void_steps(state, request)
 
 
 # ---- what becomes of a request ---------------------------------------------------------------------------------------

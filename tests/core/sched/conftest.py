@@ -154,16 +154,21 @@ class World:
         self.check_writes()
         return self.last
 
-    def check_writes(self) -> None:
-        """No step may write into a block whose seal is whole: readers would take what is half written for good."""
-        pool, size = self.manager.block_pool, self.config.block_size
+    def written_blocks(self) -> set[int]:
+        """Return the blocks into which the newest step computes; to be asked before it is processed."""
+        size, written = self.config.block_size, set()
         for request_id, num_tokens in self.last.num_scheduled_tokens.items():
             end = self.scheduler.requests[request_id].num_computed_tokens
             for block_ids in self.manager.get_block_ids(request_id):
-                for block_id in block_ids[(end - num_tokens) // size : -(-end // size)]:
-                    block = pool.blocks[block_id]
-                    assert not block.is_null
-                    assert pool.seals.sealed_generation(block_id) != block.generation, (request_id, block)
+                written.update(block_ids[(end - num_tokens) // size : -(-end // size)])
+        return written
+
+    def check_writes(self) -> None:
+        """No step may write into a block whose seal is whole: readers would take what is half written for good."""
+        pool = self.manager.block_pool
+        for block in (pool.blocks[block_id] for block_id in self.written_blocks()):
+            assert not block.is_null
+            assert pool.seals.sealed_generation(block.block_id) != block.generation, block
 
     def finish_step(self) -> list[EngineCoreOutput]:
         """Run what was scheduled and apply it; with async scheduling apply the step before, or all if nothing was scheduled."""

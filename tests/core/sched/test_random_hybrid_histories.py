@@ -113,12 +113,8 @@ class History:
 
     def schedule(self):
         """Schedule, and note which blocks the step writes."""
-        world, written = self.world, set()
-        for name, num_tokens in world.schedule().num_scheduled_tokens.items():
-            end = world.scheduler.requests[name].num_computed_tokens
-            for table in world.manager.get_block_ids(name):
-                written.update(table[(end - num_tokens) // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
-        self.writes.append(written)
+        self.world.schedule()
+        self.writes.append(self.world.written_blocks())
         self.check_hashes()
 
     def finish_step(self):
