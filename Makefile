@@ -54,7 +54,7 @@ check-redis:
 		echo "The tests with a real Redis are skipped. To run them: apt-get install redis-server (or valkey-server)"
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt core/_multilinear.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0

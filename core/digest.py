@@ -1,8 +1,8 @@
 """The digest of a block's bytes: what the seal of a block says of them, and what a reader computes of what has arrived.
 
-Owns the definition and two ways to compute it: with numpy, for blocks in host memory, and with torch, on any device and several
-blocks at a time. Both give the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret. Called by
-owners when a block is sealed and by readers when its bytes are there.
+Owns the definition and two ways to compute it: over host memory (with ``core.multilinear``), and with torch, on any device and
+several blocks at a time. Both give the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret.
+Called by owners when a block is sealed and by readers when its bytes are there.
 
 A multilinear hash in two levels over the little-endian 64-bit words of the block, all arithmetic modulo 2**64:
 
@@ -29,35 +29,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from core.multilinear import Sums, Words, fastest_sums
+
 if TYPE_CHECKING:
     import torch
 
 WORD_BYTES = 8
 ROW_WORDS = 512  # the keys of a row stay in the first-level cache
 SCRATCH_BYTES = 64 << 20  # of blocks at a time on a device; what is computed of them takes three times as much
-CHUNK_ROWS = 256  # 1 MiB: few calls for a block, and little scratch memory
 
 _MASK = (1 << 64) - 1
 _HALF = 0xFFFF_FFFF
 _STREAM = 0x6B76_6665_7272_7931  # where the key stream starts: "kvferry1"
 
-Words = npt.NDArray[np.uint64]
-
 
 class BlockDigester:
     """Digests of blocks of one size in host memory. Holds scratch memory, so each thread needs one of its own.
 
+    ``sums`` is the way to compute them, None = the fastest there is here.
     Raises: ValueError for blocks that are no whole number of words.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, sums: type[Sums] | None = None) -> None:
         self.block_bytes = block_bytes
-        self._num_rows = _num_rows(block_bytes)
-        self._low_keys, self._high_keys = _row_keys()
-        self._outer = _outer_keys(self._num_rows)
+        self._sums = (sums or fastest_sums())(_row_keys(), _outer_keys(_num_rows(block_bytes)))
         self._length_term = _length_term(block_bytes)
-        self._rows = np.empty((2, self._num_rows), dtype=np.uint64)
-        self._upper = np.empty((min(CHUNK_ROWS, self._num_rows), ROW_WORDS), dtype=np.uint64)
 
     def digest(self, block: memoryview | npt.NDArray[np.uint8]) -> int:
         """Return the digest of a block: ``block_bytes`` contiguous bytes.
@@ -67,25 +63,7 @@ class BlockDigester:
         words = np.frombuffer(block, dtype="<u8")
         if words.nbytes != self.block_bytes:
             raise ValueError(f"a block of {words.nbytes} bytes, not {self.block_bytes}")
-        num_full = len(words) // ROW_WORDS
-        full = words[: num_full * ROW_WORDS].reshape(num_full, ROW_WORDS)
-        for start in range(0, num_full, CHUNK_ROWS):
-            self._reduce(full[start : start + CHUNK_ROWS], start)
-        if num_full < self._num_rows:
-            self._reduce(words[num_full * ROW_WORDS :].reshape(1, -1), num_full)
-        low, high = self._rows
-        low += high
-        np.right_shift(low, np.uint64(32), out=high)
-        return (int(np.einsum("lr,lr->", self._outer, self._rows)) + self._length_term) & _MASK
-
-    def _reduce(self, rows: Words, start: int) -> None:
-        """Compute both sums of these rows, the first of which is row ``start`` of the block."""
-        num_rows, num_words = rows.shape
-        out = slice(start, start + num_rows)
-        np.einsum("rc,c->r", rows, self._low_keys[:num_words], out=self._rows[0, out])
-        upper = self._upper[:num_rows, :num_words]
-        np.right_shift(rows, np.uint64(32), out=upper)
-        np.einsum("rc,c->r", upper, self._high_keys[:num_words], out=self._rows[1, out])
+        return (self._sums.of(words) + self._length_term) & _MASK
 
 
 class TensorDigester:
@@ -99,7 +77,7 @@ class TensorDigester:
         self._words = words
         num_words = words.shape[1]
         self._split = num_words // ROW_WORDS * ROW_WORDS
-        self._inner = words.new_tensor(np.stack(_row_keys()).view(np.int64))
+        self._inner = words.new_tensor(_row_keys().view(np.int64))
         self._outer = words.new_tensor(_outer_keys(_num_rows(num_words * WORD_BYTES)).view(np.int64))
         self._length_term = _length_term(num_words * WORD_BYTES)
         self._max_blocks = max(1, SCRATCH_BYTES // (num_words * WORD_BYTES))
@@ -142,10 +120,9 @@ def _num_rows(block_bytes: int) -> int:
     return -(-block_bytes // (ROW_WORDS * WORD_BYTES))
 
 
-def _row_keys() -> tuple[Words, Words]:
-    """Return the keys of a row: of its words, and of their upper halves."""
-    keys = _key_stream(1, 2 * ROW_WORDS)
-    return keys[:ROW_WORDS], keys[ROW_WORDS:]
+def _row_keys() -> Words:
+    """Return the keys of a row, [2, ROW_WORDS]: of its words, and of their upper halves."""
+    return _key_stream(1, 2 * ROW_WORDS).reshape(2, ROW_WORDS)
 
 
 def _outer_keys(num_rows: int) -> Words:

@@ -123,6 +123,10 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    # True if the rows of a read are looked at only when nothing looks any more at the rows of reads that were posted before it
+    # to the same peer, so that seals may be asked for together with their blocks.
+    reads_in_order: ClassVar[bool] = False
+
     def counts(self) -> Mapping[str, int]:
         """Return what has happened so far, by the name of the event. Any thread."""
         return {}

@@ -29,6 +29,7 @@ dependencies-cpu | dependencies-cuda)
 package-cpu | package-cuda)
 	pip install --constraint constraints.txt --no-deps .
 	"$prefix/bin/kvferry" version
+	"$prefix/bin/python" -c 'from core.multilinear import compiled_library; assert compiled_library(), "is there a C compiler?"'
 	;;
 *)
 	echo "install.sh: no step $step for $variant" >&2

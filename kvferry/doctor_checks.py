@@ -33,6 +33,7 @@ from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.memory_file import huge_page_stock
 from core.model.hub import ALIASES
+from core.multilinear import compiled_library
 from core.wire.curve import derive_keys
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry.models import is_cached
@@ -66,6 +67,13 @@ def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
     yield Finding("versions", "ok", f"Python {platform.python_version()}, {', '.join(found)}, libzmq {zmq.zmq_version()}")
     if config.security.cluster_key and not zmq.has("curve"):
         yield Finding("versions", "failure", "this ZeroMQ has no CURVE", "install pyzmq from its wheel")
+
+
+def check_digests(_: KVFerryConfig) -> Iterator[Finding]:
+    """Look whether digests of blocks are computed by compiled code."""
+    is_compiled = compiled_library() is not None
+    text = "computed by compiled code" if is_compiled else "computed with numpy, which is slower"
+    yield Finding("digests", "ok" if is_compiled else "warning", text, "install gcc, then kvferry again")
 
 
 def check_model(config: KVFerryConfig) -> Iterator[Finding]:
@@ -288,6 +296,7 @@ def check_clock(url: str) -> Iterator[Finding]:
 
 CHECKS = (
     check_versions,
+    check_digests,
     check_model,
     check_memory,
     check_huge_pages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -64,6 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if not item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Have collections of garbage look at what tests make, and not at thousands of tests and all of torch each time.
+
+    The end of a NIXL agent is a full collection, and hundreds of tests end some.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

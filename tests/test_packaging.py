@@ -13,12 +13,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("core", "router", "encode", "prefill", "decode", "connectors", "kvstore", "kvferry")
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def unpacked_wheel(folder, **environment):
     tree = folder / "tree"  # setuptools packs what an earlier build left in ``build``, so it must not see ours
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / package)
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     command = [
@@ -33,11 +31,16 @@ def unpacked(tmp_path_factory):
         folder,
         tree,
     ]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=120, env=os.environ | environment)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    return unpacked_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def modules_under(root):
@@ -67,6 +70,19 @@ def test_every_module_imports_from_the_wheel(unpacked):
         [sys.executable, "-P", "-c", program], env=env, cwd="/", capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_wheel_holds_the_compiled_digest(unpacked):
+    assert len(list(unpacked.glob("core/_multilinear*.so"))) == 1
+
+
+@pytest.mark.slow
+def test_wheel_is_built_without_a_compiler(tmp_path):
+    site = unpacked_wheel(tmp_path, CC="no-such-compiler")
+    assert list(modules_under(site)) == list(modules_under(ROOT))
+    assert not list(site.rglob("*.so"))
 
 
 @pytest.mark.parametrize("module", ["core.sched.scheduler", "core.kv.manager", "core.wire.codec", "core.request", "router.app"])

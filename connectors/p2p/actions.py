@@ -190,8 +190,9 @@ class PostSealRead:
     """Read the seals of ``remote_rows`` of a peer when all their blocks have been read into ``local_rows``.
 
     It is begun when none of the reads ``after`` is open any more, well or badly ended; those that are not named have ended
-    before. One that is cancelled earlier ends at once. With ``wants_digests`` each block has gone into one of ours as it was,
-    of whose bytes the digest is taken.
+    before. Where the owner takes reads in order it is begun at once (``Transport.reads_in_order``). One that is cancelled
+    before it has begun ends at once. With ``wants_digests`` each block has gone into one of ours as it was, of whose bytes the
+    digest is taken.
     """
 
     read_id: int
@@ -216,14 +217,14 @@ class CancelRead:
 class ReadEnded:
     """A read is terminal: nothing is written for it any more.
 
-    A good seal read brings a copy of every seal. ``digests`` are there if the command wanted them. Both are in the order of its
-    ``remote_rows``. With ``has_no_room`` it was not posted, as reads that are open have the staging area: ask again when one of
-    them has ended.
+    A good seal read brings a copy of every seal, one behind the other. ``digests`` are there if the command wanted them. Both
+    are in the order of its ``remote_rows``. With ``has_no_room`` it was not posted, as reads that are open have the staging
+    area: ask again when one of them has ended.
     """
 
     read_id: int
     error: KVFerryError | None = None
-    seals: tuple[bytes, ...] = ()
+    seals: bytes = b""
     digests: tuple[int, ...] = ()
     has_no_room: bool = False
 

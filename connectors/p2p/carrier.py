@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from connectors.p2p.actions import (
     Action,
@@ -134,7 +135,8 @@ class NodeCarrier:
             self._transport_set.transports,
             pool.seals,
             pool.new_digester() if pool.new_digester is not None else _no_digest,
-            lambda happened: self.call_soon(self._on_transfer, happened, self._context.clock.now()),
+            partial(self.call_soon, self._on_transfer),
+            self._context.clock.now,
             staging,
         )
         self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
@@ -191,8 +193,8 @@ class NodeCarrier:
     def _on_disconnected(self, address: str) -> None:
         self.tell(lambda node: node.on_disconnected(address))
 
-    def _on_transfer(self, happened: TransferEvent, reported_at: float) -> None:
-        self.tell(lambda node: node.on_transfer(happened, reported_at))
+    def _on_transfer(self, happened: TransferEvent, at: float) -> None:
+        self.tell(lambda node: node.on_transfer(happened, at))
         match happened:
             case PeerOpened():
                 self._note_peer(happened)

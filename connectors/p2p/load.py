@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from connectors.p2p.actions import PullRequest, TokenCopy
+from connectors.p2p.verification import SealCheck, SealTerms
 from connectors.reporting import LoadEnded
 from core.transport import PeerId
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -49,8 +50,8 @@ class Load:
 
     ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
     those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
-    the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks was said to have ended.
-    ``wants_room``: a read of it had no room in the staging area.
+    the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks ended, ``seals_ended_at`` when that
+    of the seals did. ``wants_room``: a read of it had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -60,9 +61,11 @@ class Load:
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
         self.last_ended_at = now
+        self.seals_ended_at: float | None = None
         self.open_reads: dict[int, RowSlice] = {}
         self.seal_read: int | None = None
         self.sealing = NO_ROWS
+        self._check: SealCheck | None = None
         self.wants_room = False
         self.has_read_again = False
         self.digests: dict[int, int] = {}
@@ -172,9 +175,15 @@ class Load:
         if self._bytes_ended_at is None:
             self._bytes_ended_at = self.last_ended_at
 
+    def seal_check(self, terms: SealTerms) -> SealCheck:
+        """Return what the seals that are being read must be, made when it is first wanted."""
+        if self._check is None:
+            self._check = SealCheck(terms, {index: self.request.units[index] for index in self.sealing.indices})
+        return self._check
+
     def end_sealing(self) -> RowSlice:
         """Take out the seal read, which is terminal, and return what it was of."""
-        rows, self.sealing, self.seal_read = self.sealing, NO_ROWS, None
+        rows, self.sealing, self.seal_read, self._check = self.sealing, NO_ROWS, None, None
         return rows
 
     def arrived_of(self, indices: Iterable[int]) -> list[int]:
@@ -201,15 +210,15 @@ class Load:
         if spoiled:
             error = self._spoiled.get(spoiled[0], error)
             assert error is not None, "rows are missing for no reason"
-        ended_at = now if self._bytes_ended_at is None else self._bytes_ended_at
+        verify_s = self._verify_s(now)
         return LoadEnded(
             self.request.request_id,
             usage=TransferUsage(
                 transport=transport,
                 transferred_tokens=self._num_verified_tokens(),
                 transferred_bytes=self._num_rows_read * block_bytes,
-                transfer_ms=1000 * (ended_at - self.started_at),
-                verify_ms=1000 * (now - ended_at),
+                transfer_ms=1000 * (now - self.started_at - verify_s),
+                verify_ms=1000 * verify_s,
                 verified_blocks=sum(len(units[index].remote_rows) for index in self._verified),
             ),
             error=error,
@@ -223,6 +232,12 @@ class Load:
         if self.seal_read is not None:
             return self.sealing.local_rows
         return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
+
+    def _verify_s(self, now: float) -> float:
+        """Return the time from the last byte to the last seal and digest, less the change of threads that bytes need, too."""
+        if self._bytes_ended_at is None:
+            return 0.0
+        return (now if self.seals_ended_at is None else self.seals_ended_at) - self._bytes_ended_at
 
     def _num_verified_tokens(self) -> int:
         """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""

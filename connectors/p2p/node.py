@@ -132,9 +132,9 @@ class P2PNode:
 
     # ---- from the transfer thread, and from the clock ----------------------------------------------------------------
 
-    def on_transfer(self, event: TransferEvent, reported_at: float) -> list[Action]:
-        """Take a report of the transfer thread, and when it was made."""
-        return self._pull.on_transfer(event, self._clock.now(), reported_at)
+    def on_transfer(self, event: TransferEvent, at: float) -> list[Action]:
+        """Take a report of the transfer thread, and when it happened."""
+        return self._pull.on_transfer(event, self._clock.now(), at)
 
     def on_timer(self) -> list[Action]:
         """Do what is due by now; nothing is, before ``next_timer``."""

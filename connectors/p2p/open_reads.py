@@ -59,8 +59,8 @@ class OpenReads:
     def abandon(self, load: Load, fence_at: float) -> None:
         """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
 
-        Whether the read of the seals has begun is not known here. If not, it ends at once; if so, the reads of the blocks are
-        terminal, and it keeps what they have kept.
+        Whether the read of the seals has begun is not known here. If not, it ends at once; if so, it goes on to keep what the
+        reads of the blocks have kept.
         """
         late = {read_id: rows.local_rows for read_id, rows in load.open_reads.items()}
         if load.seal_read is not None:

@@ -10,11 +10,10 @@ no clock: every entry point takes the time and returns actions. Called by ``conn
                └──failure, abort, deadline─┴───────────────────────────────┴──────▶ reported, what is open quarantined
 
 A load of a peer that cannot be opened by the chosen transport goes back to CONNECTING while there is another.
-
 A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
-does not become terminal is ended by fencing its peer. A block is accepted only by a seal read that began when every byte had
-arrived; no lease and no timer takes part in that. It is ordered with the last of the blocks, and the transfer thread begins it
-when they are there (``PostSealRead.after``), so that the load does not wait for two changes of thread in between.
+does not become terminal is ended by fencing its peer. A block is accepted only by a seal that was looked at when every byte had
+arrived; no lease and no timer takes part in that. Seals are ordered with the last of the blocks, and the transfer thread sees
+to it that they come behind (``PostSealRead.after``), so that the load does not wait for two changes of thread in between.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from connectors.p2p.load import Load, LoadPhase, RowSlice
 from connectors.p2p.open_reads import OpenReads, QuarantineBounds
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
 from connectors.p2p.settings import PullSettings
-from connectors.p2p.verification import SealCheck, check_seals
+from connectors.p2p.verification import SealTerms
 from connectors.reporting import LoadEnded
 from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
 from core.transport import PeerId
@@ -180,15 +179,15 @@ class PullProtocol:
                 self._end(load, error, now)
         return self._take_actions()
 
-    def on_transfer(self, event: TransferEvent, now: float, reported_at: float | None = None) -> list[Action]:
-        """Take a report of the transfer thread. ``reported_at``: when it was made, on the same clock; None = now."""
+    def on_transfer(self, event: TransferEvent, now: float, at: float | None = None) -> list[Action]:
+        """Take a report of the transfer thread. ``at``: when it happened, on the same clock; None = now."""
         match event:
             case PeerFailed():
                 self._on_peer_failed(event, now)
             case ReadEnded():
                 if not event.has_no_room:
                     self._offer_room(now)
-                self._on_read_ended(event, now, now if reported_at is None else reported_at)
+                self._on_read_ended(event, now, now if at is None else at)
         return self._take_actions()
 
     def on_timer(self, now: float) -> list[Action]:
@@ -361,10 +360,11 @@ class PullProtocol:
         if read.error is None and not read.has_no_room:
             peer.last_progress_at = now
         if read.read_id == load.seal_read:
+            load.seals_ended_at = ended_at
             self._on_seals_read(load, peer, read, now)
         else:
             load.last_ended_at = ended_at
-            self._on_blocks_read(load, read, now)
+            self._on_blocks_read(load, peer, read, now)
 
     def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
         """Ask for the blocks again, by another transport; for their seals when it comes to that."""
@@ -375,7 +375,7 @@ class PullProtocol:
         if not load.is_reading:
             self._connect(load, now)
 
-    def _on_blocks_read(self, load: Load, read: ReadEnded, now: float) -> None:
+    def _on_blocks_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
         rows = load.open_reads.pop(read.read_id)
         if read.has_no_room:
             load.want_again(rows)
@@ -390,7 +390,9 @@ class PullProtocol:
             self._lose(load.owner, read.error, now)
         elif load.seal_read is None:
             self._go_on_reading(load, now)
-        elif not load.open_reads:
+        elif load.open_reads:
+            load.seal_check(_terms_of(peer))  # while more is on the way
+        else:
             self._on_bytes_here(load, now)
 
     def _on_bytes_here(self, load: Load, now: float) -> None:
@@ -402,17 +404,17 @@ class PullProtocol:
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
         """Decide about the rows; bytes that do not fit their seal are read once more."""
-        assert not load.open_reads, "seals are read when the blocks have been"
+        check = load.seal_check(_terms_of(peer))
         rows = load.end_sealing()
         if read.error is not None:
             load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
             if isinstance(read.error, PeerUnreachable):
                 self._lose(load.owner, read.error, now)
-            self._end(load, None, now)
+            self._end(load, read.error, now)
             return
+        assert not load.open_reads, "seals are read when the blocks have been"
         load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
-        check = SealCheck(load.owner.incarnation, peer.layout_version, peer.verifies_digests)
-        verdict = check_seals(check, load.request, rows, read.seals, load.digests)
+        verdict = check.verdict(read.seals, load.digests)
         load.verify(load.arrived_of(verdict.good))
         for index in load.arrived_of(verdict.stale):
             load.spoil([index], verdict.stale[index])
@@ -484,6 +486,10 @@ class PullProtocol:
     def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
+
+
+def _terms_of(peer: Peer) -> SealTerms:
+    return SealTerms(peer.peer_id.incarnation, peer.layout_version, peer.verifies_digests)
 
 
 def _other_life(expected: PeerId, incarnation: int) -> StaleBlock:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
@@ -41,20 +42,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _OpenRead:
-    """Where a read runs. ``staged`` are the rows of the staging area that it writes, if it does not write blocks of ours."""
+    """Where a read runs and lands. ``staged`` are the rows of the staging area that it writes, if not rows of ours."""
 
     transport: Transport
-    handle: int
     command: PostRead | PostSealRead
+    region: int
+    local_rows: Sequence[int]
     staged: StagedRows | None = None
-    landing: Sequence[int] = ()  # of a read of seals
+    handle: int = -1
     is_cancelled: bool = False
 
 
+class _EndedRead(NamedTuple):
+    """A read that is terminal since ``at``, and the seals that it has brought."""
+
+    read: _OpenRead
+    error: KVFerryError | None
+    seals: bytes
+    at: float
+
+
 class TransferExecutor:
-    """Runs commands on transports, one at a time. ``report`` receives every event; it must not block.
+    """Runs commands on transports, one at a time. ``report`` gets every event and its time, by ``now``; it must not block.
 
     A read of seals that waits for the blocks' reads is begun here, when the last of them is terminal: nobody has to be asked.
+    Where the owner keeps that order by itself it is begun at once (``Transport.reads_in_order``).
 
     Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
     ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
@@ -67,19 +79,21 @@ class TransferExecutor:
         transports: Mapping[str, Transport],
         seals: SealTable,
         digest_blocks: DigestBlocks,
-        report: Callable[[TransferEvent], None],
+        report: Callable[[TransferEvent, float], None],
+        now: Callable[[], float],
         staging: StagingArea | None = None,
     ) -> None:
         self._transports = dict(transports)
         self._seals = seals
         self._staging = staging
         self._digest_blocks = digest_blocks
-        self._report = report
+        self._report_at = report
+        self._now = now
         self._peers: dict[PeerId, Transport] = {}
         self._block_bytes: dict[PeerId, int] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
-        self._next: dict[int, PostSealRead] = {}  # reads of seals that wait for the reads of their blocks
+        self._next: dict[int, _OpenRead] = {}  # reads of seals that wait for the reads of their blocks
 
     def execute(self, command: TransferCommand) -> None:
         """Carry out one command. Failures become events."""
@@ -88,24 +102,30 @@ class TransferExecutor:
                 self._open(command)
             case ClosePeer():
                 self._close_peer(command.peer)
-            case PostSealRead() if self._is_open(command.after):
-                self._next[command.read_id] = command
             case PostRead() | PostSealRead():
                 self._post(command)
             case CancelRead():
                 self._cancel(command.read_id)
 
     def poll(self) -> bool:
-        """Let every transport progress and report the reads that ended; True if any did."""
-        has_ended = False
-        for transport in self._transports.values():
-            for result in transport.poll():
-                has_ended = True
-                read_id = self._read_ids.pop((transport.name, result.handle))
-                self._report(self._ended(self._reads.pop(read_id), result.error))
-        if has_ended and self._next:
-            self._begin_next()
-        return has_ended
+        """Let every transport progress and report the reads that ended; True if any did.
+
+        Seals are asked for before anything is reported, and what is near has come by then.
+        """
+        ended = self._take_ended()
+        following = self._following()  # also those whose blocks came in the second look of the poll before
+        if not ended and not following:
+            return False
+        refused = [event for read in following if (event := self._start(read)) is not None]
+        if self._awaits_seals():
+            ended += self._take_ended()
+        for each in ended:
+            event = self._ended(each.read, each.error, each.seals)
+            was_worked_on = bool(event.digests) or each.read.staged is not None  # digested or converted just now
+            self._report_at(event, self._now() if was_worked_on else each.at)
+        for event in refused:
+            self._report(event)
+        return True
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
         """Return what ``poll`` should be called for."""
@@ -145,11 +165,43 @@ class TransferExecutor:
     def _is_open(self, read_ids: Iterable[int]) -> bool:
         return any(read_id in self._reads for read_id in read_ids)
 
-    def _begin_next(self) -> None:
-        """Post the reads of seals whose blocks have been read."""
-        for command in [command for command in self._next.values() if not self._is_open(command.after)]:
-            del self._next[command.read_id]
-            self._post(command)
+    def _take_ended(self) -> list[_EndedRead]:
+        """Take out the reads that have become terminal."""
+        ended = []
+        for transport in self._transports.values():
+            for result in transport.poll():
+                read = self._reads.pop(self._read_ids.pop((transport.name, result.handle)))
+                error = result.error or self._why_too_early(read)
+                has_seals = error is None and read.region == SEAL_REGION
+                seals = self._seals.rows(read.local_rows) if has_seals else b""
+                ended.append(_EndedRead(read, error, seals, self._now()))
+        return ended
+
+    def _why_too_early(self, read: _OpenRead) -> ProtocolError | None:
+        """Return what is wrong with seals that have come before their blocks: they would prove nothing."""
+        if isinstance(read.command, PostSealRead) and self._is_open(read.command.after):
+            return ProtocolError(f"{read.command.peer.address} sent seals before their blocks")
+        return None
+
+    def _following(self) -> list[_OpenRead]:
+        """Take out the reads of seals whose blocks have been read."""
+        ready = [read_id for read_id, read in self._next.items() if not self._has_to_wait(read)]
+        return [self._next.pop(read_id) for read_id in ready]
+
+    def _awaits_seals(self) -> bool:
+        """Say whether seals are being read whose blocks have been read."""
+        seal_reads = (read.command for read in self._reads.values() if isinstance(read.command, PostSealRead))
+        return any(not self._is_open(command.after) for command in seal_reads)
+
+    def _has_to_wait(self, read: _OpenRead) -> bool:
+        """Say whether these seals would be looked at before their blocks if they were asked for now."""
+        if not isinstance(read.command, PostSealRead):
+            return False
+        before = [self._reads[read_id].transport for read_id in read.command.after if read_id in self._reads]
+        return any(transport is not read.transport or not transport.reads_in_order for transport in before)
+
+    def _report(self, event: TransferEvent) -> None:
+        self._report_at(event, self._now())
 
     def _cancel(self, read_id: int) -> None:
         if self._next.pop(read_id, None) is not None:
@@ -166,13 +218,21 @@ class TransferExecutor:
             self._report(ReadEnded(command.read_id, error))
             return
         if isinstance(command, PostSealRead):
-            landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
-            self._seals.clear_landing(landing)
-            self._start(_OpenRead(transport, -1, command, landing=landing), SEAL_REGION, landing)
+            self._post_seals(command, transport)
         elif command.copies:
             self._post_staged(command, transport)
         else:
-            self._start(_OpenRead(transport, -1, command), POOL_REGION, command.local_rows)
+            self._start_or_report(_OpenRead(transport, command, POOL_REGION, command.local_rows))
+
+    def _post_seals(self, command: PostSealRead, transport: Transport) -> None:
+        """Read seals, as soon as they prove something."""
+        landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
+        self._seals.clear_landing(landing)
+        read = _OpenRead(transport, command, SEAL_REGION, landing)
+        if self._has_to_wait(read):
+            self._next[command.read_id] = read
+        else:
+            self._start_or_report(read)
 
     def _post_staged(self, command: PostRead, transport: Transport) -> None:
         """Read blocks of another size, if there is room for them now."""
@@ -185,39 +245,42 @@ class TransferExecutor:
         if staged is None:
             self._report(ReadEnded(command.read_id, has_no_room=True))
         else:
-            self._start(_OpenRead(transport, -1, command, staged), POOL_REGION, staged.rows)
+            self._start_or_report(_OpenRead(transport, command, POOL_REGION, staged.rows, staged))
 
     def _num_staged_bytes(self, peer: PeerId) -> int:
         """Count what the open reads of a peer hold of the staging area."""
         held = (read.staged for read in self._reads.values() if read.command.peer == peer)
         return sum(staged.num_bytes for staged in held if staged is not None)
 
-    def _start(self, read: _OpenRead, region: int, local_rows: Sequence[int]) -> None:
+    def _start_or_report(self, read: _OpenRead) -> None:
+        event = self._start(read)
+        if event is not None:
+            self._report(event)
+
+    def _start(self, read: _OpenRead) -> ReadEnded | None:
+        """Post a read; returns its end if it could not be posted."""
         command = read.command
         try:
-            read.handle = read.transport.post_read(command.peer, region, command.remote_rows, local_rows)
+            read.handle = read.transport.post_read(command.peer, read.region, command.remote_rows, read.local_rows)
         except KVFerryError as error:
-            self._report(self._ended(read, error))
-            return
+            return self._ended(read, error)
         self._reads[command.read_id] = read
         self._read_ids[read.transport.name, read.handle] = command.read_id
+        return None
 
-    def _ended(self, read: _OpenRead, error: KVFerryError | None) -> ReadEnded:
+    def _ended(self, read: _OpenRead, error: KVFerryError | None, seals: bytes = b"") -> ReadEnded:
         """Return the event of a terminal read, once what it has brought is where it belongs."""
         command = read.command
         try:
             if error is not None:
                 return ReadEnded(command.read_id, error)
             if isinstance(command, PostSealRead):
-                return self._seals_ended(command, read.landing)
+                digests = tuple(self._digest_blocks(command.local_rows)) if command.wants_digests else ()
+                return ReadEnded(command.read_id, seals=seals, digests=digests)
             return self._blocks_ended(command, read)
         finally:
             if read.staged is not None and self._staging is not None:
                 self._staging.give_back(read.staged)
-
-    def _seals_ended(self, command: PostSealRead, landing: Sequence[int]) -> ReadEnded:
-        digests = tuple(self._digest_blocks(command.local_rows)) if command.wants_digests else ()
-        return ReadEnded(command.read_id, seals=tuple(map(self._seals.row, landing)), digests=digests)
 
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
         """Convert what has landed in the staging area, unless nobody wants it any more: its blocks may be another's soon."""

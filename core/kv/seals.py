@@ -20,8 +20,10 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from core.config import HASH_BLOCK_SIZE
 from core.wire.kv import KVLayoutInfo
@@ -36,6 +38,9 @@ _FIELDS = struct.Struct("<IHHQ16sQIIQ")  # everything but the generation
 _ROW = struct.Struct("<IHHQ16sQIIQQ")
 _GENERATION_INDEX = _FIELDS.size // 8  # in 8-byte words
 _WORDS_PER_ROW = SEAL_BYTES // 8
+_DIGEST_INDEX, _FLAGS_INDEX = 5, 7  # among the fields
+# The bits of all other fields.
+_COMPARED = _ROW.pack(2**32 - 1, 2**16 - 1, 2**16 - 1, 2**64 - 1, b"\xff" * 16, 0, 2**32 - 1, 0, 2**64 - 1, 2**64 - 1)
 
 assert _ROW.size == SEAL_BYTES
 
@@ -124,6 +129,7 @@ class SealTable:
         self.layout_version = layout_version
         self._digest_blocks = digest_blocks
         self._words = memory.buffer.cast("Q")
+        self._rows = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(-1, SEAL_BYTES)
 
     @property
     def has_digests(self) -> bool:
@@ -177,6 +183,10 @@ class SealTable:
         """Return a copy of an own or landing row."""
         return bytes(self.buffer[row * SEAL_BYTES : (row + 1) * SEAL_BYTES])
 
+    def rows(self, rows: Sequence[int]) -> bytes:
+        """Return copies of own or landing rows, one behind the other."""
+        return self._rows[rows].tobytes()
+
     def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
         """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, different ones for each.
 
@@ -204,18 +214,48 @@ def decode_seal(row: bytes) -> Seal | None:
 
 def encode_seal(seal: Seal) -> bytes:
     """Return the row that says this, for memory that has no table of seals: what travels into stores and tiers."""
+    flags = 0 if seal.digest is None else _HAS_DIGEST
+    return _pack(seal, seal.incarnation, seal.layout_version, seal.digest or 0, flags)
+
+
+def _pack(seal: Seal | ExpectedSeal, incarnation: int, layout_version: int, digest: int = 0, flags: int = 0) -> bytes:
     return _ROW.pack(
         _MAGIC,
         _VERSION,
         seal.group_id,
-        seal.incarnation,
+        incarnation,
         seal.block_hash,
-        seal.digest or 0,
+        digest,
         seal.num_tokens,
-        0 if seal.digest is None else _HAS_DIGEST,
-        seal.layout_version,
+        flags,
+        layout_version,
         seal.generation,
     )
+
+
+class ExpectedRows:
+    """What the rows of several blocks have to be, to be compared all at once. Can be made before they have come."""
+
+    def __init__(self, seals: Iterable[ExpectedSeal], incarnation: int, layout_version: int) -> None:
+        wanted = list(seals)
+        rows = [_pack(one, incarnation, layout_version) for one in wanted]
+        self._value = int.from_bytes(b"".join(rows), "little")
+        self._compared = int.from_bytes(_COMPARED * len(wanted), "little")
+        self._num_bytes = SEAL_BYTES * len(wanted)
+        self._are_possible = all(one.generation != BROKEN for one in wanted)
+
+    def equal(self, rows: bytes, digests: Sequence[int] | None = None) -> bool:
+        """Say whether these are the rows; with ``digests`` also whether every one has the digest of its block."""
+        if not self._are_possible or len(rows) != self._num_bytes:
+            return False
+        if (int.from_bytes(rows, "little") ^ self._value) & self._compared:
+            return False
+        return digests is None or digests == [_digest_of(row) for row in _ROW.iter_unpack(rows)]
+
+
+def _digest_of(row: tuple[Any, ...]) -> int | None:
+    digest, flags = row[_DIGEST_INDEX], row[_FLAGS_INDEX]
+    return digest if flags & _HAS_DIGEST else None
 
 
 def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:

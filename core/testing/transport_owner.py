@@ -1,6 +1,6 @@
 """A process that owns rows and serves them by a transport, for tests that kill, freeze or restart it.
 
-Run as ``python -P -m core.testing.transport_owner FACTORY NUM_ROWS ROW_BYTES SALT``; FACTORY is
+Run as ``python -P -m core.testing.transport_owner FACTORY NUM_ROWS ROW_BYTES SALT [restless]``; FACTORY is
 ``/path/to/file.py:function`` and the function takes no argument and returns a transport. It owns two regions, as a worker
 does: its rows and, for each of them, two short rows of the size of a seal. Prints its metadata as one line of
 hex, then serves until its standard input ends. ``ProcessOwner`` is the parent's end.
@@ -9,11 +9,15 @@ hex, then serves until its standard input ends. ``ProcessOwner`` is the parent's
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import IO
 
@@ -21,11 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from core.kv.seals import SEAL_BYTES
+from core.kv.seals import BROKEN, SEAL_BYTES
 from core.transport import POOL_REGION, SEAL_REGION, RowRegion, Transport
 
 START_TIMEOUT_S = 60.0
 IDLE_CHECK_MS = 200  # how often a served process looks whether its transport wants to be polled
+NUM_CONTENTS = 251  # a row of a restless owner is filled with its generation modulo this
+REST_S = 0.01  # of a restless owner, between one row and the next
 
 
 class HostRows:
@@ -74,11 +80,26 @@ def row_content(salt: int, row: int, row_bytes: int, region: int = POOL_REGION) 
     return np.random.default_rng((salt, row, region)).integers(0, 256, row_bytes, np.uint8)
 
 
+def generations_of(seals: HostRows) -> npt.NDArray[np.uint64]:
+    """Return a view of the last word of every row, where a seal has its generation."""
+    return seals.rows.view(np.uint64)[:, -1]
+
+
 class ProcessOwner:
-    """An owner in a child process. ``environment`` is what the child sees, the parent's own if None."""
+    """An owner in a child process. ``environment`` is what the child sees, the parent's own if None.
+
+    A restless one writes its rows anew all the time: see ``rewrite``.
+    """
 
     def __init__(
-        self, factory: str, num_rows: int, row_bytes: int, salt: int, environment: dict[str, str] | None = None
+        self,
+        factory: str,
+        num_rows: int,
+        row_bytes: int,
+        salt: int,
+        environment: dict[str, str] | None = None,
+        *,
+        is_restless: bool = False,
     ) -> None:
         command = [
             sys.executable,
@@ -89,6 +110,7 @@ class ProcessOwner:
             str(num_rows),
             str(row_bytes),
             str(salt),
+            *(["restless"] if is_restless else []),
         ]
         # Unbuffered: a line that hides in a buffer would never wake the poll in ``_read_line``.
         self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -163,13 +185,27 @@ def serve(transport: Transport) -> None:
             return
 
 
+def rewrite(memory: HostRegions) -> None:
+    """Give a row at random other content, as an owner does: break its seal, write, seal; and another one. Never returns."""
+    generations, dice = generations_of(memory.seals), random.Random(0)
+    for generation in itertools.count(1):
+        row = dice.randrange(len(memory.pool.rows))
+        generations[row] = BROKEN
+        memory.pool.rows[row] = generation % NUM_CONTENTS
+        generations[row] = generation
+        time.sleep(REST_S)
+
+
 def main(arguments: list[str]) -> None:
     """Own and serve rows."""
-    factory, num_rows, row_bytes, salt = arguments
+    factory, num_rows, row_bytes, salt, *manner = arguments
     memory = HostRegions(int(num_rows), int(row_bytes))
     memory.fill(int(salt))
     transport = load_factory(factory)()
     transport.register(memory.regions)
+    if manner == ["restless"]:
+        generations_of(memory.seals)[:] = BROKEN
+        threading.Thread(target=rewrite, args=(memory,), daemon=True).start()
     os.write(sys.stdout.fileno(), f"metadata {transport.describe().hex()}\n".encode())
     serve(transport)
     transport.close()

@@ -170,8 +170,8 @@ class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     transport: Text = ""  # empty if nothing was transferred
     transferred_tokens: Count = 0
     transferred_bytes: Count = 0
-    transfer_ms: Milliseconds = 0.0  # from the decision to load until the bytes were here
-    verify_ms: Milliseconds = 0.0  # of seals and digests, behind the transfer
+    transfer_ms: Milliseconds = 0.0  # from the decision to load until the blocks could be used, without the next
+    verify_ms: Milliseconds = 0.0  # of seals and digests, after the last byte
     queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, the load apart
     first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
     verified_blocks: Count = 0

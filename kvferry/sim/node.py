@@ -136,7 +136,12 @@ class SimNode:
         assert pool.seals is not None
         self._digester = BlockDigester(pool.block_bytes)
         self._executor = TransferExecutor(
-            opened.transports, pool.seals, each_by_itself(self._digest_block), self._on_transfer, self._staging
+            opened.transports,
+            pool.seals,
+            each_by_itself(self._digest_block),
+            self._on_transfer,
+            host.process.clock.now,
+            self._staging,
         )
         limits = node_settings(self._config, pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
@@ -189,9 +194,8 @@ class SimNode:
     def _grant(self, grant: LeaseGrant) -> None:
         self._put(self._host.from_engine, lambda node: node.on_grant(grant))
 
-    def _on_transfer(self, happened: TransferEvent) -> None:
-        reported_at = self._host.process.clock.now()
-        self._put(self._from_transfers, lambda node: node.on_transfer(happened, reported_at))
+    def _on_transfer(self, happened: TransferEvent, at: float) -> None:
+        self._put(self._from_transfers, lambda node: node.on_transfer(happened, at))
 
     def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
         """Let the node take something in that comes from another thread."""

@@ -1,4 +1,8 @@
-"""The digest of a block: one definition, computed two ways, that no damage leaves as it was."""
+"""The digest of a block: one definition, computed three ways, that no damage leaves as it was."""
+
+import shutil
+import subprocess
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -6,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.digest import CHUNK_ROWS, ROW_WORDS, WORD_BYTES, BlockDigester, TensorDigester
+from core.digest import ROW_WORDS, WORD_BYTES, BlockDigester, TensorDigester
+from core.multilinear import CHUNK_ROWS, CompiledSums, NumpySums, compiled_library, fastest_sums
 
 ROW_BYTES = ROW_WORDS * WORD_BYTES
 SIZES = [
@@ -54,12 +59,70 @@ def digest_by_the_book(block):
     return total & MASK
 
 
+@pytest.fixture(params=[CompiledSums, NumpySums])
+def sums(request):
+    if request.param is CompiledSums and compiled_library() is None:
+        pytest.skip("core/_multilinear.c was not built: there was no C compiler")
+    return request.param
+
+
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_numpy_and_torch_follow_the_definition(num_bytes):
+def test_every_way_follows_the_definition(num_bytes, sums):
     block = content(num_bytes)
     expected = digest_by_the_book(block.tobytes())
-    assert digest(block) == expected
+    assert BlockDigester(num_bytes, sums).digest(block) == expected
     assert digest_by_torch(block) == [expected]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_where_there_is_a_compiler_the_digest_is_compiled():
+    assert fastest_sums() is CompiledSums, "core/_multilinear.c was not built: make install, or pip install --editable ."
+
+
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """Say what stands in for the library that was built."""
+
+    def build(path):
+        spec = ModuleSpec("core._multilinear", None, origin=str(path))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+        return compiled_library.__wrapped__()
+
+    return build
+
+
+def test_a_library_that_cannot_be_loaded_is_none(built, tmp_path):
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    assert built(broken) is None
+    assert built(tmp_path / "missing.so") is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "unsigned long long kvferry_multilinear() { return 7; }",  # of another definition
+        "unsigned long long another() { return 7; }",
+    ],
+)
+def test_a_library_that_computes_something_else_is_none(built, tmp_path, source):
+    (tmp_path / "other.c").write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
+    assert built(tmp_path / "other.so") is None
+
+
+def test_without_a_compiler_it_is_computed_with_numpy(monkeypatch):
+    monkeypatch.setattr("core.multilinear.compiled_library", lambda: None)
+    assert fastest_sums() is NumpySums
+    assert digest(np.zeros(64, np.uint8)) == 0x8E4E79F2D6537640
+
+
+@pytest.mark.parametrize("offset", range(1, WORD_BYTES))
+def test_a_block_may_begin_at_any_byte(offset, sums):
+    memory = content(2 * ROW_BYTES + 3 * WORD_BYTES)
+    block = memory[offset : offset - WORD_BYTES]
+    assert BlockDigester(len(block), sums).digest(block) == digest(block.copy())
 
 
 def test_digests_are_the_same_in_every_process_and_release():
@@ -71,10 +134,12 @@ def test_digests_are_the_same_in_every_process_and_release():
 
 @given(num_words=st.integers(1, 3 * ROW_WORDS), seed=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_torch_and_numpy_agree_on_blocks_of_any_size(num_words, seed):
+def test_all_ways_agree_on_blocks_of_any_size(num_words, seed):
     blocks = [content(num_words * WORD_BYTES, (seed, number)) for number in range(3)]
-    digester = BlockDigester(num_words * WORD_BYTES)
-    assert digest_by_torch(*blocks) == [digester.digest(block) for block in blocks]
+    expected = digest_by_torch(*blocks)
+    for sums in {NumpySums, fastest_sums()}:
+        digester = BlockDigester(num_words * WORD_BYTES, sums)
+        assert [digester.digest(block) for block in blocks] == expected
 
 
 @pytest.mark.parametrize("scratch_blocks", [1, 2, 100])
@@ -159,14 +224,14 @@ def test_random_blocks_do_not_collide():
     assert len({digester.digest(block) for block in blocks}) == 5000
 
 
-def test_a_digester_is_used_again_and_again():
-    digester, blocks = BlockDigester(3 * ROW_BYTES), [content(3 * ROW_BYTES, seed) for seed in range(3)]
+def test_a_digester_is_used_again_and_again(sums):
+    digester, blocks = BlockDigester(3 * ROW_BYTES, sums), [content(3 * ROW_BYTES, seed) for seed in range(3)]
     assert [digester.digest(block) for block in blocks * 2] == [digest(block) for block in blocks * 2]
 
 
-def test_takes_memory_that_is_only_lent():
+def test_takes_memory_that_is_only_lent(sums):
     block = content(ROW_BYTES)
-    assert BlockDigester(ROW_BYTES).digest(memoryview(block.tobytes())) == digest(block)
+    assert BlockDigester(ROW_BYTES, sums).digest(memoryview(block.tobytes())) == digest(block)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, ROW_BYTES + 4])

@@ -22,6 +22,7 @@ from core.config import default_cache_dir
 from core.ids import RandomIds
 from core.model.hub import ALIASES, resolve_model
 from core.model.tokenizer import Tokenizer
+from core.testing.trace_collector import TraceCollector
 from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
 from kvferry.local import LocalCluster
 
@@ -44,8 +45,14 @@ TOPOLOGIES = {
     "1p1d-tcp": ("connector.transports=[tcp]",),
     "1p1d-nixl": ("connector.transports=[nixl]",),
     "2p2d-shm": ("connector.transports=[shm]", "local.num_prefill=2", "local.num_decode=2"),
-    "aggregated": ("local.aggregated=true", "local.num_prefill=1", "local.num_decode=1"),
 }
+AGGREGATED = ("local.aggregated=true", "local.num_prefill=1", "local.num_decode=1")
+TRACED = "1p1d-shm"
+IN_FULL_ONLY = ("1p1d-tcp", "2p2d-shm")  # "2p2d-tcp" has both the transport and the topology
+CELLS = [
+    pytest.param(kind, marks=pytest.mark.full if kind in IN_FULL_ONLY else ())
+    for kind in (*TOPOLOGIES, "2p2d-tcp", "aggregated")
+]
 
 
 @dataclass(slots=True)
@@ -103,22 +110,30 @@ def serve() -> Callable[..., AbstractContextManager[Served]]:
 @pytest.fixture(scope="session")
 def aggregated(cluster_config, tmp_path_factory) -> Iterator[Served]:
     """One worker that does it all; whoever wants it, wants the same."""
-    config, logs = cluster_config(*TOPOLOGIES["aggregated"]), tmp_path_factory.mktemp("aggregated")
+    config, logs = cluster_config(*AGGREGATED), tmp_path_factory.mktemp("aggregated")
     with LocalCluster(config, log_dir=logs) as cluster, client_of("aggregated", cluster) as found:
         yield found
 
 
-@pytest.fixture(scope="session", params=TOPOLOGIES)
-def served(request, cluster_config, tmp_path_factory, eventually) -> Iterator[Served]:
+@pytest.fixture(scope="session")
+def collector() -> Iterator[TraceCollector]:
+    """Where the processes of the cluster ``TRACED`` send their spans."""
+    with TraceCollector() as found:
+        yield found
+
+
+@pytest.fixture(scope="session", params=CELLS)
+def served(request, cluster_config, tmp_path_factory, eventually, collector) -> Iterator[Served]:
     """Every topology and transport in turn; at its end nothing may be held by anyone."""
-    if request.param == "aggregated":
-        found = request.getfixturevalue("aggregated")
+    if request.param not in TOPOLOGIES:
+        found = request.getfixturevalue("aggregated" if request.param == "aggregated" else "secured_served")
         yield found
         eventually(lambda: not found.held(), f"release of {found.held()}")
         return
     logs = tmp_path_factory.mktemp(request.param)
     failures_before = request.session.testsfailed
-    config = cluster_config(*TOPOLOGIES[request.param])
+    tracing = (f"tracing.endpoint={collector.endpoint}", "tracing.export_interval_s=0.05") if request.param == TRACED else ()
+    config = cluster_config(*TOPOLOGIES[request.param], *tracing)
     with LocalCluster(config, log_dir=logs) as cluster, client_of(request.param, cluster) as found:
         yield found
         eventually(lambda: not found.held(), f"release of {found.held()}")
@@ -154,6 +169,13 @@ def secured(cluster_config, tmp_path_factory) -> Iterator[Secured]:
     assert keys is not None
     with LocalCluster(cluster_config(*settings), supervise=True, log_dir=tmp_path_factory.mktemp("secured")) as cluster:
         yield Secured(cluster, address, keys)
+
+
+@pytest.fixture(scope="session")
+def secured_served(secured) -> Iterator[Served]:
+    """A client of that cluster."""
+    with client_of("2p2d-tcp", secured.cluster) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

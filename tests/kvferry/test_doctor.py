@@ -21,6 +21,14 @@ def listener():
         yield found.getsockname()[1]
 
 
+def test_digests_without_compiled_code_are_slow_and_the_fix_is_named(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "compiled_library", lambda: None)
+    found = verdicts(doctor_checks.check_digests)["digests"]
+    assert (found.verdict, found.fix) == ("warning", "install gcc, then kvferry again")
+    monkeypatch.setattr(doctor_checks, "compiled_library", object)
+    assert verdicts(doctor_checks.check_digests)["digests"].verdict == "ok"
+
+
 def test_model_that_is_not_fetched_comes_with_the_command_to_fetch_it(tmp_path):
     found = verdicts(doctor_checks.check_model, f"model.cache_dir={tmp_path}")["model"]
     assert (found.verdict, found.fix) == ("warning", "kvferry models smollm2-135m")

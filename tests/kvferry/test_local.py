@@ -53,6 +53,7 @@ def test_settings_of_single_workers_come_before_those_that_the_cluster_chooses()
 
 
 @pytest.mark.slow
+@pytest.mark.full  # the cluster with a key in tests/e2e asks for an address, and is met there
 def test_workers_find_the_router_at_the_address_that_was_asked_for(cluster_config):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-import connectors.p2p.pull
 import connectors.p2p.verification
 import connectors.p2p.worker
 import core.sched.load_failures
@@ -26,7 +25,7 @@ from connectors.p2p.node import P2PNode
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.staging import StagingArea
 from connectors.p2p.transfer import TransferExecutor
-from connectors.p2p.verification import Verdict
+from connectors.p2p.verification import SealCheck, Verdict
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reporting import LoadEnded
 from core.engine.core import EngineCore
@@ -57,7 +56,11 @@ class Mutant:
 
     def finds(self, seed: int) -> bool:
         plan = draw_plan(seed, self.kinds) if self.kinds is not None else draw_race_plan(seed)
-        return not SimCluster(plan).run().is_good
+        violations = SimCluster(plan).run().violations
+        assert not any("TypeError" in each or "AttributeError" in each for each in violations), (
+            violations
+        )  # of the mutant itself
+        return bool(violations)
 
 
 def returns(value: object) -> Callable[..., object]:
@@ -68,10 +71,7 @@ def returns(value: object) -> Callable[..., object]:
 
 
 def accept_every_seal(patch: Patch) -> None:
-    def check_seals(check, request, rows, seals, digests):
-        return Verdict(good=list(rows.indices))
-
-    patch(connectors.p2p.pull, "check_seals", check_seals)
+    patch(SealCheck, "verdict", lambda self, seals, digests: Verdict(good=list(self._units)))
 
 
 def accept_every_digest(patch: Patch) -> None:
@@ -110,18 +110,19 @@ def read_seals_before_the_data(patch: Patch) -> None:
                 early[self, remote] = bytes(seals[remote * SEAL_BYTES : (remote + 1) * SEAL_BYTES])
         real_post(self, command)
 
-    def ended(self, read, error):
-        found = real_ended(self, read, error)
+    def ended(self, read, error, seals=b""):
+        found = real_ended(self, read, error, seals)
         if not found.seals:
             return found
-        return dataclasses.replace(found, seals=tuple(early[self, remote] for remote in read.command.remote_rows))
+        return dataclasses.replace(found, seals=b"".join(early[self, remote] for remote in read.command.remote_rows))
 
     patch(TransferExecutor, "_post", post)
     patch(TransferExecutor, "_ended", ended)
 
 
 def begin_to_read_seals_when_they_are_ordered(patch: Patch) -> None:
-    patch(TransferExecutor, "_is_open", returns(False))
+    patch(TransferExecutor, "_has_to_wait", returns(False))
+    patch(TransferExecutor, "_why_too_early", returns(None))
 
 
 def seal_what_was_not_computed(patch: Patch) -> None:

@@ -3,7 +3,7 @@
 Owns the rule which rows are packed into one frame, and the way from a socket into the rows. Rows in host memory are sent from
 where they lie and received where they belong. Rows on a device are copied to pinned memory before they are sent, and from there
 once they have come; no copy goes on when a call returns, so that whoever has ended a read knows that nothing is written any
-more. Knows no requests and no peers. Used by ``connectors.p2p.transport.tcp``.
+more. Knows no requests and no peers. Used by both halves of the tcp transport.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from core.transport import RowRegion
 
 MAX_CHUNK_ROWS = 1024
 MAX_PACKED_ROW_BYTES = 1024  # longer rows get a frame each
+
+
+def is_packed(row_bytes: int) -> bool:
+    """Say whether rows of this size share a frame."""
+    return row_bytes <= MAX_PACKED_ROW_BYTES
 
 
 def access_to(region: RowRegion) -> PoolAccess:
@@ -49,7 +54,7 @@ def take_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, ta
         ProtocolError: the frames are not these rows. Some may be written.
     """
     try:
-        if row_bytes <= MAX_PACKED_ROW_BYTES:
+        if is_packed(row_bytes):
             _take_packed_rows(socket, rows, row_bytes, target)
         else:
             _take_long_rows(socket, rows, row_bytes, target)
@@ -89,7 +94,7 @@ def _take_packed_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes:
 
 def max_frame_bytes(row_bytes: int) -> int:
     """Return the longest frame of rows that an owner may send."""
-    return MAX_CHUNK_ROWS * row_bytes if row_bytes <= MAX_PACKED_ROW_BYTES else row_bytes
+    return MAX_CHUNK_ROWS * row_bytes if is_packed(row_bytes) else row_bytes
 
 
 def discard_frames(socket: zmq.Socket[bytes]) -> None:

@@ -3,7 +3,8 @@
 The owner's pool is an anonymous memory file. The reader opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no name in
 ``/dev/shm``, nothing to clean up after a crash. Who the owner is, is proven, not assumed: a pidfd taken first says that the
 process number was not reused until the files were open, and a second small file holds a random token of this owner's life.
-Copies happen in ``poll``, some MiB at a time, on the caller's thread; therefore removing a peer is an exact fence.
+Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a peer is an exact
+fence, and seals that are asked for behind their blocks are looked at behind them.
 
 Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
 """
@@ -91,6 +92,7 @@ class ShmTransport(Transport):
     """Reads rows by mapping the owner's memory file."""
 
     name = "shm"
+    reads_in_order = True  # one after the other, by this process
 
     def __init__(self, ids: IdSource) -> None:
         self._ids = ids
@@ -171,10 +173,10 @@ class ShmTransport(Transport):
         return self._last_handle
 
     def poll(self) -> list[ReadResult]:
-        """Copy for at most ``COPY_BYTES_PER_POLL`` and notice owners that have died."""
+        """Copy for at most ``COPY_BYTES_PER_POLL``, until a read has ended, and notice owners that have died."""
         self._drop_dead_owners()
         budget = COPY_BYTES_PER_POLL
-        while budget > 0 and self._reads:
+        while budget > 0 and self._reads and not self._ended:
             read = next(iter(self._reads.values()))
             budget -= self._copy_next(read)
             if not read.copies:

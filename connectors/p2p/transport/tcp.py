@@ -1,10 +1,9 @@
 """Reads over ZeroMQ frames: works between any two hosts that can open a TCP connection.
 
-The owner binds a ROUTER socket and answers chunk requests; it keeps no state per reader. The reader opens one DEALER per
-peer, keeps a window of requests in flight and receives every frame straight into its row. The owner sends frames that point
-into its pool (no copy in this process); a pool on a device is copied through pinned memory on either side. Short rows, the
-seals, are packed: all rows of a chunk in one frame, since a frame costs more than copying them. A connection is never
-re-established: one DEALER lives as long as its peer's incarnation, so closing it is an exact fence.
+The owner answers chunk requests (``connectors.p2p.transport.tcp_owner``). The reader opens one DEALER per peer, keeps a window
+of requests in flight and receives every frame straight into its row. A pool on a device is copied through pinned memory on
+either side. A connection is never re-established: one DEALER lives as long as its peer's incarnation, so closing it is an exact
+fence.
 
 Both ends check everything: rows are bounds-checked by the owner, frame sizes by the reader, and a request names the
 incarnation's token, so that a process that took over the address answers nothing from its own pool.
@@ -20,59 +19,28 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from connectors.p2p.transport.base import RowShape, check_read, check_rows, decode_metadata, landing_of, region_at, shapes_of
-from connectors.p2p.transport.frames import (
-    MAX_CHUNK_ROWS,
-    MAX_PACKED_ROW_BYTES,
-    access_to,
-    content_of,
-    discard_frames,
-    max_frame_bytes,
-    take_rows,
+from connectors.p2p.transport.base import RowShape, check_read, decode_metadata, landing_of, region_at
+from connectors.p2p.transport.frames import MAX_CHUNK_ROWS, access_to, discard_frames, max_frame_bytes, take_rows
+from connectors.p2p.transport.tcp_owner import (
+    FORMAT_VERSION,
+    SOCKET_BUFFER_BYTES,
+    ChunkHeader,
+    ChunkRequest,
+    TcpMetadata,
+    TcpOwner,
 )
 from connectors.pool_access import PoolAccess
-from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
+from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
-from core.wire.curve import ClusterKeys, secure_client, secure_server
-from core.wire.limits import Text
-from core.wire.sockets import LOST_EVENTS, advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
+from core.wire.curve import ClusterKeys, secure_client
+from core.wire.sockets import LOST_EVENTS
 
-FORMAT_VERSION = 2
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
-MAX_REQUEST_BYTES = 64 << 10
 MAX_HEADER_BYTES = 4 << 10
-REQUESTS_PER_POLL = 16
 CHUNKS_PER_POLL = 4
 MAX_QUEUED_ANSWERS = 1024  # an owner that sends more than it was asked for waits on its own side
-SOCKET_BUFFER_BYTES = 4 << 20
-
-
-class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner tells its readers."""
-
-    address: Text
-    token: int
-    shapes: tuple[RowShape, ...]
-
-
-class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Reader → owner: send these rows, one frame each or, if they are short, all in one."""
-
-    version: int
-    token: int
-    chunk_id: int
-    region: int
-    rows: tuple[int, ...]
-
-
-class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Owner → reader: first frame of an answer. ``refusal`` is empty if the rows follow."""
-
-    version: int
-    chunk_id: int
-    refusal: str = ""
 
 
 @dataclass(slots=True)
@@ -115,6 +83,7 @@ class TcpTransport(Transport):
     """
 
     name = "tcp"
+    reads_in_order = True
 
     def __init__(self, ids: IdSource, bind_address: str, advertise_host: str = "", keys: ClusterKeys | None = None) -> None:
         self._ids = ids
@@ -125,22 +94,21 @@ class TcpTransport(Transport):
         self._regions: tuple[RowRegion, ...] = ()
         self._access: tuple[PoolAccess, ...] = ()
         self._staging: RowRegion | None = None
-        self._server: zmq.Socket[bytes] | None = None
-        self._token = 0
-        self._address = ""
+        self._owner: TcpOwner | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_id = 0
-        self._num_bad_requests = 0
-        self._num_dropped_answers = 0
-        self._request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
         self._header_decoder = msgspec.msgpack.Decoder(ChunkHeader)
         self._encoder = msgspec.msgpack.Encoder()
 
     def counts(self) -> dict[str, int]:
-        """Return requests that made no sense, and answers that could not be sent."""
-        return {"bad_data_requests": self._num_bad_requests, "dropped_data_answers": self._num_dropped_answers}
+        """Return requests that made no sense or too many of them, and answers that could not be sent."""
+        owner = self._owner
+        return {
+            "bad_data_requests": owner.num_bad_requests if owner is not None else 0,
+            "dropped_data_answers": owner.num_dropped_answers if owner is not None else 0,
+        }
 
     def unavailable_reason(self) -> str | None:
         """ZeroMQ is always there."""
@@ -154,9 +122,10 @@ class TcpTransport(Transport):
 
     def describe(self) -> bytes:
         """Bind the data socket, once."""
-        if self._server is None:
-            self._server = self._bind()
-        return msgspec.msgpack.encode(TcpMetadata(address=self._address, token=self._token, shapes=shapes_of(self._regions)))
+        if self._owner is None:
+            self._owner = TcpOwner(self._context, self._bind_address, self._advertise_host, self._keys)
+            self._metadata = self._owner.serve(self._regions, self._access, self._ids)
+        return msgspec.msgpack.encode(self._metadata)
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Start to connect. A refused connection ends the reads that wait for it."""
@@ -209,12 +178,13 @@ class TcpTransport(Transport):
 
     def poll(self) -> list[ReadResult]:
         """Answer requests, take in chunks, notice lost connections."""
-        self._serve()
+        if self._owner is not None:
+            self._owner.poll()
         for peer_id, peer in list(self._peers.items()):
             self._receive(peer)
             if not peer.lost and _connection_is_lost(peer.monitor):
-                # What had arrived before the loss is taken in first; it may complete a read.
-                self._receive(peer, max_chunks=len(peer.in_flight))
+                while self._receive_chunk(peer):
+                    pass  # what had arrived before the loss is taken in first; it may complete reads
                 self._lose(peer_id, f"the data connection to {peer_id.address} was lost")
         ended, self._ended = self._ended, []
         return ended
@@ -237,96 +207,28 @@ class TcpTransport(Transport):
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
         """The data socket, the connections and their monitors."""
-        sockets: list[zmq.Socket[bytes] | int] = [] if self._server is None else [self._server]
+        sockets: list[zmq.Socket[bytes] | int] = [] if self._owner is None else [self._owner.socket]
         for peer in self._peers.values():
             if not peer.lost:
                 sockets += [peer.socket, peer.monitor]
         return sockets
 
     def max_wait_s(self) -> float | None:
-        """Sockets tell everything, except results that ended outside ``poll``."""
-        return 0.0 if self._ended else None
+        """Sockets tell everything, except results that ended outside ``poll`` and what the owner holds back."""
+        if self._ended:
+            return 0.0
+        return self._owner.max_wait_s() if self._owner is not None else None
 
     def close(self) -> None:
         """Close all sockets and end the I/O thread."""
         for peer in list(self._peers):
             self.remove_peer(peer)
-        if self._server is not None:
-            self._server.close(linger=0)
-            self._server = None
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None
         self._context.destroy(linger=0)
         self._staging = None
         self._regions = ()
-
-    # ---- owner -----------------------------------------------------------------------------------------------------
-
-    def _bind(self) -> zmq.Socket[bytes]:
-        server = self._context.socket(zmq.ROUTER)
-        server.linger = 0
-        server.ipv6 = binds_ipv6(self._bind_address)
-        server.maxmsgsize = MAX_REQUEST_BYTES
-        secure_server(server, self._keys)
-        server.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
-        server.sndbuf = SOCKET_BUFFER_BYTES
-        try:
-            server.bind(self._bind_address)
-        except zmq.ZMQError as error:
-            server.close()
-            raise ConnectorUnavailable(f"tcp transport: cannot bind {self._bind_address}: {error}") from None
-        endpoint = server.getsockopt_string(zmq.LAST_ENDPOINT)
-        host, port = split_tcp(endpoint)
-        try:
-            self._address = join_tcp(advertised_host(host, self._advertise_host), port)
-        except ConfigError:
-            server.close()
-            raise
-        if self._keys is None:
-            warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
-        self._token = self._ids.bits(63)
-        return server
-
-    def _serve(self) -> None:
-        if self._server is None:
-            return
-        for _ in range(REQUESTS_PER_POLL):
-            try:
-                frames = self._server.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._answer(self._server, frames)
-
-    def _answer(self, server: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        try:
-            reader, body = frames
-            request = self._request_decoder.decode(body)
-        except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
-            self._num_bad_requests += 1  # nobody to answer: it has no chunk id
-            return
-        try:
-            rows = self._rows_of(request)
-            header = ChunkHeader(FORMAT_VERSION, request.chunk_id)
-        except ProtocolError as error:
-            self._num_bad_requests += 1
-            rows, header = [], ChunkHeader(FORMAT_VERSION, request.chunk_id, error.message)
-        try:
-            server.send_multipart([reader, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:
-            self._num_dropped_answers += 1  # the reader is gone, or takes nothing: its deadline ends the read
-
-    def _rows_of(self, request: ChunkRequest) -> Sequence[memoryview | bytes]:
-        """Return what is sent of these rows: a frame for each, or one for all if they are short."""
-        if request.version != FORMAT_VERSION:
-            raise ProtocolError(f"format {request.version} of data requests is not spoken here, only {FORMAT_VERSION}")
-        if request.token != self._token:
-            raise ProtocolError("the request is for another incarnation")
-        if len(request.rows) > MAX_CHUNK_ROWS:
-            raise ProtocolError(f"a chunk of {len(request.rows)} rows exceeds the cap of {MAX_CHUNK_ROWS}")
-        region = region_at(self._regions, request.region)
-        check_rows(request.rows, region.num_rows, "requested")
-        rows = content_of(self._access[request.region], request.rows)
-        return [b"".join(rows)] if region.row_bytes <= MAX_PACKED_ROW_BYTES else rows
-
-    # ---- reader ----------------------------------------------------------------------------------------------------
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -345,16 +247,24 @@ class TcpTransport(Transport):
             peer.in_flight[chunk_id] = chunk
             peer.in_flight_bytes += chunk.num_bytes
 
-    def _receive(self, peer: _Peer, max_chunks: int = CHUNKS_PER_POLL) -> None:
-        for _ in range(max_chunks):
-            if peer.lost:
+    def _receive(self, peer: _Peer) -> None:
+        """Take some chunks in, until a read has ended: the next one is another read's time."""
+        num_ended = len(self._ended)
+        for _ in range(CHUNKS_PER_POLL):
+            if len(self._ended) > num_ended or not self._receive_chunk(peer):
                 return
-            try:
-                header_frame = peer.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take_answer(peer, header_frame)
-            self._fill_window(peer)
+
+    def _receive_chunk(self, peer: _Peer) -> bool:
+        """Take in the next answer; False if none has come, or nobody wants it any more."""
+        if peer.lost:
+            return False
+        try:
+            header_frame = peer.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._take_answer(peer, header_frame)
+        self._fill_window(peer)
+        return True
 
     def _take_answer(self, peer: _Peer, header_frame: bytes) -> None:
         try:

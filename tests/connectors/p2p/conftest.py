@@ -177,7 +177,7 @@ class PullDriver:
         *,
         seals: dict[int, bytes] | None = None,
         digests: dict[int, int] | None = None,
-        reported_at: float | None = None,
+        at: float | None = None,
     ) -> list[Action]:
         """Let a read end. Seals are right, but for the remote rows in ``seals``; digests are 9 but for the rows there."""
         assert read_id not in self.open_reads or read_id in self.endable, "no transfer thread begins a seal read so early"
@@ -189,7 +189,7 @@ class PullDriver:
                 self.bytes_here.update(read.local_rows)
         elif isinstance(read, PostSealRead) and error is None:
             event = self._seals_read(read, seals or {}, digests or {})
-        return self.take(self.protocol.on_transfer(event, self.now, reported_at))
+        return self.take(self.protocol.on_transfer(event, self.now, at))
 
     def refuse_read(self, read_id: int) -> list[Action]:
         """Let a read have no room in the staging area."""
@@ -270,7 +270,7 @@ class PullDriver:
             if rows[-1] == right and digests.get(remote, 9) == 9 and local in self.bytes_here:
                 self.sealed.add(local)
         found = tuple(digests.get(remote, 9) for remote in read.remote_rows) if read.wants_digests else ()
-        return ReadEnded(read.read_id, seals=tuple(rows), digests=found)
+        return ReadEnded(read.read_id, seals=b"".join(rows), digests=found)
 
     def _check(self, action: Action) -> None:
         match action:

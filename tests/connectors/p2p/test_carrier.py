@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, PeerFenced, PullRequest, Refusal, SendControl, row_units
 from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.transport.tcp import FORMAT_VERSION, ChunkRequest, TcpMetadata
+from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, ChunkRequest, TcpMetadata
 from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
 from connectors.reporting import LoadEnded

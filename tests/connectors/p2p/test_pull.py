@@ -57,7 +57,7 @@ def test_verification_begins_when_the_last_byte_was_reported_not_when_somebody_l
     begun_at = pull.now
     pull.start_reading(num_rows=1)
     pull.clock.advance(2.0)
-    pull.end_read(min(pull.open_reads), reported_at=begun_at + 0.5)
+    pull.end_read(min(pull.open_reads), at=begun_at + 0.5)
     pull.end_reads()
     usage = pull.ended["r"].usage
     assert (usage.transfer_ms, usage.verify_ms) == (500.0, 1500.0)

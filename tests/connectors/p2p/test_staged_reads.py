@@ -24,7 +24,7 @@ from connectors.p2p.transfer import TransferExecutor
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.errors import LayoutMismatch, PeerUnreachable
-from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory, num_landing_rows
+from core.kv.seals import SEAL_BYTES, ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory, num_landing_rows
 from core.testing.hash_model import SLOT_BYTES, hash_model_layout
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
@@ -58,14 +58,22 @@ class World:
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(our_seals)], self.staging.region)
         self.events: list[ReadEnded | PeerFailed] = []
+        self.times: list[float] = []
+        self.num_looks = 0
         self.executor = TransferExecutor(
-            {"inproc": self.transport}, our_seals, each_by_itself(self.no_digest), self.report, self.staging
+            {"inproc": self.transport}, our_seals, each_by_itself(self.no_digest), self.report, self.now, self.staging
         )
         self.executor.execute(OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, THEIR_BYTES))
 
-    def report(self, event: TransferEvent) -> None:
+    def now(self) -> float:
+        """Each look at the clock is a second after the one before."""
+        self.num_looks += 1
+        return float(self.num_looks)
+
+    def report(self, event: TransferEvent, at: float) -> None:
         if not isinstance(event, PeerOpened):
             self.events.append(event)
+            self.times.append(at)
 
     def no_digest(self, block_id: int) -> int:
         raise AssertionError(f"block {block_id} holds what was converted: its digest says nothing")
@@ -127,6 +135,16 @@ def test_blocks_are_converted_before_the_read_is_reported(make_world):
     assert world.staging.num_taken_bytes == 0
 
 
+def test_conversion_comes_before_the_time_of_the_end(make_world, monkeypatch):
+    """It is no verification."""
+    world = make_world()
+    looks, convert = [], StagingArea.convert
+    monkeypatch.setattr(StagingArea, "convert", lambda *what: looks.append(world.num_looks) or convert(*what))
+    world.read(1)
+    world.poll()
+    assert world.times[0] > looks[0]
+
+
 def test_digests_are_taken_of_the_owners_blocks(make_world):
     world = make_world()
     world.read(1, wants_digests=True)
@@ -143,7 +161,8 @@ def test_seals_of_several_blocks_land_beside_the_one_they_became(make_world):
     world.executor.execute(PostSealRead(1, PEER, (3, 9), (5,), wants_digests=False))
     while world.executor.poll():
         pass
-    assert [decode_seal(seal).generation for seal in world.events[0].seals] == [3, 9]
+    seals = world.events[0].seals
+    assert [decode_seal(seals[:SEAL_BYTES]).generation, decode_seal(seals[SEAL_BYTES:]).generation] == [3, 9]
 
 
 def test_read_that_has_no_room_says_so_at_once_and_is_not_posted(make_world):

@@ -21,10 +21,10 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.transfer import TransferExecutor, TransferThread
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
-from core.kv.seals import ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
+from core.kv.seals import SEAL_BYTES, ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
 from core.testing.inproc_transport import InprocFabric, InprocTransport
 from core.testing.transport_owner import HostRows, row_content
-from core.transport import PeerId, RowRegion
+from core.transport import POOL_REGION, SEAL_REGION, PeerId, RowRegion
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, ROW_BYTES = 16, 64
@@ -43,6 +43,8 @@ class World:
         self.theirs, self.ours = HostRows(NUM_ROWS, ROW_BYTES), HostRows(NUM_ROWS, ROW_BYTES)
         self.their_seals, self.our_seals = seal_table(incarnation=1), seal_table(incarnation=2)
         self.digested: list[int] = []
+        self.num_looks = 0
+        self.times: dict[int, float] = {}  # of the reads' ends
         self.theirs.fill(1)
         self.owner = InprocTransport(self.fabric)
         self.owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
@@ -50,10 +52,18 @@ class World:
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(self.our_seals)])
         self.events: queue.SimpleQueue[ReadEnded | PeerFailed] = queue.SimpleQueue()
-        self.executor = TransferExecutor({"inproc": self.transport}, self.our_seals, each_by_itself(self.digest), self.report)
+        self.executor = TransferExecutor(
+            {"inproc": self.transport}, self.our_seals, each_by_itself(self.digest), self.report, self.now
+        )
         self.opened: list[PeerOpened] = []
 
-    def report(self, event: TransferEvent) -> None:
+    def now(self) -> float:
+        """Each look at the clock is a second after the one before."""
+        self.num_looks += 1
+        return float(self.num_looks)
+
+    def report(self, event: TransferEvent, at: float) -> None:
+        self.times[event.read_id if isinstance(event, ReadEnded) else -1] = at
         if isinstance(event, PeerOpened):
             self.opened.append(event)
         else:
@@ -156,7 +166,7 @@ def test_seals_are_read_when_the_reads_before_them_have_ended(world):
     world.freeze(False)
     *blocks, seals = world.poll()
     assert errors_of(blocks) == {1: None, 2: None}
-    assert decode_seal(seals.seals[0]).generation == 7
+    assert decode_seal(seals.seals[:SEAL_BYTES]).generation == 7
 
 
 def test_seals_are_read_although_a_read_before_them_has_failed(world):
@@ -177,6 +187,71 @@ def test_seals_are_read_at_once_if_all_before_them_has_ended(world):
     world.poll()
     world.read_seals(2, (3,), (0,), after=(1,))
     assert errors_of(world.poll()) == {2: None}
+
+
+def test_seals_are_asked_for_with_their_blocks_if_reads_are_answered_in_order(world):
+    world.transport.reads_in_order = True
+    posted, post_read = [], world.transport.post_read
+    world.transport.post_read = lambda peer, region, *rows: posted.append(region) or post_read(peer, region, *rows)
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    assert posted == [POOL_REGION, SEAL_REGION]
+    world.their_seals.seal(3, ExpectedSeal(7, 0, bytes(16), 32))
+    world.freeze(False)
+    blocks, seals = world.poll()
+    assert errors_of([blocks, seals]) == {1: None, 2: None}
+    assert decode_seal(seals.seals).generation == 7
+
+
+def test_seals_that_come_before_their_blocks_prove_nothing(world):
+    """No transport that keeps its word brings them."""
+    world.transport.reads_in_order = True
+    poll = world.transport.poll
+    world.transport.poll = lambda: poll()[::-1]
+    world.open()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    seals, blocks = world.poll()
+    assert errors_of([seals, blocks]) == {2: ProtocolError, 1: None}
+    assert seals.seals == b""
+
+
+def test_seals_that_are_near_are_looked_at_before_their_blocks_are_reported(world):
+    """Whoever is told of the blocks takes the processor."""
+    world.open()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    assert world.executor.poll()
+    assert world.events.qsize() == 2
+    assert world.times[1] < world.times[2], "when they ended, not when it was told"
+
+
+def test_no_seals_are_forgotten_whose_blocks_come_with_those_of_another_load(world):
+    world.open()
+    for read_id, row in ((1, 3), (3, 4)):
+        world.read(read_id, (row,), (row,))
+        world.read_seals(read_id + 1, (row,), (row,), after=(read_id,))
+    poll, come, sizes = world.transport.poll, [], iter([1])
+
+    def one_and_then_all():
+        come.extend(poll())
+        size = next(sizes, len(come))
+        found, come[:] = come[:size], come[size:]
+        return found
+
+    world.transport.poll = one_and_then_all
+    assert errors_of(world.poll()) == dict.fromkeys((1, 2, 3, 4))
+
+
+def test_time_of_a_seal_read_is_that_of_its_digests(world):
+    world.open()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), wants_digests=True, after=(1,))
+    world.poll()
+    assert world.digested == [0]
+    assert world.times[2] == world.num_looks, "the last look at the clock"
 
 
 @pytest.mark.parametrize("late_bytes", [False, True])
@@ -356,7 +431,7 @@ def test_seals_land_beside_the_table_and_come_with_the_event(world):
         world.their_seals.seal(block_id, ExpectedSeal(block_id, 0, bytes(16), 32))
     world.our_seals.seal(3, ExpectedSeal(77, 0, bytes(16), 32))
     world.read_seals(1, (3, 9), (3, 5))
-    assert world.poll() == [ReadEnded(1, seals=(world.their_seals.row(3), world.their_seals.row(9)))]
+    assert world.poll() == [ReadEnded(1, seals=world.their_seals.rows([3, 9]))]
     assert world.our_seals.sealed_generation(3) == 77
     assert world.digested == []
     assert not world.ours.rows.any()
@@ -381,8 +456,8 @@ def test_seal_that_landed_earlier_cannot_pass_for_one_that_comes_now(world, monk
     monkeypatch.setattr(world.transport, "_copy", lambda read, source: None)  # ends well and brings nothing
     world.read_seals(2, (3,), (0,))
     (second,) = world.poll()
-    assert decode_seal(first.seals[0]) is not None
-    assert decode_seal(second.seals[0]) is None
+    assert decode_seal(first.seals) is not None
+    assert decode_seal(second.seals) is None
 
 
 def test_failed_seal_read_brings_no_seals(world):
@@ -392,7 +467,7 @@ def test_failed_seal_read_brings_no_seals(world):
     world.executor.execute(CancelRead(1))
     (event,) = world.poll()
     assert event.error is not None
-    assert (event.seals, event.digests, world.digested) == ((), (), [])
+    assert (event.seals, event.digests, world.digested) == (b"", (), [])
 
 
 def test_executor_waits_as_long_as_its_most_impatient_transport(world):

@@ -6,12 +6,10 @@ import dataclasses
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, PostRead, PostSealRead, PullRequest, row_units
-from connectors.p2p.load import RowSlice
-from connectors.p2p.verification import SealCheck, check_seals
-from core.errors import PeerUnreachable, TransferError
+from connectors.p2p.actions import PostRead, PostSealRead, ReadEnded, row_units
+from connectors.p2p.verification import SealCheck, SealTerms
+from core.errors import PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import ExpectedSeal, layout_fingerprint
-from core.transport import PeerId
 
 EXPECTED = ExpectedSeal(generation=3, group_id=0, block_hash=b"h" * 16, num_tokens=32)
 
@@ -22,11 +20,9 @@ EXPECTED = ExpectedSeal(generation=3, group_id=0, block_hash=b"h" * 16, num_toke
 @pytest.fixture
 def check(layout, make_seal):
     def check(seal: bytes | None = None, digest: int | None = None, incarnation: int = 1):
-        ref = HandoffRef("t", PeerId("tcp://p:1", incarnation))
-        request = PullRequest("r", ref, row_units((8,), (2,), (EXPECTED,)), 32)
-        seals = (make_seal(EXPECTED) if seal is None else seal,)
-        terms = SealCheck(incarnation, layout_fingerprint(layout), wants_digests=digest is not None)
-        return check_seals(terms, request, RowSlice((0,), (8,), (2,)), seals, {} if digest is None else {8: digest})
+        terms = SealTerms(incarnation, layout_fingerprint(layout), wants_digests=digest is not None)
+        units = dict(enumerate(row_units((8,), (2,), (EXPECTED,))))
+        return SealCheck(terms, units).verdict(seal or make_seal(EXPECTED), {} if digest is None else {8: digest})
 
     return check
 
@@ -97,6 +93,18 @@ def test_load_whose_blocks_are_all_stale_fails_as_a_whole(pull):
     ended = pull.ended["r"]
     assert (ended.error.code, ended.invalid_block_ids) == ("stale", ())
     assert (ended.usage.verified_blocks, ended.usage.transferred_tokens) == (0, 0)
+
+
+def test_seals_that_came_too_early_fail_the_load_and_the_blocks_wait_for_their_reads(pull):
+    pull.start_reading(num_rows=4)
+    (seal_read,) = (read_id for read_id, read in pull.open_reads.items() if isinstance(read, PostSealRead))
+    del pull.open_reads[seal_read]
+    pull.take(pull.protocol.on_transfer(ReadEnded(seal_read, ProtocolError("too early")), pull.now))
+    ended = pull.ended["r"]
+    assert (ended.error.code, ended.usage.verified_blocks) == ("protocol_error", 0)
+    assert pull.quarantined == {0, 1, 2, 3}
+    pull.end_reads()
+    assert not pull.quarantined
 
 
 def test_what_one_group_lacks_the_others_cannot_make_up(pull):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from core.kv.seals import (
     BROKEN,
     SEAL_BYTES,
+    ExpectedRows,
     ExpectedSeal,
     Seal,
     SealTable,
@@ -123,6 +124,62 @@ def test_no_flipped_bit_of_the_identity_passes(bit):
     row[bit // 8] ^= 1 << bit % 8
     is_of_the_digest = 32 <= bit // 8 < 40 or 44 <= bit // 8 < 48  # checked against the bytes, not here
     assert (find_mismatch(bytes(row), EXPECTED, INCARNATION, LAYOUT_VERSION) is None) == is_of_the_digest
+
+
+# ---- several rows at once
+
+
+OTHER = ExpectedSeal(generation=9, group_id=0, block_hash=HASH[::-1], num_tokens=7)
+
+
+def expected_rows(*seals):
+    return ExpectedRows(seals, INCARNATION, LAYOUT_VERSION)
+
+
+@given(st.integers(0, 2 * 8 * SEAL_BYTES - 1))
+def test_rows_are_equal_if_none_has_a_mismatch(bit):
+    table = make_table()
+    table.seal_all([(0, EXPECTED), (3, OTHER)])
+    rows = bytearray(table.rows([0, 3]))
+    assert expected_rows(EXPECTED, OTHER).equal(bytes(rows))
+    rows[bit // 8] ^= 1 << bit % 8
+    each = zip((rows[:SEAL_BYTES], rows[SEAL_BYTES:]), (EXPECTED, OTHER), strict=True)
+    mismatches = [find_mismatch(bytes(row), seal, INCARNATION, LAYOUT_VERSION) for row, seal in each]
+    assert expected_rows(EXPECTED, OTHER).equal(bytes(rows)) == (mismatches == [None, None])
+
+
+def test_rows_in_another_order_are_not_equal(table):
+    table.seal_all([(0, EXPECTED), (3, OTHER)])
+    assert not expected_rows(EXPECTED, OTHER).equal(table.rows([3, 0]))
+    assert not expected_rows(EXPECTED, OTHER).equal(table.rows([0]))
+
+
+def test_rows_of_another_life_or_layout_are_not_equal(table):
+    table.seal(0, EXPECTED)
+    assert not ExpectedRows([EXPECTED], 1, LAYOUT_VERSION).equal(table.row(0))
+    assert not ExpectedRows([EXPECTED], INCARNATION, 1).equal(table.row(0))
+
+
+def test_no_row_equals_one_without_a_generation(table):
+    table.seal(0, EXPECTED)
+    table.break_seals([0])
+    assert not expected_rows(dataclasses.replace(EXPECTED, generation=BROKEN)).equal(table.row(0))
+
+
+def test_digests_are_compared_where_they_are_given():
+    table = make_table(digest_block=lambda block_id: block_id)
+    table.seal_all([(0, EXPECTED), (3, OTHER)])
+    expected, rows = expected_rows(EXPECTED, OTHER), table.rows([0, 3])
+    assert expected.equal(rows)
+    assert expected.equal(rows, [0, 3])
+    assert not expected.equal(rows, [0, 4])
+    assert not expected.equal(rows, [3, 0])
+
+
+def test_a_row_without_a_digest_has_none_that_is_equal(table):
+    table.seal(0, EXPECTED)
+    assert expected_rows(EXPECTED).equal(table.row(0))
+    assert not expected_rows(EXPECTED).equal(table.row(0), [0])
 
 
 def test_a_seal_says_whether_its_owner_made_a_digest():

@@ -77,9 +77,9 @@ class Worker:
         self.transport = FaultTransport(self.inproc, self.plan)
         self.transport.register([self.memory.region, RowRegion.of_seals(self.seals)])
         self.reports: list[Report] = []
-        self.events: list[TransferEvent] = []
+        self.events: list[tuple[TransferEvent, float]] = []
         by_name = {"denied": DeniedTransport(fabric), "inproc": self.transport}
-        self.executor = TransferExecutor(by_name, self.seals, each_by_itself(self.digest), self.events.append)
+        self.executor = TransferExecutor(by_name, self.seals, each_by_itself(self.digest), self.report, clock.now)
         offers = {"denied": b"", "inproc": self.transport.describe()}
         settings = NodeSettings(
             pull=PullSettings(
@@ -93,6 +93,9 @@ class Worker:
         )
         responder = HandshakeResponder(identity, NUM_BLOCKS, offers, self.seals.has_digests)
         self.node = P2PNode(identity, clock, transports, settings, responder)
+
+    def report(self, event: TransferEvent, at: float) -> None:
+        self.events.append((event, at))
 
     def digest(self, block_id: int) -> int:
         return DIGEST + int(self.memory.rows[block_id, 0])
@@ -169,7 +172,7 @@ class World:
         while any(worker.executor.poll() or worker.events for worker in self.workers):
             for worker in self.workers:
                 while worker.events:
-                    self.carry_out(worker, worker.node.on_transfer(worker.events.pop(0), self.clock.now()))
+                    self.carry_out(worker, worker.node.on_transfer(*worker.events.pop(0)))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, timer by timer."""

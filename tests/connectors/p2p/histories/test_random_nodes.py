@@ -105,8 +105,13 @@ class History:
         transports = {name: self._faulty(name) for name in NAMES}
         digest_blocks = each_by_itself(lambda block_id: digest(memoryview(self.read_block(block_id))))
         self.events, self.commands = deque(), deque()
-        self.executor = TransferExecutor(transports, self.region.seals, digest_blocks, self.events.append, self.staging)
+        self.executor = TransferExecutor(
+            transports, self.region.seals, digest_blocks, self.report, self.clock.now, self.staging
+        )
         self.node = P2PNode(self.make_identity("decode", 77, layout=self.region.layout), self.clock, NAMES, self.settings)
+
+    def report(self, event, at):
+        self.events.append((event, at))
 
     def _faulty(self, name):
         rng = self.rng
@@ -117,6 +122,7 @@ class History:
         if self.remote_size != self.size:
             corrupt.clear()  # these reads go to the staging area, about which the plan knows nothing
         transport = FaultTransport(inner, FaultPlan(refuse, fail, stall, corrupt, ignore_cancel=rng.random() < 0.3))
+        transport.reads_in_order = rng.random() < 0.5  # a stalled read breaks the promise: its seals are refused then
         transport.register(regions_of(self.region), self.staging.region)
         return transport
 
@@ -206,8 +212,7 @@ class History:
     def take_events(self):
         """Let the event loop take what the transfer thread has reported."""
         for _ in range(min(self.rng.randint(1, 3), len(self.events))):
-            event = self.events.popleft()
-            self.take(self.node.on_transfer(event, self.clock.now()))
+            self.take(self.node.on_transfer(*self.events.popleft()))
 
     def talk(self):
         """Let a message arrive, or the end of a connection."""

@@ -12,6 +12,7 @@ from connectors.p2p.transport.nixl import NixlTransport, installed_module
 from core.errors import PeerUnreachable
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
+from core.testing.rewritten_rows_suite import RewrittenRowsSuite
 from core.testing.transport_owner import HostRows
 from core.testing.transport_suite import TransportSuite
 from core.transport import PeerId, RowRegion
@@ -21,6 +22,10 @@ OVER_TCP = Path(__file__).with_name("nixl_over_tcp.py")
 
 
 class TestNixlTransport(TransportSuite):
+    factory = f"{FACTORIES}:make_nixl"
+
+
+class TestNixlOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_nixl"
 
 

@@ -11,15 +11,20 @@ from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
+from core.testing.rewritten_rows_suite import RewrittenRowsSuite
 from core.testing.transport_owner import HostRegions, ProcessOwner
 from core.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
-from core.transport import RowRegion
+from core.transport import POOL_REGION, SEAL_REGION, RowRegion
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 MEMORY_NAME = "memfd:kvferry-test-rows"
 
 
 class TestShmTransport(TransportSuite):
+    factory = f"{FACTORIES}:make_shm"
+
+
+class TestShmOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_shm"
 
 
@@ -59,6 +64,19 @@ def changed_file(owner, **fields):
 
 def num_maps():
     return Path("/proc/self/maps").read_text().count(MEMORY_NAME)
+
+
+def test_reads_are_copied_one_after_the_other_and_told_one_by_one(reader, owner):
+    """Seals that are asked for behind their blocks are looked at when the blocks are here."""
+    reader.transport.add_peer(PEER, owner.metadata)
+    blocks = reader.transport.post_read(PEER, POOL_REGION, [3, 7], [5, 6])
+    seals = reader.transport.post_read(PEER, SEAL_REGION, [3, 7], [5, 6])
+    reader.until(lambda: reader.results)
+    assert list(reader.results) == [blocks]
+    reader.assert_rows(1, [3, 7], [5, 6])
+    reader.assert_untouched([5, 6], SEAL_REGION)
+    assert reader.wait(seals) == [None]
+    reader.assert_rows(1, [3, 7], [5, 6], SEAL_REGION)
 
 
 def num_open_files():

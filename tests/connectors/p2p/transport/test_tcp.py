@@ -9,18 +9,13 @@ import pytest
 import zmq
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.tcp import (
-    FORMAT_VERSION,
-    MAX_CHUNK_ROWS,
-    MAX_REQUEST_BYTES,
-    ChunkHeader,
-    ChunkRequest,
-    TcpMetadata,
-    TcpTransport,
-)
+from connectors.p2p.transport.frames import MAX_CHUNK_ROWS
+from connectors.p2p.transport.tcp import TcpTransport
+from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, MAX_REQUEST_BYTES, ChunkHeader, ChunkRequest, TcpMetadata
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
+from core.testing.rewritten_rows_suite import RewrittenRowsSuite
 from core.testing.transport_owner import HostRegions, load_factory
 from core.testing.transport_suite import PEER, ROW_BYTES, Reader, TransportSuite
 
@@ -33,6 +28,14 @@ class TestTcpTransport(TransportSuite):
 
 
 class TestTcpTransportWithKey(TransportSuite):
+    factory = f"{FACTORIES}:make_tcp_with_key"
+
+
+class TestTcpOverRewrittenRows(RewrittenRowsSuite):
+    factory = f"{FACTORIES}:make_tcp"
+
+
+class TestTcpWithKeyOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_tcp_with_key"
 
 

@@ -5,7 +5,8 @@ import pytest
 import zmq
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.tcp import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata, TcpTransport
+from connectors.p2p.transport.tcp import TcpTransport
+from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata
 from core.errors import PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES

@@ -1,0 +1,117 @@
+"""The sums that a block's digest is made of, over words in host memory: in one pass by compiled C, or in three by numpy.
+
+Owns both ways and the choice between them. ``core/_multilinear.c`` is built when kvferry is installed, if there is a C
+compiler; where there was none, numpy gives the same sums, more slowly. What the sums mean and which keys they are made with is
+defined in ``core.digest``, the only caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK_ROWS = 256  # 1 MiB of rows of 512 words: few calls for a block, and little scratch memory
+
+Words = npt.NDArray[np.uint64]
+
+
+class Sums(Protocol):
+    """Both levels of the hash for blocks of as many rows as there are outer keys, modulo 2**64."""
+
+    def __init__(self, row_keys: Words, outer_keys: Words) -> None:
+        """``row_keys`` [2, row_words] and ``outer_keys`` [2, num_rows]: those of whole words, and of their upper halves."""
+
+    def of(self, words: Words) -> int:
+        """Return the sum over the rows of a block [num_words], of which the last may be shorter."""
+
+
+class CompiledSums:
+    """One pass in C, without the interpreter's lock. Any thread."""
+
+    def __init__(self, row_keys: Words, outer_keys: Words, library: ctypes.CDLL | None = None) -> None:
+        library = library or compiled_library()
+        assert library is not None, "the caller has looked"
+        self._function = library.kvferry_multilinear
+        self._row_keys, self._outer_keys = np.ascontiguousarray(row_keys), np.ascontiguousarray(outer_keys)
+        self._arguments = (
+            self._row_keys.ctypes.data,
+            row_keys.shape[1],
+            self._outer_keys.ctypes.data,
+            outer_keys.shape[1],
+        )
+
+    def of(self, words: Words) -> int:
+        """Return the sum over the rows of a block."""
+        digest: int = self._function(words.ctypes.data, len(words), *self._arguments)
+        return digest
+
+
+class NumpySums:
+    """Three passes over pieces that fit a cache. Holds scratch memory, so each thread needs one of its own."""
+
+    def __init__(self, row_keys: Words, outer_keys: Words) -> None:
+        self._low_keys, self._high_keys = row_keys
+        self._outer = outer_keys
+        self._row_words = row_keys.shape[1]
+        num_rows = outer_keys.shape[1]
+        self._rows = np.empty((2, num_rows), dtype=np.uint64)
+        self._upper = np.empty((min(CHUNK_ROWS, num_rows), self._row_words), dtype=np.uint64)
+
+    def of(self, words: Words) -> int:
+        """Return the sum over the rows of a block."""
+        num_full = len(words) // self._row_words
+        full = words[: num_full * self._row_words].reshape(num_full, self._row_words)
+        for start in range(0, num_full, CHUNK_ROWS):
+            self._reduce(full[start : start + CHUNK_ROWS], start)
+        if num_full < self._rows.shape[1]:
+            self._reduce(words[num_full * self._row_words :].reshape(1, -1), num_full)
+        low, high = self._rows
+        low += high
+        np.right_shift(low, np.uint64(32), out=high)
+        return int(np.einsum("lr,lr->", self._outer, self._rows))
+
+    def _reduce(self, rows: Words, start: int) -> None:
+        """Compute both sums of these rows, the first of which is row ``start`` of the block."""
+        num_rows, num_words = rows.shape
+        out = slice(start, start + num_rows)
+        np.einsum("rc,c->r", rows, self._low_keys[:num_words], out=self._rows[0, out])
+        upper = self._upper[:num_rows, :num_words]
+        np.right_shift(rows, np.uint64(32), out=upper)
+        np.einsum("rc,c->r", upper, self._high_keys[:num_words], out=self._rows[1, out])
+
+
+def fastest_sums() -> type[Sums]:
+    """Return the compiled way if it was built here, else numpy's."""
+    return NumpySums if compiled_library() is None else CompiledSums
+
+
+@cache
+def compiled_library() -> ctypes.CDLL | None:
+    """Return what was built of ``core/_multilinear.c``; None if nothing was, or nothing that gives the right sums here."""
+    found = importlib.util.find_spec("core._multilinear")
+    if found is None or found.origin is None or sys.byteorder != "little":
+        return None
+    try:
+        library = ctypes.CDLL(found.origin)
+        function = library.kvferry_multilinear
+    except (OSError, AttributeError):  # built for another system, or of another release
+        return None
+    function.restype = ctypes.c_uint64
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
+    return library if _is_right(library) else None
+
+
+def _is_right(library: ctypes.CDLL) -> bool:
+    """Compare with numpy: a library that was not built anew with this file computes something else."""
+    row_keys, outer_keys, words = (_some_words(shape) for shape in ((2, 16), (2, 3), (41,)))
+    return CompiledSums(row_keys, outer_keys, library).of(words) == NumpySums(row_keys, outer_keys).of(words)
+
+
+def _some_words(shape: tuple[int, ...]) -> Words:
+    return np.random.default_rng(1).integers(0, 1 << 64, shape, np.uint64)
