@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+BUFFER_BYTES = 1 << 20  # what the kernel takes in of each direction while nothing passes, about
 _PIECE_BYTES = 64 << 10
 _CONNECT_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 10.0
@@ -39,9 +40,9 @@ class _Way:
 class TcpProxy:
     """Listens at ``address`` and carries each connection to ``target``, until it is told otherwise.
 
-    While it is silent no byte and no end of a connection passes, in either direction. What is sent meanwhile waits in buffers,
-    as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted by the
-    kernel, and nobody answers them. Use it as a context manager, or call ``close``.
+    While it is silent no byte and no end of a connection passes, in either direction or in one. What is sent meanwhile waits in
+    buffers, as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted
+    by the kernel, and nobody answers them. Use it as a context manager, or call ``close``.
     """
 
     def __init__(self, target: tuple[str, int], listen_at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -52,13 +53,14 @@ class TcpProxy:
         self._calls: deque[tuple[Callable[[], None], threading.Event]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         self._bytes_left = math.inf  # of answers, until it is silent
+        self._requests_pass = False  # even so
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"tcp-proxy {self.address[1]}", daemon=True)
         self._thread.start()
 
     @property
     def is_silent(self) -> bool:
-        """True while nothing passes."""
+        """True while no answer passes."""
         return self._bytes_left <= 0
 
     # ---- what can be done to it --------------------------------------------------------------------------------------
@@ -66,6 +68,10 @@ class TcpProxy:
     def silence(self, num_bytes: int = 0) -> None:
         """Let nothing pass any more, once so many more bytes have gone from the target to those who read from it."""
         self._call(lambda: self._set_bytes_left(num_bytes))
+
+    def silence_answers(self, num_bytes: int) -> None:
+        """Let nothing pass any more from the target to those who read from it, once so many more bytes have; requests do."""
+        self._call(lambda: self._set_bytes_left(num_bytes, requests_pass=True))
 
     def heal(self) -> None:
         """Let everything pass again, first of all what was sent meanwhile."""
@@ -100,8 +106,9 @@ class TcpProxy:
 
     # ---- inside, by the thread alone ---------------------------------------------------------------------------------
 
-    def _set_bytes_left(self, number: float) -> None:
+    def _set_bytes_left(self, number: float, *, requests_pass: bool = False) -> None:
         self._bytes_left = number
+        self._requests_pass = requests_pass
 
     def _reset_all(self) -> None:
         for way in list(self._ways):
@@ -122,23 +129,25 @@ class TcpProxy:
                 self._take_calls()
                 continue  # what was wanted may not be so any more
             for way in list(self._ways):
-                if not self.is_silent and way in self._ways:
+                if self._passes(way) and way in self._ways:
                     self._serve(way, ready)
             if self._listener.fileno() in ready:
                 self._accept()
 
     def _wanted(self) -> dict[int, int]:
-        """Return what to wait for, by file descriptor. A silent proxy does not even look at its connections."""
+        """Return what to wait for, by file descriptor. Where it is silent it does not even look at its connections."""
         wanted = {self._wake_read: select.POLLIN}
-        if self.is_silent:
-            return wanted
-        wanted[self._listener.fileno()] = select.POLLIN
-        for way in self._ways:
+        if not self.is_silent:
+            wanted[self._listener.fileno()] = select.POLLIN
+        for way in filter(self._passes, self._ways):
             if way.pending:
                 wanted[way.sink.fileno()] = wanted.get(way.sink.fileno(), 0) | select.POLLOUT
             elif not way.has_ended:
                 wanted[way.source.fileno()] = wanted.get(way.source.fileno(), 0) | select.POLLIN
         return wanted
+
+    def _passes(self, way: _Way) -> bool:
+        return not self.is_silent or (self._requests_pass and not way.is_answer)
 
     def _take_calls(self) -> None:
         os.read(self._wake_read, 1)
@@ -156,6 +165,7 @@ class TcpProxy:
         for end in (client, server):
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self._ways += [_Way(client, server, is_answer=False), _Way(server, client, is_answer=True)]
 
     def _serve(self, way: _Way, ready: set[int]) -> None:

@@ -93,6 +93,18 @@ def test_silence_begins_in_the_midst_of_an_answer(proxy, ends):
     assert receive(client, 100_000) == content[100_000:]
 
 
+def test_requests_pass_while_answers_are_silent(proxy, ends):
+    client, accepted = ends
+    proxy.silence_answers(3)
+    accepted.sendall(b"answer")
+    assert receive(client, 3) == b"ans"
+    client.sendall(b"question")
+    assert receive(accepted, 8) == b"question"
+    assert_nothing_comes(client)
+    proxy.heal()
+    assert receive(client, 3) == b"wer"
+
+
 def test_nobody_answers_a_connection_that_is_made_in_the_silence(server, proxy):
     proxy.silence()
     with connect(proxy) as client:
