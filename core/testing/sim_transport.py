@@ -30,12 +30,13 @@ class TransportTraits:
     has_late_bytes: bool  # cancelling a read does not stop it
     outlives_owner: bool  # memory that is mapped can be read after its owner's death
     shares_errors: bool = False  # an error is one of the connection: all reads of the peer end by it
+    keeps_order: bool = False  # where the fabric lets it: ``Transport.reads_in_order``
 
 
 TRAITS = {
-    "tcp": TransportTraits(name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False),
+    "tcp": TransportTraits(name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False, keeps_order=True),
     "nixl": TransportTraits(name="nixl", is_one_sided=True, has_late_bytes=True, outlives_owner=False, shares_errors=True),
-    "shm": TransportTraits(name="shm", is_one_sided=True, has_late_bytes=False, outlives_owner=True),
+    "shm": TransportTraits(name="shm", is_one_sided=True, has_late_bytes=False, outlives_owner=True, keeps_order=True),
 }
 
 
@@ -88,6 +89,9 @@ class _Read:
     remote_rows: tuple[int, ...]
     local_rows: tuple[int, ...]
     num_rows_left: int
+    num_rows_unseen: int
+    behind: list[_Read] = field(default_factory=list)  # none of whose rows may be unseen when one of these is looked at
+    outcome: tuple[KVFerryError | None] | None = None  # that is told when those have ended
     fails: bool = False
     corrupt_row: int = -1  # index of the row
     stall: tuple[int, float] = (-1, 0.0)  # index of the row, seconds
@@ -95,12 +99,16 @@ class _Read:
 
 @dataclass(slots=True)
 class SimFabric:
-    """All registered memory, by the number of its owner; what is common to all transports of a simulation."""
+    """All registered memory, by the number of its owner; what is common to all transports of a simulation.
+
+    ``keeps_order``: seals are looked at when all that was asked for before them has been, by transports that can.
+    """
 
     loop: EventLoop
     network: Network
     random: Random
     weather: ReadWeather
+    keeps_order: bool = False
     owners: dict[int, _Owner] = field(default_factory=dict)
 
     def add_owner(self, process: Process, regions: Sequence[RowRegion]) -> int:
@@ -124,6 +132,7 @@ class SimTransport(Transport):
         watch: LandingWatch | None = None,
     ) -> None:
         self.name = traits.name  # type: ignore[misc]  # the name of an instance
+        self.reads_in_order = traits.keeps_order and fabric.keeps_order  # type: ignore[misc]
         self._fabric = fabric
         self._process = process
         self._traits = traits
@@ -188,14 +197,19 @@ class SimTransport(Transport):
         target = self._landing[peer][region]
         _check_rows(owner.regions[region], target, remote_rows, local_rows)
         self._last_handle += 1
-        read = _Read(self._last_handle, peer, owner, region, target, tuple(remote_rows), tuple(local_rows), len(local_rows))
+        num_rows = len(local_rows)
+        rows = tuple(remote_rows), tuple(local_rows)
+        read = _Read(self._last_handle, peer, owner, region, target, *rows, num_rows_left=num_rows, num_rows_unseen=num_rows)
+        if self.reads_in_order and region != POOL_REGION:
+            read.behind = [other for other in self._reads.values() if other.peer == peer]
         self._decide_fate(read)
         self._reads[read.handle] = read
         if self._watch is not None:
             self._watch.on_post(read.handle, self._watched(read), read.local_rows)
         if not self._traits.outlives_owner:
             owner.process.on_death(lambda: self._on_owner_death(read))
-        self._plan_row(read, 0)
+        if not self._has_to_wait(read):
+            self._plan_row(read, 0)
         return read.handle
 
     def poll(self) -> list[ReadResult]:
@@ -257,6 +271,7 @@ class SimTransport(Transport):
         content = bytearray(source.buffer[start : start + source.row_bytes])
         if index == read.corrupt_row:
             content[self._fabric.random.randrange(len(content))] ^= 1 << self._fabric.random.randrange(8)
+        self._note_seen(read)
         land = self._fabric.loop.call_later if self._traits.is_one_sided else self._process.call_later
         land(self._hop_s(), lambda: self._land(read, index, bytes(content)))
         if index + 1 < len(read.local_rows):
@@ -277,7 +292,14 @@ class SimTransport(Transport):
             self._process.call_later(self._hop_s(), lambda: self._end_all_of(read.peer))
             return
         error = TransferError("the read failed on the way") if read.fails else None
-        self._process.call_later(self._hop_s(), lambda: self._end(read, error))
+        self._process.call_later(self._hop_s(), lambda: self._end_in_order(read, error))
+
+    def _end_in_order(self, read: _Read, error: KVFerryError | None) -> None:
+        """Tell how a read has ended, but behind what was asked for before it."""
+        if self._is_any_open(read.behind):
+            read.outcome = (error,)
+        else:
+            self._end(read, error)
 
     def _end_all_of(self, peer: PeerId) -> None:
         """The connection to a peer has failed; until it is opened anew nothing can be read of it."""
@@ -296,6 +318,34 @@ class SimTransport(Transport):
                 self._watch.on_end(read.handle)
             self._ended.append(ReadResult(read.handle, error))
             self._wake()
+            self._go_on_behind(read)
+
+    # ---- the order of reads ------------------------------------------------------------------------------------------
+
+    def _has_to_wait(self, read: _Read) -> bool:
+        return any(other.num_rows_unseen and other.handle in self._reads for other in read.behind)
+
+    def _is_any_open(self, reads: Sequence[_Read]) -> bool:
+        return any(read.handle in self._reads for read in reads)
+
+    def _note_seen(self, read: _Read) -> None:
+        """A row of the owner's has been looked at; with the last of them others may be."""
+        read.num_rows_unseen -= 1
+        if not read.num_rows_unseen:
+            self._begin_behind(read)
+
+    def _begin_behind(self, read: _Read) -> None:
+        for other in list(self._reads.values()):
+            if read in other.behind and other.num_rows_unseen == len(other.local_rows) and not self._has_to_wait(other):
+                self._plan_row(other, 0)
+
+    def _go_on_behind(self, read: _Read) -> None:
+        """A read has ended, before or after all of it was looked at: begin and end what waits for that."""
+        if read.num_rows_unseen:
+            self._begin_behind(read)
+        for other in [other for other in self._reads.values() if read in other.behind and other.outcome is not None]:
+            if other.outcome is not None and not self._is_any_open(other.behind):
+                self._end(other, other.outcome[0])
 
     # ---- details -----------------------------------------------------------------------------------------------------
 

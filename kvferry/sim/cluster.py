@@ -66,7 +66,7 @@ class SimCluster:
         self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
-        fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads)
+        fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads, plan.keeps_order)
         self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
         self.stores = SimStores(self._world, plan.tier, plan.embedding_store)
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)

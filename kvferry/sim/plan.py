@@ -39,6 +39,7 @@ _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
+_ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
@@ -119,6 +120,7 @@ class ClusterPlan:
     requests: tuple[RequestPlan, ...]
     faults: FaultSchedule
     max_rows_per_read: int
+    keeps_order: bool  # of reads, where the transport can: seals are asked for together with their blocks
     tier: TierPlan | None = None
     images: ImagePlan | None = None
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
@@ -143,12 +145,13 @@ class ClusterPlan:
     def describe(self) -> list[str]:
         """Return the plan as lines of text."""
         connector, scheduler = self.config.connector, self.config.scheduler
+        order = ", in order if it can" if self.keeps_order else ""
         lines = [
             f"seed {self.seed}: faults {', '.join(sorted(self.kinds)) or 'none'}",
             f"groups {', '.join(map(str, self.attentions))}",
             f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}"
             + (", one of them in flight while the next is scheduled" if self.async_scheduling else ""),
-            f"transport {connector.transports[0]}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
+            f"transport {connector.transports[0]}{order}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
         ]
@@ -226,6 +229,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
         requests=requests,
         faults=faults,
         max_rows_per_read=random.choice((1, 2, 100)),
+        keeps_order=Random(f"{seed}/order").random() < _ORDER_SHARE,
         tier=tier,
         images=images,
         embedding_store=embedding_store,

@@ -37,6 +37,7 @@ from core.kv.seals import SEAL_BYTES
 from core.kv.single_type import RecyclingManager
 from core.kv.spec import SlidingWindowSpec
 from core.testing.sim_faults import Fault
+from core.testing.sim_transport import SimTransport
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.plan import draw_plan, draw_race_plan
 from router.flows import Flows
@@ -118,6 +119,11 @@ def read_seals_before_the_data(patch: Patch) -> None:
 
     patch(TransferExecutor, "_post", post)
     patch(TransferExecutor, "_ended", ended)
+
+
+def look_at_seals_when_they_are_asked_for(patch: Patch) -> None:
+    """By an owner who answers reads in order, but looks before what it has sent has left."""
+    patch(SimTransport, "_has_to_wait", returns(False))
 
 
 def begin_to_read_seals_when_they_are_ordered(patch: Patch) -> None:
@@ -418,6 +424,7 @@ MUTANTS = (
     Mutant("never break seals", (), never_break_seals),
     Mutant("break seals when the step has run", _RACE, break_seals_when_the_step_has_run),
     Mutant("read seals before the data", _RACE, read_seals_before_the_data),
+    Mutant("look at seals when they are asked for", _RACE, look_at_seals_when_they_are_asked_for),
     Mutant("begin to read seals when they are ordered", _RACE, begin_to_read_seals_when_they_are_ordered),
     Mutant("seal what was not computed", (), seal_what_was_not_computed),
     Mutant("release leases early", (), release_leases_early),

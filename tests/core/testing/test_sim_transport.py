@@ -11,16 +11,16 @@ from core.testing.sim_network import Network, NetworkWeather
 from core.testing.sim_transport import TRAITS, ReadWeather, SimFabric, SimTransport
 from core.testing.transport_owner import HostRegions, HostRows
 from core.testing.transport_suite import NUM_ROWS, ROW_BYTES, TransportSuite
-from core.transport import PeerId
+from core.transport import POOL_REGION, SEAL_REGION, PeerId
 
 PEER = PeerId("owner", 1)
 ROW = 8
 
 
-def make_fabric() -> SimFabric:
+def make_fabric(keeps_order: bool = False) -> SimFabric:
     loop = EventLoop()
     network = Network(loop, Random(1), NetworkWeather(), lambda frame: False)
-    return SimFabric(loop, network, Random(2), ReadWeather(row_s=0.01))
+    return SimFabric(loop, network, Random(2), ReadWeather(row_s=0.01), keeps_order)
 
 
 class PolledTransport(SimTransport):
@@ -81,6 +81,10 @@ class TestAsShm(SimTransportSuite):
     traits = "shm"
 
 
+class TestInOrder(TestAsTcp):
+    fabric: ClassVar[SimFabric] = make_fabric(keeps_order=True)
+
+
 class Watch:
     def __init__(self) -> None:
         self.landed: list[int] = []
@@ -98,23 +102,27 @@ class Watch:
 
 
 class Pair:
-    """A reader of one owner, each with a few rows; ``run`` lets an amount of time pass."""
+    """A reader of one owner, each with a few rows in two regions; ``run`` lets an amount of time pass."""
 
-    def __init__(self, kind: str) -> None:
-        self.fabric = make_fabric()
+    def __init__(self, kind: str, keeps_order: bool = False) -> None:
+        self.fabric = make_fabric(keeps_order)
         self.loop = self.fabric.loop
         self.memory = {name: HostRows(6, ROW) for name in ("owner", "reader")}
-        self.memory["owner"].rows[:] = 1
+        self.seals = {name: HostRows(6, ROW) for name in ("owner", "reader")}
+        self.memory["owner"].rows[:] = self.seals["owner"].rows[:] = 1
         self.processes = {name: Process(self.loop, name) for name in ("owner", "reader")}
         self.watch = Watch()
         self.reader = SimTransport(self.fabric, self.processes["reader"], TRAITS[kind], lambda: None, self.watch)
         owner = SimTransport(self.fabric, self.processes["owner"], TRAITS[kind], lambda: None)
-        owner.register([self.memory["owner"].region])
-        self.reader.register([self.memory["reader"].region])
+        owner.register([self.memory["owner"].region, self.seals["owner"].region])
+        self.reader.register([self.memory["reader"].region, self.seals["reader"].region])
         self.reader.add_peer(PEER, owner.describe())
 
     def read(self, *rows: int) -> int:
-        return self.reader.post_read(PEER, 0, rows, rows)
+        return self.reader.post_read(PEER, POOL_REGION, rows, rows)
+
+    def read_seals(self, *rows: int) -> int:
+        return self.reader.post_read(PEER, SEAL_REGION, rows, rows)
 
     def run(self, seconds: float = 100.0) -> None:
         end = self.loop.now + seconds
@@ -159,6 +167,37 @@ def test_cancelled_read_writes_on_only_where_bytes_come_late(kind):
     assert ended_at_once is not TRAITS[kind].has_late_bytes
     assert bool(pair.watch.landed) is TRAITS[kind].has_late_bytes
     assert not pair.watch.open
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_seals_are_looked_at_behind_the_blocks_before_them_only_in_order(keeps_order):
+    pair = Pair("tcp", keeps_order)
+    pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 50.0
+    blocks = {pair.read(0, 1, 2), pair.read(3, 4)}
+    pair.fabric.weather.stall_rate = 0.0
+    seals = pair.read_seals(*range(5))
+    pair.run(0.1)
+    assert [result.handle for result in pair.reader.poll()] == ([] if keeps_order else [seals])
+    pair.seals["owner"].rows[:] = 2
+    pair.run()
+    handles = [result.handle for result in pair.reader.poll()]
+    assert set(handles[:2]) == blocks
+    assert handles[2:] == ([seals] if keeps_order else [])
+    assert (pair.seals["reader"].rows[:5] == (2 if keeps_order else 1)).all()
+
+
+def test_seals_are_looked_at_when_the_blocks_before_them_are_given_up():
+    pair = Pair("tcp", keeps_order=True)
+    pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 1e6
+    blocks = pair.read(0, 1, 2)
+    pair.fabric.weather.stall_rate = 0.0
+    seals = pair.read_seals(0, 1, 2)
+    pair.run(10)
+    pair.reader.cancel(blocks)
+    pair.run(10)
+    cancelled, read = pair.reader.poll()
+    assert (cancelled.handle, type(cancelled.error)) == (blocks, TransferError)
+    assert (read.handle, read.error) == (seals, None)
 
 
 def test_stalled_read_goes_on_later():
