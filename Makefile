@@ -15,6 +15,9 @@ FROM   := 0
 GOLDEN := cpu-minimal gpu-rdma ha vision
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests and clusters start hundreds of processes: each would compile the tree anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.
 LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/lmcache-0.5.6
 PYTHON_USED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -22,6 +22,7 @@ def load_gpu(load_benchmark):
         yield load_benchmark
 
 
+@pytest.mark.slow
 def test_smoke_run_measures_everything_and_fails_nowhere(run_benchmark, tmp_path):
     path = tmp_path / "gpu.json"
     printed = run_benchmark("gpu", "--smoke", "--json", str(path))

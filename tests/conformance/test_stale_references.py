@@ -74,6 +74,7 @@ class TestShmWithDigests(P2PStaleReferences):
     kv_verify = "digest"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     NixlTransport(RandomIds(), "probe").unavailable_reason() is not None, reason="NIXL is not installed: the extra 'nixl'"
 )

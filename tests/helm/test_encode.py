@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 PRESET = "vision"
 CONTROL, DATA = 5571, 5572
 

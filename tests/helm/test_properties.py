@@ -9,6 +9,8 @@ import yaml
 
 from core.config import load_config
 
+pytestmark = pytest.mark.slow
+
 WORKLOADS = ("Deployment", "StatefulSet")
 PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "store-sidecar", "ha")
 

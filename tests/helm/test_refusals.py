@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "unknown key": (["prefil.replicas=2"], "additional properties 'prefil' not allowed"),
     "unknown key of a role": (["decode.replica=2"], "at '/decode': additional properties 'replica' not allowed"),

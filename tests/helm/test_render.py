@@ -8,6 +8,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "kvferry"
 PRESETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from kvferry import __version__, cli
 from kvferry.models import is_cached
 
+pytestmark = pytest.mark.slow
+
 
 def kvferry(*arguments):
     command = [sys.executable, "-P", "-m", "kvferry", *arguments]
@@ -101,7 +103,6 @@ def test_model_counts_as_cached_only_with_the_wanted_content(tmp_path):
     assert is_cached("smollm2-135m", str(tmp_path))
 
 
-@pytest.mark.slow
 def test_model_is_fetched_by_name():
     result = CliRunner().invoke(cli.app, ["models", "smollm2-135m"])
     assert result.exit_code == 0

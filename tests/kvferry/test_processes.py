@@ -19,7 +19,7 @@ from kvferry.processes import Backoff, ChildSpec, ProcessKeeper
 TELL = 'import os, sys; os.write(int(sys.argv[-3]), b\'{"ops_address": "here"}\\n\'); os.close(int(sys.argv[-3]));'
 SLEEP = "import time; time.sleep(600)"
 
-pytestmark = pytest.mark.usefixtures("no_child_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
 
 def child(script, name="c", log_file=None):

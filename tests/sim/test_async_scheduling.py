@@ -17,6 +17,8 @@ from kvferry.sim.cluster import SimCluster
 from kvferry.sim.plan import MAX_MODEL_LEN, draw_plan, draw_tight_plan
 from kvferry.sim.runs import Summary
 
+pytestmark = pytest.mark.slow
+
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 _SLOW = (Fault.PRESSURE, Fault.SLOW)

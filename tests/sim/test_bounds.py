@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from core.testing.sim_faults import Fault, FaultEvent
 from kvferry.sim.cluster import RunResult, SimCluster
 from kvferry.sim.plan import ClusterPlan, draw_plan
 from kvferry.sim.worker import SimWorker
+
+pytestmark = pytest.mark.slow
 
 SEEDS = range(15)
 TICK_S = 0.1

@@ -20,6 +20,8 @@ from kvferry.sim.image_plan import draw_images
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed
 
+pytestmark = pytest.mark.slow
+
 NUM_RUNS = 20
 WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.connector == "p2p"][:NUM_RUNS]
 RELEASED_LATE = 179  # a fetch ends when no request is left

@@ -13,6 +13,8 @@ from kvferry.sim.plan import draw_plan
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import SimWorker
 
+pytestmark = pytest.mark.slow
+
 SCHEDULER = (
     "requests",
     "running",

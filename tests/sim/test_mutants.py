@@ -43,6 +43,8 @@ from kvferry.sim.plan import draw_plan, draw_race_plan
 from router.flows import Flows
 from router.legs import TokensLost
 
+pytestmark = pytest.mark.slow
+
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 

@@ -10,6 +10,8 @@ from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.plan import ClusterPlan, draw_plan
 
+pytestmark = pytest.mark.slow
+
 NUM_RUNS = 12
 
 

@@ -14,6 +14,8 @@ from kvferry.cli import app
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import command, run_seed
 
+pytestmark = pytest.mark.slow
+
 SEEDS = (1, 4, 10)
 NUM_REPLAYED = 10
 _DIGESTS = """

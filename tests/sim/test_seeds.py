@@ -12,12 +12,17 @@ from kvferry.sim.plan import draw_plan, draw_race_plan
 from kvferry.sim.runs import Summary, command, run_seeds
 
 SEEDS_PER_TEST = 20
+NUM_QUICKEST = 40  # in `make check`
 NUM_QUICK = 200
 NUM_FULL = 2000
 
 
 def portions(first: int, end: int) -> list[range]:
     return [range(start, start + SEEDS_PER_TEST) for start in range(first, end, SEEDS_PER_TEST)]
+
+
+def slow(seeds):
+    return [pytest.param(each, marks=pytest.mark.slow) for each in seeds]
 
 
 def name(seeds: range) -> str:
@@ -29,7 +34,7 @@ def assert_good(summary: Summary, kinds: tuple[Fault, ...] | None = None) -> Non
     assert not told, "\n".join(["replay with", *told])
 
 
-@pytest.mark.parametrize("seeds", portions(0, NUM_QUICK), ids=name)
+@pytest.mark.parametrize("seeds", [*portions(0, NUM_QUICKEST), *slow(portions(NUM_QUICKEST, NUM_QUICK))], ids=name)
 def test_mixed_faults(seeds):
     assert_good(run_seeds(seeds))
 
@@ -50,12 +55,14 @@ def test_more_mixed_faults(seeds):
     assert_good(run_seeds(seeds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", Fault)
 def test_each_kind_of_fault_alone(kind):
     """Few faults tell most: whatever they do not explain is a violation."""
     assert_good(run_seeds(range(5), (kind,)), (kind,))
 
 
+@pytest.mark.slow
 def test_blocks_that_are_reused_under_their_readers_change_no_token():
     summary = Summary()
     for seed in range(20):
@@ -72,6 +79,7 @@ def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
     assert not [name for name in summary.happened if name.startswith(("fallback", "retry"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "happening",
     [

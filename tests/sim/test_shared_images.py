@@ -17,6 +17,8 @@ from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 from kvstore.front import StoreFront
 
+pytestmark = pytest.mark.slow
+
 NUM_RUNS = 16
 WITH_STORE = [seed for seed in range(500) if (plan := draw_images(seed)) is not None and plan.connector == "shared"]
 

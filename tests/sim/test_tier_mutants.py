@@ -17,6 +17,8 @@ from kvferry.sim.plan import draw_plan
 from kvstore.front import StoreFront
 from kvstore.memory import MemoryTier
 
+pytestmark = pytest.mark.slow
+
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 NUM_RUNS = 40  # within which each must be found
 

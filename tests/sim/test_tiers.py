@@ -8,6 +8,8 @@ from core.testing.sim_faults import STORE_FAULTS, Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 
+pytestmark = pytest.mark.slow
+
 REMARKABLE = (
     (5, (Fault.STORE_LOSS,)),  # an engine waits while a save is open
     (833, None),  # a preempted answer comes back from the tier: more than the prompt is loaded

@@ -69,5 +69,6 @@ class TestShm(P2PConformance):
     transport = "shm"
 
 
+@pytest.mark.slow
 class TestNixl(P2PConformance):
     transport = "nixl"

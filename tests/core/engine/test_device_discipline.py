@@ -28,7 +28,10 @@ from core.testing.tiny_smolvlm import encode_test_image
 from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 from core.wire.sampling import SamplingParams
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a CUDA device, where there is none")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a CUDA device, where there is none"),
+]
 
 # Torch 2.11 passes no block tables on: varlen is refused there, and pages calls an operator instead.
 TORCHS = varlen_attn if "block_table" in inspect.signature(varlen_attn).parameters else None

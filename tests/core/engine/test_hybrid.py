@@ -13,6 +13,8 @@ from core.kv.integrity import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 211
 BLOCK = 16
 TINY = {

@@ -17,6 +17,8 @@ from core.request import ECConnectorOutput
 from core.testing.tiny_smolvlm import ReferenceSmolVLM, encode_test_image
 from core.wire.messages import ErrorInfo
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 IMAGES = [encode_test_image(0), encode_test_image(1, 20, 64), encode_test_image(2, 64, 10), encode_test_image(3, 30, 31)]
 EMBEDS = [80, 64, 48, 80]  # of these images: 16 per tile

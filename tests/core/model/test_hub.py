@@ -15,6 +15,8 @@ from core.errors import ConfigError
 from core.model import hub
 from core.model.hub import WheelModel, WheelPart, content_digest, read_model_folder, resolve_model
 
+pytestmark = pytest.mark.slow
+
 MEMBER = "tinymodel/tiny.gguf"
 
 

@@ -6,6 +6,8 @@ from kvferry.bench.client import Target
 from kvferry.bench.load import run_load
 from kvferry.bench.workload import BenchRequest
 
+pytestmark = pytest.mark.slow
+
 
 def target(server):
     return Target(base_url=f"http://127.0.0.1:{server.server_port}", model="m")

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from core.errors import ConfigError
 from kvferry import cli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bench(server):

@@ -17,6 +17,8 @@ from core.testing.transport_owner import HostRows
 from core.testing.transport_suite import TransportSuite
 from core.transport import PeerId, RowRegion
 
+pytestmark = pytest.mark.slow
+
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 OVER_TCP = Path(__file__).with_name("nixl_over_tcp.py")
 
