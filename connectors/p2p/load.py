@@ -102,9 +102,8 @@ class Load:
 
     @property
     def num_open_rows(self) -> int:
-        """Rows that a read may write now, or, if none is being read, whose seal may land."""
-        rows = self.open_reads.values() or (self.sealing,)
-        return sum(len(each.local_rows) for each in rows)
+        """Rows that come to the quarantine if it ends now."""
+        return len(self.open_rows())
 
     @property
     def has_arrived(self) -> bool:

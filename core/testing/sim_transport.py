@@ -91,7 +91,8 @@ class _Read:
     num_rows_left: int
     num_rows_unseen: int
     behind: list[_Read] = field(default_factory=list)  # none of whose rows may be unseen when one of these is looked at
-    outcome: tuple[KVFerryError | None] | None = None  # that is told when those have ended
+    has_begun: bool = False
+    has_arrived: bool = False  # told when those have ended
     fails: bool = False
     corrupt_row: int = -1  # index of the row
     stall: tuple[int, float] = (-1, 0.0)  # index of the row, seconds
@@ -208,8 +209,7 @@ class SimTransport(Transport):
             self._watch.on_post(read.handle, self._watched(read), read.local_rows)
         if not self._traits.outlives_owner:
             owner.process.on_death(lambda: self._on_owner_death(read))
-        if not self._has_to_wait(read):
-            self._plan_row(read, 0)
+        self._begin_if_due(read)
         return read.handle
 
     def poll(self) -> list[ReadResult]:
@@ -291,15 +291,16 @@ class SimTransport(Transport):
         if read.fails and self._traits.shares_errors:
             self._process.call_later(self._hop_s(), lambda: self._end_all_of(read.peer))
             return
-        error = TransferError("the read failed on the way") if read.fails else None
-        self._process.call_later(self._hop_s(), lambda: self._end_in_order(read, error))
-
-    def _end_in_order(self, read: _Read, error: KVFerryError | None) -> None:
-        """Tell how a read has ended, but behind what was asked for before it."""
-        if self._is_any_open(read.behind):
-            read.outcome = (error,)
+        if read.fails:
+            self._process.call_later(self._hop_s(), lambda: self._end(read, TransferError("the read failed on the way")))
         else:
-            self._end(read, error)
+            self._process.call_later(self._hop_s(), lambda: self._end_well(read))
+
+    def _end_well(self, read: _Read) -> None:
+        """Tell that a read has arrived, but behind what was asked for before it."""
+        read.has_arrived = True
+        if not self._is_any_open(read.behind):
+            self._end(read, None)
 
     def _end_all_of(self, peer: PeerId) -> None:
         """The connection to a peer has failed; until it is opened anew nothing can be read of it."""
@@ -318,7 +319,7 @@ class SimTransport(Transport):
                 self._watch.on_end(read.handle)
             self._ended.append(ReadResult(read.handle, error))
             self._wake()
-            self._go_on_behind(read)
+            self._go_on_behind(read, error)
 
     # ---- the order of reads ------------------------------------------------------------------------------------------
 
@@ -328,6 +329,11 @@ class SimTransport(Transport):
     def _is_any_open(self, reads: Sequence[_Read]) -> bool:
         return any(read.handle in self._reads for read in reads)
 
+    def _begin_if_due(self, read: _Read) -> None:
+        if not read.has_begun and not self._has_to_wait(read):
+            read.has_begun = True
+            self._plan_row(read, 0)
+
     def _note_seen(self, read: _Read) -> None:
         """A row of the owner's has been looked at; with the last of them others may be."""
         read.num_rows_unseen -= 1
@@ -336,16 +342,16 @@ class SimTransport(Transport):
 
     def _begin_behind(self, read: _Read) -> None:
         for other in list(self._reads.values()):
-            if read in other.behind and other.num_rows_unseen == len(other.local_rows) and not self._has_to_wait(other):
-                self._plan_row(other, 0)
+            if read in other.behind:
+                self._begin_if_due(other)
 
-    def _go_on_behind(self, read: _Read) -> None:
-        """A read has ended, before or after all of it was looked at: begin and end what waits for that."""
-        if read.num_rows_unseen:
-            self._begin_behind(read)
-        for other in [other for other in self._reads.values() if read in other.behind and other.outcome is not None]:
-            if other.outcome is not None and not self._is_any_open(other.behind):
-                self._end(other, other.outcome[0])
+    def _go_on_behind(self, read: _Read, error: KVFerryError | None) -> None:
+        """A read has ended: begin and end what waits for that. What comes behind bytes that were lost is lost with them."""
+        is_lost = isinstance(error, PeerUnreachable)
+        self._begin_behind(read)
+        for other in [other for other in self._reads.values() if read in other.behind and other.has_arrived]:
+            if is_lost or not self._is_any_open(other.behind):
+                self._end(other, error if is_lost else None)
 
     # ---- details -----------------------------------------------------------------------------------------------------
 

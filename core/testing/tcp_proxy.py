@@ -40,9 +40,9 @@ class _Way:
 class TcpProxy:
     """Listens at ``address`` and carries each connection to ``target``, until it is told otherwise.
 
-    While it is silent no byte and no end of a connection passes, in either direction or in one. What is sent meanwhile waits in
-    buffers, as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted
-    by the kernel, and nobody answers them. Use it as a context manager, or call ``close``.
+    While it is silent no byte and no end of a connection passes, in either direction. What is sent meanwhile waits in buffers,
+    as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted by the
+    kernel, and nobody answers them. Use it as a context manager, or call ``close``.
     """
 
     def __init__(self, target: tuple[str, int], listen_at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -70,7 +70,10 @@ class TcpProxy:
         self._call(lambda: self._set_bytes_left(num_bytes))
 
     def silence_answers(self, num_bytes: int) -> None:
-        """Let nothing pass any more from the target to those who read from it, once so many more bytes have; requests do."""
+        """Let no byte pass any more from the target to those who read from it, once so many more have.
+
+        Requests do, on connections that exist. One that they find broken is broken on both sides.
+        """
         self._call(lambda: self._set_bytes_left(num_bytes, requests_pass=True))
 
     def heal(self) -> None:
@@ -131,7 +134,7 @@ class TcpProxy:
             for way in list(self._ways):
                 if self._passes(way) and way in self._ways:
                     self._serve(way, ready)
-            if self._listener.fileno() in ready:
+            if self._listener.fileno() in ready and not self.is_silent:
                 self._accept()
 
     def _wanted(self) -> dict[int, int]:

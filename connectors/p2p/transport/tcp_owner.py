@@ -189,7 +189,7 @@ class TcpOwner:
             rows = [b"".join(rows)]
         tracker = self._send(reader, ChunkHeader(FORMAT_VERSION, request.chunk_id), rows)
         if tracker is not None and not tracker.done:
-            self._sending.setdefault(reader, []).append(tracker)
+            self._sending[reader] = [*(each for each in self._sending.get(reader, ()) if not each.done), tracker]
 
     def _refuse(self, reader: bytes, request: ChunkRequest, reason: str) -> None:
         self.num_bad_requests += 1

@@ -200,6 +200,38 @@ def test_seals_are_looked_at_when_the_blocks_before_them_are_given_up():
     assert (read.handle, read.error) == (seals, None)
 
 
+def read_that_lands_late(pair: Pair) -> int:
+    """Return a read whose row has been looked at, and is a long time on its way."""
+    pair.fabric.weather.row_s = 1e4
+    handle = pair.read(0)
+    while pair.reader._reads[handle].num_rows_unseen:
+        pair.loop.run_next()
+    pair.fabric.weather.row_s = 0.001
+    return handle
+
+
+def test_seals_behind_blocks_that_are_lost_are_lost_with_them():
+    pair = Pair("tcp", keeps_order=True)
+    late = read_that_lands_late(pair)
+    seals = pair.read_seals(0)
+    pair.run(1.0)
+    assert pair.seals["reader"].rows[0, 0] == 1
+    assert not pair.reader.poll()
+    pair.reader.remove_peer(PEER)
+    results = pair.reader.poll()
+    assert [(result.handle, type(result.error)) for result in results] == [(late, PeerUnreachable), (seals, PeerUnreachable)]
+
+
+def test_seals_that_fail_wait_for_nothing():
+    pair = Pair("tcp", keeps_order=True)
+    read_that_lands_late(pair)
+    pair.fabric.weather.error_rate = 1.0
+    seals = pair.read_seals(0)
+    pair.run(1.0)
+    (result,) = pair.reader.poll()
+    assert (result.handle, type(result.error)) == (seals, TransferError)
+
+
 def test_stalled_read_goes_on_later():
     pair = Pair("nixl")
     pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 50.0
