@@ -332,3 +332,17 @@ def test_total_of_all_peers_is_capped_and_those_that_fill_it_are_fenced_soon(mak
     pull.end_reads()
     pull.start("fifth", 1, "t2", address=addresses[2])
     assert pull.reads_of("fifth")
+
+
+def test_blocks_whose_seals_are_ordered_count_even_if_they_have_arrived(make_pull):
+    pull = make_pull(max_quarantined_blocks=4, rows_per_read=1)
+    pull.start_reading("a", 1)
+    pull.start("b", 3)
+    pull.abort("a")
+    assert len(pull.quarantined) == 1
+    for _ in range(2):
+        pull.end_read(pull.reads_of("b")[0])
+    pull.start("too much", 1)
+    assert pull.failed == {"too much": "peer_lost"}
+    pull.abort("b")
+    assert len(pull.quarantined) == 4
