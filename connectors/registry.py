@@ -22,7 +22,7 @@ from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConfigError
 from core.ids import IdSource
 from core.wire.curve import ClusterKeys, derive_keys
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role
 
 ENTRY_POINT_GROUP = "kvferry.connectors"
@@ -82,6 +82,12 @@ class Connector(ABC):
 
     async def stop(self) -> None:
         """End tasks and threads, close sockets."""
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over: it is on its way to the engine, which may refuse it.
+
+        What can be asked of the owner need not wait for the engine's turn. Nothing may be left of it if no request comes.
+        """
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, because nobody will read them. Idempotent."""

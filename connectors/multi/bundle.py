@@ -17,6 +17,7 @@ from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.registry import Connector, ConnectorContext, connector_factory
 from core.errors import ConfigError
+from core.wire.kv import KVHandoff
 
 NAME = "multi"
 
@@ -73,6 +74,11 @@ class MultiConnector(Connector):
         async with AsyncExitStack() as stack:
             for connector in self._connectors:
                 stack.push_async_callback(connector.stop)
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Let all prepare for a request that may load this hand-over."""
+        for connector in self._connectors:
+            connector.expect(handoff)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, whoever has made them."""

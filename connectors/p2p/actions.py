@@ -15,7 +15,7 @@ from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
 from core.transport import PeerId
-from core.wire.kv import ControlMessage, KVLayoutInfo
+from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
 
@@ -35,6 +35,11 @@ class HandoffRef:
 
     transfer_id: str
     owner: PeerId
+
+    @classmethod
+    def of(cls, handoff: KVHandoff) -> HandoffRef:
+        """Return what tells this hand-over from others."""
+        return cls(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
 
 
 class TokenCopy(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.p2p.actions import LeaseGrant, P2PConnectorMetadata
+from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata
 from connectors.p2p.carrier import CarrierOwner, NodeCarrier
 from connectors.p2p.handshake import WorkerIdentity
 from connectors.p2p.host import host_id
@@ -17,6 +17,7 @@ from connectors.p2p.transports import TransportFactory, create_transport
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.registry import Connector, ConnectorContext
 from core.ids import router_id
+from core.wire.kv import KVHandoff
 
 
 class P2PConnector(Connector):
@@ -90,6 +91,10 @@ class P2PConnector(Connector):
         await self.carrier.stop()
 
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Ask how long a lease is good for, while the request that may load it is on its way to the engine."""
+        self.carrier.tell(lambda node: node.expect(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, because nobody will read them. Idempotent."""

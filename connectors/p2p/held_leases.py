@@ -25,6 +25,7 @@ class _HeldLease:
     owner: PeerId
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
+    is_expected: bool = False  # nobody holds it yet
 
 
 class HeldLeases:
@@ -39,16 +40,21 @@ class HeldLeases:
         self._last_number = 0
         self._renew_at = math.inf
 
+    def __len__(self) -> int:
+        return len(self._leases)
+
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._leases
 
+    def expect(self, handoff: HandoffRef, now: float) -> None:
+        """Ask about a lease that may be held soon; it is forgotten with the next renewal if it is not held by then."""
+        if handoff.transfer_id not in self._leases:
+            self._take(handoff, now).is_expected = True
+
     def hold(self, handoff: HandoffRef, now: float) -> None:
         """Keep a lease alive from now on. Idempotent."""
-        if handoff.transfer_id in self._leases:
-            return
-        self._leases[handoff.transfer_id] = _HeldLease(handoff.owner)
-        self._ask([handoff.transfer_id], now)
-        self._renew_at = min(self._renew_at, now + self._renew_interval_s)
+        lease = self._leases.get(handoff.transfer_id) or self._take(handoff, now)
+        lease.is_expected = False
 
     def release(self, handoff: HandoffRef) -> None:
         """Tell the owner that nobody here needs the hand-over any more, and stop keeping it alive."""
@@ -100,12 +106,20 @@ class HeldLeases:
         """Renew all leases if it is time."""
         if self._renew_at > now:
             return
+        for transfer_id in [transfer_id for transfer_id, lease in self._leases.items() if lease.is_expected]:
+            del self._leases[transfer_id]
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
         self._ask(list(self._leases), now)
 
     def next_timer(self) -> float:
         """Return when it is time to renew; infinite without leases."""
         return self._renew_at
+
+    def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
+        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.owner)
+        self._ask([handoff.transfer_id], now)
+        self._renew_at = min(self._renew_at, now + self._renew_interval_s)
+        return lease
 
     def _close_question(self, address: str, number: int) -> float | None:
         """Return when the question of this number was asked, None if it is not open."""

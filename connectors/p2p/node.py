@@ -11,14 +11,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from connectors.p2p.actions import Action, LeaseGrant, P2PConnectorMetadata, Reply, SendingEnded, TransferEvent
+from connectors.p2p.actions import (
+    Action,
+    HandoffRef,
+    LeaseGrant,
+    P2PConnectorMetadata,
+    Refusal,
+    Reply,
+    SendingEnded,
+    TransferEvent,
+)
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.leases import LeaseTable
 from connectors.p2p.pull import PullProtocol
 from connectors.p2p.settings import NodeSettings
+from connectors.reporting import LoadEnded
 from core.clock import Clock
 from core.errors import ProtocolError
 from core.wire.kv import ControlError, ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState
+from core.wire.messages import ErrorInfo, TransferUsage
 
 
 class P2PNode:
@@ -62,6 +73,11 @@ class P2PNode:
         """Blocks of reported loads that a read may still write."""
         return self._pull.num_quarantined_blocks
 
+    @property
+    def num_held_leases(self) -> int:
+        """Leases of others that are kept alive from here, or asked for."""
+        return self._pull.num_held_leases
+
     def transports_in_use(self) -> set[str]:
         """Return the transports by which peers are open for reading."""
         return self._pull.transports_in_use()
@@ -83,7 +99,7 @@ class P2PNode:
         for request in metadata.pulls:
             actions += self._pull.start(request, now)
         for request_id, refusal in metadata.refused.items():
-            actions += self._pull.refuse(request_id, refusal)
+            actions.append(_refused(request_id, refusal))
         for request_id in metadata.aborts:
             actions += self._pull.abort(request_id, now)
         for handoff in metadata.releases:
@@ -96,6 +112,10 @@ class P2PNode:
         return []
 
     # ---- from the role's hands: what the router says about leases ----------------------------------------------------
+
+    def expect(self, handoff: HandoffRef) -> list[Action]:
+        """Learn that a request may come that loads this hand-over."""
+        return self._pull.expect(handoff, self._clock.now())
 
     def release(self, transfer_ids: Iterable[str]) -> list[Action]:
         """End these hand-overs. Idempotent."""
@@ -149,3 +169,8 @@ class P2PNode:
 
 def _ended(request_ids: Iterable[str]) -> list[Action]:
     return [SendingEnded(request_id) for request_id in request_ids]
+
+
+def _refused(request_id: str, refusal: Refusal) -> LoadEnded:
+    """Return the report of a load that must not be tried."""
+    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.owner.address)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
 from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.verification import SealTerms
 from core.errors import ProtocolError
 from core.kv.seals import layout_fingerprint
 from core.transport import PeerId
@@ -33,6 +34,11 @@ class Peer:
     layout_version: int
     verifies_digests: bool
     last_progress_at: float
+
+    @property
+    def seal_terms(self) -> SealTerms:
+        """What is demanded of every seal of it."""
+        return SealTerms(self.peer_id.incarnation, self.layout_version, self.verifies_digests)
 
 
 @dataclass(frozen=True, slots=True)

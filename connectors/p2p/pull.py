@@ -32,7 +32,6 @@ from connectors.p2p.actions import (
     PostSealRead,
     PullRequest,
     ReadEnded,
-    Refusal,
     TransferEvent,
 )
 from connectors.p2p.handshake import WorkerIdentity, peer_error
@@ -41,12 +40,11 @@ from connectors.p2p.load import Load, LoadPhase, RowSlice
 from connectors.p2p.open_reads import OpenReads, QuarantineBounds
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
 from connectors.p2p.settings import PullSettings
-from connectors.p2p.verification import SealTerms
 from connectors.reporting import LoadEnded
 from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
 from core.transport import PeerId
 from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, LeaseState
-from core.wire.messages import ErrorInfo, TransferUsage
+from core.wire.messages import ErrorInfo
 
 
 @dataclass(slots=True)
@@ -95,11 +93,21 @@ class PullProtocol:
         """Blocks of reported loads that a read may still write."""
         return self._quarantine.num_blocks
 
+    @property
+    def num_held_leases(self) -> int:
+        """Leases that are kept alive, and those asked for that a request may hold soon."""
+        return len(self._leases)
+
     def transports_in_use(self) -> set[str]:
         """Return the transports by which peers are open."""
         return self._peers.transports_in_use()
 
     # ---- what the engine wants -------------------------------------------------------------------------------------
+
+    def expect(self, handoff: HandoffRef, now: float) -> list[Action]:
+        """Ask for a lease that may be held soon."""
+        self._leases.expect(handoff, now)
+        return self._take_actions()
 
     def hold(self, handoff: HandoffRef, now: float) -> list[Action]:
         """Keep a lease alive from now on. Idempotent."""
@@ -110,10 +118,6 @@ class PullProtocol:
         """Tell the owner that nobody here needs the hand-over any more."""
         self._leases.release(handoff)
         return self._take_actions()
-
-    def refuse(self, request_id: str, refusal: Refusal) -> list[Action]:
-        """Report a load that must not be tried."""
-        return [LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.owner.address)]
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
         """Begin a load. Its lease is held until ``release``."""
@@ -391,7 +395,7 @@ class PullProtocol:
         elif load.seal_read is None:
             self._go_on_reading(load, now)
         elif load.open_reads:
-            load.seal_check(_terms_of(peer))  # while more is on the way
+            load.seal_check(peer.seal_terms)  # while more is on the way
         else:
             self._on_bytes_here(load, now)
 
@@ -404,7 +408,7 @@ class PullProtocol:
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
         """Decide about the rows; bytes that do not fit their seal are read once more."""
-        check = load.seal_check(_terms_of(peer))
+        check = load.seal_check(peer.seal_terms)
         rows = load.end_sealing()
         if read.error is not None:
             load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
@@ -486,10 +490,6 @@ class PullProtocol:
     def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
-
-
-def _terms_of(peer: Peer) -> SealTerms:
-    return SealTerms(peer.peer_id.incarnation, peer.layout_version, peer.verifies_digests)
 
 
 def _other_life(expected: PeerId, incarnation: int) -> StaleBlock:

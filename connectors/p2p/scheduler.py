@@ -21,7 +21,6 @@ from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
-from core.transport import PeerId
 from core.wire.kv import GroupBlocks, KVHandoff
 from core.wire.pairing import check_compatible
 
@@ -71,7 +70,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         handoff = request.kv_handoff
         if handoff is None:
             return
-        ref = HandoffRef(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
+        ref = HandoffRef.of(handoff)
         self._offers[request.request_id] = self._check_offer(request, handoff)
         self._refs[request.request_id] = ref
         readers = self._readers.setdefault(ref, set())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.request import NewRequest
+from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
 from core.wire.messages import Tokens, WorkerMessage
 
@@ -50,6 +51,13 @@ class ReleaseEmbeddings:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectTransfer:
+    """A request that is about to reach the engine may load this hand-over."""
+
+    handoff: KVHandoff
+
+
+@dataclass(frozen=True, slots=True)
 class RenewTransfers:
     """Keep hand-overs for another while."""
 
@@ -63,7 +71,7 @@ class Stop:
     exit_code: int
 
 
-Action = Send | SubmitAdd | SubmitAbort | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
+Action = Send | SubmitAdd | SubmitAbort | ExpectTransfer | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from core.engine.hands import EngineFacts, RoleHands
 from core.engine.image_preparation import ImagePreparation
 from core.ids import IdSource
 from core.tracing import Tracer
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.media import ECSource
 from core.wire.messages import Role
 
@@ -49,6 +49,9 @@ class ConnectorBundle(ConnectorSides, Protocol):
 
     async def stop(self) -> None:
         """End tasks and threads, close sockets."""
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over, or may never come."""
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End hand-overs that nobody will read."""

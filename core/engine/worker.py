@@ -22,6 +22,7 @@ from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.engine.actions import (
     Action,
+    ExpectTransfer,
     ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
@@ -251,6 +252,8 @@ class Worker:
                     self._engine.submit_add(action.requests)
                 case SubmitAbort():
                     self._engine.submit_abort(action.engine_request_ids)
+                case ExpectTransfer() if self._connector is not None:
+                    self._connector.expect(action.handoff)
                 case ReleaseTransfers() if self._connector is not None:
                     self._connector.release(action.transfer_ids)
                 case ReleaseEmbeddings() if self._ec_connector is not None:

@@ -15,6 +15,7 @@ from core.engine.actions import (
     Action,
     AdmissionLimits,
     EngineLoad,
+    ExpectTransfer,
     ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
@@ -209,7 +210,9 @@ class WorkerState:
         self._num_choices += _num_choices(message)
         if message.deadline_ms:
             self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
-        return [SubmitAdd(requests)]
+        handoff = message.kv_handoff if isinstance(message, Generate) else None
+        expected: list[Action] = [] if handoff is None else [ExpectTransfer(handoff)]
+        return [*expected, SubmitAdd(requests)]
 
     def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
         """Return the engine requests of a message, or raise the RequestError that refuses it."""

@@ -42,6 +42,9 @@ class HostedConnector(Protocol):
     async def stop(self) -> None:
         """End it."""
 
+    def expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over."""
+
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
 

@@ -170,6 +170,29 @@ class ConnectorConformance:
         await pair.ended("a")
         assert pair.consumer.engine.has_content(request)
 
+    async def test_a_hand_over_that_was_expected_is_loaded_like_any_other(self, pair: Pair) -> None:
+        handoff = pair.producer.engine.prefill("a", PROMPT)
+        assert handoff is not None
+        pair.consumer.connector.expect(handoff)
+        request = pair.load("a", PROMPT, handoff)
+        await pair.ended("a")
+        assert pair.consumer.engine.loads["a"].error is None
+        assert pair.consumer.engine.has_content(request)
+        await pair.drained()
+        pair.consumer.engine.finish(request)
+        await self.assert_consumer_is_empty(pair)
+
+    async def test_a_request_that_was_expected_and_never_comes_leaves_nothing(self, pair: Pair) -> None:
+        handoff = pair.producer.engine.prefill("a", PROMPT)
+        assert handoff is not None
+        pair.consumer.connector.expect(handoff)
+        await pair.producer.settle()
+        await pair.consumer.settle()
+        await self.assert_consumer_is_empty(pair)
+        assert pair.consumer.untouched_rows() == set(range(NUM_BLOCKS))
+        pair.consumer.engine.abort(pair.consumer.engine.add("another", PROMPT, handoff))  # lets the producer go
+        await pair.drained()
+
     async def test_a_hand_over_is_offered_once(self, pair: Pair) -> None:
         request = await pair.hand_over("a", PROMPT)
         scheduler, engine = pair.consumer.connector.scheduler, pair.consumer.engine

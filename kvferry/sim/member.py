@@ -12,6 +12,7 @@ from typing import Protocol
 
 from core.engine.actions import (
     Action,
+    ExpectTransfer,
     ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
@@ -26,6 +27,7 @@ from core.request import EngineCoreOutput
 from core.testing.sim_loop import Timer
 from core.testing.sim_network import Link
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
 from core.wire.messages import RouterMessage
 from kvferry.sim.host import Host
@@ -85,6 +87,9 @@ class SimMember:
         """Return what else goes by the clock."""
         return []
 
+    def _expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over."""
+
     def _release(self, transfer_ids: Sequence[str]) -> None:
         """Let go of hand-overs that nobody will read."""
 
@@ -138,6 +143,8 @@ class SimMember:
                 self.engine.submit(Add(requests))
             case SubmitAbort(engine_request_ids):
                 self.engine.submit(Abort(engine_request_ids))
+            case ExpectTransfer(handoff):
+                self._expect(handoff)
             case ReleaseTransfers(transfer_ids):
                 self._release(transfer_ids)
             case ReleaseEmbeddings(sources):

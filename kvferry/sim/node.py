@@ -16,6 +16,7 @@ from typing import Protocol
 from connectors.p2p.actions import (
     Action,
     CloseControl,
+    HandoffRef,
     LeaseGrant,
     PeerFenced,
     QuarantineEnded,
@@ -45,7 +46,7 @@ from core.testing.sim_network import Link
 from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
 from core.transport import regions_of
 from core.wire.codec import decode_control_frame, encode_control_message
-from core.wire.kv import ControlMessage
+from core.wire.kv import ControlMessage, KVHandoff
 from kvferry.sim.host import Host
 
 STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
@@ -162,6 +163,10 @@ class SimNode:
 
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
+    def expect(self, handoff: KVHandoff) -> None:
+        """Learn that a request may come that loads this hand-over."""
+        self._tell(lambda node: node.expect(HandoffRef.of(handoff)))
+
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, because nobody will read them."""
         self._tell(lambda node: node.release(transfer_ids))
@@ -186,6 +191,7 @@ class SimNode:
             "blocks being loaded": self.node.num_loading_blocks,
             "quarantined blocks": self.node.num_quarantined_blocks,
             "bytes of the staging area": self._staging.num_taken_bytes,
+            "leases asked for": self.node.num_held_leases,
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 

@@ -29,6 +29,7 @@ from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
 from core.testing.late_hash_model import LateHashModel
+from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
@@ -257,6 +258,10 @@ class SimWorker(SimMember):
         if self.embeddings is not None:
             found.append(self.embeddings.on_timer)
         return found
+
+    def _expect(self, handoff: KVHandoff) -> None:
+        if self.connector is not None:
+            self.connector.expect(handoff)
 
     def _release(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:

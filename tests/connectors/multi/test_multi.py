@@ -257,6 +257,9 @@ class FakeConnector(Connector):
     async def stop(self):
         self.log.append(f"stop {self.name}")
 
+    def expect(self, handoff):
+        self.log.append((self.name, "expect", handoff))
+
     def release(self, transfer_ids):
         self.log.append((self.name, *transfer_ids))
 
@@ -295,4 +298,5 @@ def test_numbers_and_names_of_all():
     assert multi.transports == ("shm", "tcp")
     assert multi.has_digests, "a tier checks digests by itself"
     multi.release(["kv-1"])
-    assert log == [("a", "kv-1"), ("b", "kv-1")]
+    multi.expect("kv-2")
+    assert log == [("a", "kv-1"), ("b", "kv-1"), ("a", "expect", "kv-2"), ("b", "expect", "kv-2")]

@@ -126,6 +126,9 @@ class PullDriver:
         self.requests[request_id] = request
         return self.take(self.protocol.start(request, self.now))
 
+    def expect(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
+        return self.take(self.protocol.expect(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
+
     def hold(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
         return self.take(self.protocol.hold(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
 

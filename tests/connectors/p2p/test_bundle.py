@@ -120,13 +120,14 @@ async def test_engine_without_seals_is_refused(pool):
     "happen",
     [
         lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
+        lambda connector: connector.expect(SimpleNamespace(transfer_id="t", control_address="tcp://p:1", incarnation=1)),
         lambda connector: connector.release(["t"]),
         lambda connector: connector.carrier._answer(LeaseRenew(transfer_ids=("t",))),
         lambda connector: connector.carrier._on_timer(),
         lambda connector: connector.carrier._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
         lambda connector: connector.carrier._on_disconnected("tcp://p:1"),
     ],
-    ids=["step", "release", "question", "timer", "control", "disconnected"],
+    ids=["step", "expect", "release", "question", "timer", "control", "disconnected"],
 )
 async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     connector = P2PConnector(context_of(transports=("inproc",)), lambda name, settings: InprocTransport(InprocFabric()))

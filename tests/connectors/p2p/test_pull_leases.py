@@ -37,6 +37,66 @@ def test_renewals_stop_with_the_release(pull, address):
     assert pull.protocol.next_timer() is None
 
 
+# ---- leases that may be held soon: the request is on its way to the engine
+
+
+def test_lease_is_asked_for_ahead_of_its_request_and_read_with_it(pull):
+    (asked,) = pull.expect()
+    assert asked.message == LeaseRenew(transfer_ids=("t",), number=1)
+    assert pull.hold() == [] == pull.expect()
+    pull.start()
+    pull.accept()
+    pull.grant(30_000)
+    assert pull.actions(PostRead)
+    assert len(pull.messages(LeaseRenew)) == 1
+
+
+def test_load_of_an_expected_lease_reads_at_once(pull):
+    pull.start("opens the peer", transfer_id="another")
+    pull.accept()
+    pull.expect()
+    pull.grant(30_000)
+    assert [type(action) for action in pull.start(num_rows=2)] == [PostRead, PostSealRead]
+
+
+def test_lease_that_no_request_comes_for_is_forgotten(pull):
+    pull.expect()
+    pull.grant(30_000)
+    assert pull.protocol.num_held_leases == 1
+    assert pull.tick(5) == []
+    assert pull.protocol.num_held_leases == 0
+    assert pull.protocol.next_timer() is None
+
+
+def test_expected_lease_that_is_held_is_renewed(pull):
+    pull.expect("t")
+    pull.expect("never comes")
+    pull.hold("t")
+    (renewed,) = pull.tick(5)
+    assert renewed.message == LeaseRenew(transfer_ids=("t",), number=3)
+
+
+def test_request_behind_a_forgotten_lease_asks_again(pull):
+    pull.expect()
+    pull.tick(5)
+    pull.start()
+    pull.accept()
+    pull.grant(30_000)
+    assert len(pull.messages(LeaseRenew)) == 2
+    assert pull.actions(PostRead)
+
+
+def test_expected_lease_that_is_over_fails_its_load_once_the_owner_has_said_so_again(pull):
+    pull.expect()
+    pull.grant(0)
+    assert pull.protocol.num_held_leases == 0
+    pull.start()
+    pull.accept()
+    assert pull.failed == {}
+    pull.grant(0)
+    assert pull.failed == {"r": "lease_expired"}
+
+
 # ---- what a lease decides: whether a read is started
 
 

@@ -61,10 +61,14 @@ class HostileWorld(RuleBasedStateMachine):
         deadline = None if left_s is None else self.pull.now + left_s
         self.pull.start(request_id, num_rows, owner, incarnation, address, deadline)
 
-    @rule(transfer_id=transfer_ids, address=addresses, incarnation=incarnations, is_release=st.booleans())
-    def hold_or_release(self, transfer_id: str, address: str, incarnation: int, is_release: bool) -> None:
-        act = self.pull.release if is_release else self.pull.hold
-        act(f"{transfer_id}/{address[-6]}/{incarnation}", incarnation, address)
+    @rule(
+        transfer_id=transfer_ids,
+        address=addresses,
+        incarnation=incarnations,
+        name=st.sampled_from(["expect", "hold", "release"]),
+    )
+    def tell_of_a_lease(self, transfer_id: str, address: str, incarnation: int, name: str) -> None:
+        getattr(self.pull, name)(f"{transfer_id}/{address[-6]}/{incarnation}", incarnation, address)
 
     @precondition(lambda self: self.num_started)
     @rule(data=st.data())

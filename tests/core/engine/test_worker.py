@@ -106,6 +106,9 @@ class RecordingConnector:
     async def stop(self):
         self.journal.append("connector stopped")
 
+    def expect(self, handoff):
+        self.journal.append(f"expect {handoff.transfer_id}")
+
     def release(self, transfer_ids):
         self.journal.append(f"release {transfer_ids}")
 

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from core.engine.actions import (
     AdmissionLimits,
     EngineLoad,
+    ExpectTransfer,
     ReleaseTransfers,
     RenewTransfers,
     Send,
@@ -19,9 +20,10 @@ from core.engine.worker_state import WorkerState
 from core.errors import ProtocolError
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import (
     Abort,
+    ChoiceStart,
     Drain,
     ErrorInfo,
     Generate,
@@ -39,15 +41,25 @@ from core.wire.messages import (
 from core.wire.sampling import SamplingParams
 from decode.worker import DecodeHands
 
+LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
+HANDOFF = KVHandoff(
+    transfer_id="t",
+    engine_id="p0",
+    incarnation=1,
+    control_address="tcp://127.0.0.1:1",
+    model_fingerprint=b"f",
+    layout=LAYOUT,
+    groups=(),
+    num_tokens=2,
+    lease_ms=1000,
+)
 REGISTRATION = Register(
     engine_id="w0",
     incarnation=7,
     role="decode",
     model="m",
     model_fingerprint=b"f",
-    layout=KVLayoutInfo(
-        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
-    ),
+    layout=LAYOUT,
     max_model_len=64,
     max_num_seqs=2,
     num_blocks=8,
@@ -359,6 +371,17 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
         assert len(worker.state._deadlines) <= 2
     worker.state.disconnect("a")
     assert len(worker.state._deadlines) == 0
+
+
+def test_hand_over_is_expected_before_its_request_is_added(worker):
+    expected, added = worker.generate(kv_handoff=HANDOFF, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
+    assert expected == ExpectTransfer(HANDOFF)
+    assert isinstance(added, SubmitAdd)
+
+
+def test_hand_over_of_a_refused_request_is_not_expected(worker):
+    worker.state.start_drain(0.0)
+    assert not [action for action in worker.generate(kv_handoff=HANDOFF) if isinstance(action, ExpectTransfer)]
 
 
 def test_lease_messages_reach_the_connector(worker):

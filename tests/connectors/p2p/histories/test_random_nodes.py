@@ -183,6 +183,8 @@ class History:
         request = PullRequest(name, handoff, units, end - start, deadline, owner.region.layout)
         for block_id in request.local_rows:
             del self.free[block_id]
+        if self.rng.random() < 0.5:
+            self.take(self.node.expect(handoff))
         self.waiting.append(Pull(request, {block_id: owner.contents[block_id] for block_id in group.block_ids}))
 
     def begin(self):
