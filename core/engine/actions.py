@@ -52,7 +52,7 @@ class ReleaseEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class ExpectTransfer:
-    """A request that is about to reach the engine may load this hand-over."""
+    """A request that is on its way to the engine may load this hand-over. What the engine says of it comes after this."""
 
     handoff: KVHandoff
 

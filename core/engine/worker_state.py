@@ -212,7 +212,7 @@ class WorkerState:
             self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
         handoff = message.kv_handoff if isinstance(message, Generate) else None
         expected: list[Action] = [] if handoff is None else [ExpectTransfer(handoff)]
-        return [*expected, SubmitAdd(requests)]
+        return [SubmitAdd(requests), *expected]  # the engine's thread wakes up while the connector is told
 
     def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
         """Return the engine requests of a message, or raise the RequestError that refuses it."""

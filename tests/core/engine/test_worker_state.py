@@ -373,8 +373,8 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
     assert len(worker.state._deadlines) == 0
 
 
-def test_hand_over_is_expected_before_its_request_is_added(worker):
-    expected, added = worker.generate(kv_handoff=HANDOFF, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
+def test_hand_over_is_expected_when_its_request_is_on_the_way_to_the_engine(worker):
+    added, expected = worker.generate(kv_handoff=HANDOFF, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
     assert expected == ExpectTransfer(HANDOFF)
     assert isinstance(added, SubmitAdd)
 
