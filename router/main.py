@@ -12,6 +12,7 @@ from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
+from core.garbage import freeze_what_is_loaded
 from core.model.hub import resolve_model
 from core.tracing import open_tracer
 from core.wire.curve import derive_keys
@@ -51,6 +52,7 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await router.start()
+    freeze_what_is_loaded()
     if announce is not None:
         announce({"http_address": router.http_address, "worker_address": router.worker_address})
     dying, leaving = asyncio.create_task(router.service.wait_dead()), asyncio.create_task(must_stop.wait())

@@ -41,6 +41,7 @@ from core.engine.traces import WorkerTraces
 from core.engine.worker_numbers import WorkerNumbers
 from core.engine.worker_state import WorkerState
 from core.errors import EngineDead, ProtocolError
+from core.garbage import freeze_what_is_loaded
 from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.metrics import WorkerMetrics
@@ -383,8 +384,14 @@ def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerCont
         metrics=CollectorRegistry(),
         tracer=tracer,
     )
+
+    def load() -> Assembled:
+        assembled = assemble(context)
+        freeze_what_is_loaded()
+        return assembled
+
     try:
-        return asyncio.run(Worker(context, lambda: assemble(context)).run(announce))
+        return asyncio.run(Worker(context, load).run(announce))
     finally:
         if tracer is not None:
             tracer.close()
