@@ -185,7 +185,7 @@ class SealTable:
 
     def rows(self, rows: Sequence[int]) -> bytes:
         """Return copies of own or landing rows, one behind the other."""
-        return self._rows[rows].tobytes()
+        return self._rows.take(rows, 0).tobytes()
 
     def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
         """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, different ones for each.
