@@ -8,8 +8,9 @@ tokens, so that nothing is cached. Time and bytes of the transfer and the time o
 first request is shown apart: it also shakes hands, sets up the connection and touches memory for the first time. Beside every
 request, this process copies as many bytes from one buffer to another (one thread, memory touched before): the plain copy.
 
-A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, 15 times as often, since single
-pairs differ by more than what is looked for. Compared is the client's time from the first to the second token: what the hand-over adds to the life of a request on an idle cluster.
+A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, 15 times as often, since
+single pairs differ by more than what is looked for. Compared is the client's time from the first to the second token: what the
+hand-over adds to the life of a request on an idle cluster.
 
 Prefill workers are killed while their blocks are read (``lost_owner.py``): how soon the decode worker begins to compute.
 

@@ -2,9 +2,9 @@
 
 Owns which hand-overs are held from arrival to release, and the questions to their owners: all leases of one owner in one
 message, again and again. A lease is good until a lower bound: the owner's answer, counted from the sending of the question, so
-that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the bound. Leases say
-how long blocks are *kept*, and so whether a read is worth starting; they never say that a read was right. Called by
-``connectors.p2p.pull``.
+that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the bound, and those to
+questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so whether a read is worth
+starting; they never say that a read was right. Called by ``connectors.p2p.pull``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ MAX_OPEN_QUESTIONS = 64  # per owner; the oldest are forgotten
 @dataclass(slots=True)
 class _HeldLease:
     owner: PeerId
+    first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
-    is_expected: bool = False  # nobody holds it yet
+    expected_until: float | None = None  # nobody holds it yet, and nobody will; None = it is held
+
+
+@dataclass(slots=True)
+class HeldLeaseCounts:
+    """What has happened since the start to leases that were asked for ahead of their requests."""
+
+    leases_known_in_time: int = 0  # answered when the request came
+    leases_never_held: int = 0  # the request did not come
 
 
 class HeldLeases:
@@ -39,6 +48,7 @@ class HeldLeases:
         self._asked_at: dict[str, dict[int, float]] = {}  # owner's address → number of the question → when
         self._last_number = 0
         self._renew_at = math.inf
+        self.counts = HeldLeaseCounts()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -47,14 +57,18 @@ class HeldLeases:
         return transfer_id in self._leases
 
     def expect(self, handoff: HandoffRef, now: float) -> None:
-        """Ask about a lease that may be held soon; it is forgotten with the next renewal if it is not held by then."""
+        """Ask about a lease that may be held soon; it is never renewed, and forgotten when it was not held for an interval."""
         if handoff.transfer_id not in self._leases:
-            self._take(handoff, now).is_expected = True
+            self._take(handoff, now).expected_until = now + self._renew_interval_s
 
     def hold(self, handoff: HandoffRef, now: float) -> None:
         """Keep a lease alive from now on. Idempotent."""
-        lease = self._leases.get(handoff.transfer_id) or self._take(handoff, now)
-        lease.is_expected = False
+        lease = self._leases.get(handoff.transfer_id)
+        if lease is None or (lease.expected_until is not None and lease.owner != handoff.owner):
+            self._take(handoff, now)
+        elif lease.expected_until is not None:
+            lease.expected_until = None
+            self.counts.leases_known_in_time += lease.good_until > now
 
     def release(self, handoff: HandoffRef) -> None:
         """Tell the owner that nobody here needs the hand-over any more, and stop keeping it alive."""
@@ -77,7 +91,7 @@ class HeldLeases:
         ending: list[str] = []
         for transfer_id, left_ms in state.left_ms.items():
             lease = self._leases.get(transfer_id)
-            if lease is None or lease.owner != PeerId(address, state.incarnation):
+            if lease is None or lease.owner != PeerId(address, state.incarnation) or state.number < lease.first_question:
                 continue
             lease.is_asked_for = False
             if left_ms / 1000 <= self._margin_s:
@@ -103,20 +117,22 @@ class HeldLeases:
                 lease.is_asked_for = False
 
     def on_timer(self, now: float) -> None:
-        """Renew all leases if it is time."""
+        """If it is time, renew what is held and forget what nobody came for."""
         if self._renew_at > now:
             return
-        for transfer_id in [transfer_id for transfer_id, lease in self._leases.items() if lease.is_expected]:
-            del self._leases[transfer_id]
+        for transfer_id, lease in list(self._leases.items()):
+            if lease.expected_until is not None and lease.expected_until <= now:
+                del self._leases[transfer_id]
+                self.counts.leases_never_held += 1
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
-        self._ask(list(self._leases), now)
+        self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
 
     def next_timer(self) -> float:
         """Return when it is time to renew; infinite without leases."""
         return self._renew_at
 
     def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
-        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.owner)
+        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.owner, self._last_number + 1)
         self._ask([handoff.transfer_id], now)
         self._renew_at = min(self._renew_at, now + self._renew_interval_s)
         return lease

@@ -76,7 +76,7 @@ class P2PNode:
     @property
     def num_held_leases(self) -> int:
         """Leases of others that are kept alive from here, or asked for."""
-        return self._pull.num_held_leases
+        return len(self._pull.leases)
 
     def transports_in_use(self) -> set[str]:
         """Return the transports by which peers are open for reading."""
@@ -85,7 +85,7 @@ class P2PNode:
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
         leases = {f"lease_{name}": count for name, count in dataclasses.asdict(self._leases.counts).items()}
-        reader = dataclasses.asdict(self._pull.counts)
+        reader = dataclasses.asdict(self._pull.counts) | dataclasses.asdict(self._pull.leases.counts)
         return leases | reader | {"unexpected_questions": self._num_unexpected_questions}
 
     # ---- from the engine -------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class PullProtocol:
         self._actions: list[Action] = []
         terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s)
         self._peers = Peers(identity, terms, self._emit)
-        self._leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
+        self.leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
         bounds = QuarantineBounds(
             settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total, settings.fence_grace_s
         )
@@ -93,11 +93,6 @@ class PullProtocol:
         """Blocks of reported loads that a read may still write."""
         return self._quarantine.num_blocks
 
-    @property
-    def num_held_leases(self) -> int:
-        """Leases that are kept alive, and those asked for that a request may hold soon."""
-        return len(self._leases)
-
     def transports_in_use(self) -> set[str]:
         """Return the transports by which peers are open."""
         return self._peers.transports_in_use()
@@ -106,23 +101,23 @@ class PullProtocol:
 
     def expect(self, handoff: HandoffRef, now: float) -> list[Action]:
         """Ask for a lease that may be held soon."""
-        self._leases.expect(handoff, now)
+        self.leases.expect(handoff, now)
         return self._take_actions()
 
     def hold(self, handoff: HandoffRef, now: float) -> list[Action]:
         """Keep a lease alive from now on. Idempotent."""
-        self._leases.hold(handoff, now)
+        self.leases.hold(handoff, now)
         return self._take_actions()
 
     def release(self, handoff: HandoffRef) -> list[Action]:
         """Tell the owner that nobody here needs the hand-over any more."""
-        self._leases.release(handoff)
+        self.leases.release(handoff)
         return self._take_actions()
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
         """Begin a load. Its lease is held until ``release``."""
         assert request.request_id not in self._loads, f"{request.request_id} is loading already"
-        self._leases.hold(request.handoff, now)
+        self.leases.hold(request.handoff, now)
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)
@@ -170,7 +165,7 @@ class PullProtocol:
         """
         if self._peers.end_handshake(address):
             self._counts.failed_handshakes += 1
-        self._leases.on_disconnected(address)
+        self.leases.on_disconnected(address)
         self._emit(CloseControl(address))
         error = PeerUnreachable(f"the control connection to {address} was lost")
         lost = self._peers.at(address)
@@ -207,7 +202,7 @@ class PullProtocol:
                 self._on_deadline(load, now)
         for peer_id in self._quarantine.overdue(now):
             self._fence(peer_id, now)
-        self._leases.on_timer(now)
+        self.leases.on_timer(now)
         return self._take_actions()
 
     def next_timer(self) -> float | None:
@@ -216,7 +211,7 @@ class PullProtocol:
             self._peers.next_timeout(),
             min((load.deadline for load in self._loads.values()), default=math.inf),
             self._quarantine.next_fence(),
-            self._leases.next_timer(),
+            self.leases.next_timer(),
         )
         return None if earliest == math.inf else earliest
 
@@ -262,7 +257,7 @@ class PullProtocol:
 
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
         """Whoever lived at this address before is dead: its blocks, leases and memory are worth nothing."""
-        self._leases.forget_others(address, incarnation)
+        self.leases.forget_others(address, incarnation)
         others = [peer_id for peer_id in self._peers.at(address) if peer_id.incarnation != incarnation]
         for peer_id in others:
             self._lose(peer_id, _other_life(peer_id, incarnation), now)
@@ -310,10 +305,10 @@ class PullProtocol:
         """Post what may be in flight; with the last of it, order the seals."""
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
-            if transfer_id not in self._leases:
+            if transfer_id not in self.leases:
                 error = LeaseExpired(f"{load.owner.address} no longer holds the hand-over {transfer_id}")
                 load.spoil_waiting(ErrorInfo.of(error))
-            elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
+            elif not load.wants_room and self.leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
                 self._emit(self._post_read(self._reads.open_blocks(load, rows), load.owner, rows))
             else:
@@ -435,7 +430,7 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
-        going_on, ending = self._leases.on_state(address, state)
+        going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}
         for load in self._loads_at(address):
             if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:

@@ -182,7 +182,7 @@ class ConnectorConformance:
         pair.consumer.engine.finish(request)
         await self.assert_consumer_is_empty(pair)
 
-    async def test_a_request_that_was_expected_and_never_comes_leaves_nothing(self, pair: Pair) -> None:
+    async def test_a_request_that_was_expected_and_never_comes_touches_no_block(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         assert handoff is not None
         pair.consumer.connector.expect(handoff)

@@ -48,7 +48,11 @@ class SimConnector(SimNode):
         names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late"}
         happened = {name: counts[key] for name, key in names.items()}
         happened |= {"converted_blocks": self._staging.num_converted, "waits_for_staging": self._staging.num_refusals}
-        return happened | {name: counts[name] for name in ("fenced_peers", "blocks_read_again")} | self._ended_loads
+        return (
+            happened
+            | {name: counts[name] for name in ("fenced_peers", "blocks_read_again", "leases_known_in_time")}
+            | self._ended_loads
+        )
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
         def on_metadata(node: P2PNode) -> list[Action]:

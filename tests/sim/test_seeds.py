@@ -94,6 +94,7 @@ def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
         "fallback_rejected",
         "fallback_stale",
         "fenced_peers",
+        "leases_known_in_time",
         "load_lease_expired",
         "load_stale",
         "lost_connections",

@@ -83,6 +83,7 @@ class PullDriver:
         )
         self.log: list[Action] = []
         self.requests: dict[str, PullRequest] = {}
+        self.held: set[str] = set()  # leases that a request holds
         self.open_peers: set[PeerId] = set()
         self.open_reads: dict[int, PostRead | PostSealRead] = {}
         self.ended: dict[str, LoadEnded] = {}
@@ -124,15 +125,18 @@ class PullDriver:
             units = tuple(replace(unit, copies=(TokenCopy(*unit.remote_rows, 0, *unit.local_rows, 0, 32),)) for unit in units)
         request = PullRequest(request_id, ref, units, 32 * num_rows, deadline, layout)
         self.requests[request_id] = request
+        self.held.add(transfer_id)
         return self.take(self.protocol.start(request, self.now))
 
     def expect(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
         return self.take(self.protocol.expect(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
 
     def hold(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
+        self.held.add(transfer_id)
         return self.take(self.protocol.hold(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
 
     def release(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
+        self.held.discard(transfer_id)
         return self.take(self.protocol.release(HandoffRef(transfer_id, PeerId(address, incarnation))))
 
     def abort(self, request_id: str = "r") -> list[Action]:
@@ -233,6 +237,9 @@ class PullDriver:
         actions = self.take(self.protocol.on_timer(self.now))
         due = self.protocol.next_timer()
         assert due is None or due > self.now, "the timer is due again at once: the event loop would spin"
+        sent = [action.message for action in actions if isinstance(action, SendControl)]
+        renewed = {name for message in sent if isinstance(message, LeaseRenew) for name in message.transfer_ids}
+        assert renewed <= self.held, "a lease is renewed that no request holds"
         return actions
 
     # ---- what the protocol wants

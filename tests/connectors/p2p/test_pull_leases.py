@@ -62,9 +62,10 @@ def test_load_of_an_expected_lease_reads_at_once(pull):
 def test_lease_that_no_request_comes_for_is_forgotten(pull):
     pull.expect()
     pull.grant(30_000)
-    assert pull.protocol.num_held_leases == 1
+    assert len(pull.protocol.leases) == 1
     assert pull.tick(5) == []
-    assert pull.protocol.num_held_leases == 0
+    assert len(pull.protocol.leases) == 0
+    assert pull.protocol.leases.counts.leases_never_held == 1
     assert pull.protocol.next_timer() is None
 
 
@@ -74,6 +75,36 @@ def test_expected_lease_that_is_held_is_renewed(pull):
     pull.hold("t")
     (renewed,) = pull.tick(5)
     assert renewed.message == LeaseRenew(transfer_ids=("t",), number=3)
+
+
+def test_lease_expected_shortly_before_the_renewals_is_still_known_to_its_request(pull):
+    pull.hold("u")
+    pull.tick(4.9)
+    pull.expect()
+    pull.grant(30_000)
+    (renewed,) = pull.tick(0.1)
+    assert renewed.message.transfer_ids == ("u",), "it is nobody's yet"
+    assert pull.hold() == []
+    assert pull.protocol.leases.counts.leases_known_in_time == 1
+
+
+def test_lease_expected_of_one_owner_is_asked_for_again_if_it_is_anothers(pull, address):
+    pull.expect(address=OTHER)
+    (asked,) = pull.hold()
+    assert asked.address == address
+
+
+def test_answer_from_before_the_release_says_nothing_of_the_lease_taken_again(pull):
+    """The owner takes the release before the second question, so what it said before is no news."""
+    pull.hold()
+    pull.release()
+    pull.expect()
+    pull.grant(20_000, number=1)
+    pull.start()
+    pull.accept()
+    assert not pull.actions(PostRead)
+    pull.grant(0, number=2)
+    assert pull.failed == {"r": "lease_expired"}
 
 
 def test_request_behind_a_forgotten_lease_asks_again(pull):
@@ -89,7 +120,7 @@ def test_request_behind_a_forgotten_lease_asks_again(pull):
 def test_expected_lease_that_is_over_fails_its_load_once_the_owner_has_said_so_again(pull):
     pull.expect()
     pull.grant(0)
-    assert pull.protocol.num_held_leases == 0
+    assert len(pull.protocol.leases) == 0
     pull.start()
     pull.accept()
     assert pull.failed == {}

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -25,9 +26,10 @@ from core.errors import ConfigError
 from core.ids import SeededIds
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.codec import decode_worker_frame, encode_router_message
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import (
     Abort,
+    ChoiceStart,
     Generate,
     Goodbye,
     Heartbeat,
@@ -44,6 +46,17 @@ from decode.worker import DecodeHands
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
 WAIT_S = 20.0
+HANDOFF = KVHandoff(
+    transfer_id="t",
+    engine_id="p0",
+    incarnation=1,
+    control_address="tcp://127.0.0.1:1",
+    model_fingerprint=b"f",
+    layout=LAYOUT,
+    groups=(),
+    num_tokens=2,
+    lease_ms=1000,
+)
 
 
 class ScriptedEngine:
@@ -317,6 +330,14 @@ async def test_lease_messages_reach_the_connector(running, router, journal):
     await router.send(generate("r", max_tokens=1))
     await router.expect(list)
     assert journal[-2:] == ["renew ('t',)", "release ('t',)"]
+
+
+async def test_hand_over_of_a_request_is_expected_by_the_connector(running, router, journal):
+    await router.expect(Heartbeat)
+    first = ChoiceStart(index=0, output_token_ids=(1,))
+    await router.send(msgspec.structs.replace(generate("r"), kv_handoff=HANDOFF, choices=(first,)))
+    await router.expect(list)
+    assert "expect t" in journal
 
 
 async def test_abort_reaches_the_engine(running, router, journal):

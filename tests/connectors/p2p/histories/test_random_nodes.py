@@ -94,6 +94,7 @@ class History:
         self.waiting: list[Pull] = []  # handed over, not begun
         self.loading: dict[str, Pull] = {}
         self.quarantined: set[int] = set()
+        self.held = set()
         self.free = {block_id: self.read_block(block_id) for block_id in range(1, NUM_BLOCKS)}  # and what they hold
         self.num_pulls = 0
         self.happened: Counter[str] = Counter()
@@ -185,6 +186,9 @@ class History:
             del self.free[block_id]
         if self.rng.random() < 0.5:
             self.take(self.node.expect(handoff))
+            if self.rng.random() < 0.2:  # the engine refuses it
+                self.give_back(request.local_rows)
+                return
         self.waiting.append(Pull(request, {block_id: owner.contents[block_id] for block_id in group.block_ids}))
 
     def begin(self):
@@ -192,6 +196,7 @@ class History:
             return
         pull = self.waiting.pop(self.rng.randrange(len(self.waiting)))
         self.loading[pull.request.request_id] = pull
+        self.held.add(pull.request.handoff)
         self.take(self.node.on_metadata(P2PConnectorMetadata(pulls=[pull.request])))
 
     def abort(self):
@@ -263,9 +268,18 @@ class History:
         assert not self.loading
         assert not self.quarantined
         assert self.node.num_quarantined_blocks == 0
+        self.release_all()
         assert len(self.free) == NUM_BLOCKS - 1
         self.check_executor()
         self.happened += Counter({name: count for name, count in self.node.counts().items() if count})
+
+    def release_all(self):
+        """Let go of every hand-over but those that were only expected; these are forgotten."""
+        self.take(self.node.on_metadata(P2PConnectorMetadata(releases=sorted(self.held, key=str))))
+        while (due := self.node.next_timer()) is not None:
+            self.clock.advance(due - self.clock.now())
+            self.take(self.node.on_timer())
+        assert self.node.num_held_leases == 0
 
     def check_executor(self):
         """Nothing is kept of reads that have ended, nor of peers that are closed."""
