@@ -1,7 +1,7 @@
 """What a process has loaded, out of the garbage collector's sight.
 
 A full collection stops every thread while it walks all modules, classes and weights' wrappers that a worker will keep for its
-life; the end of a NIXL agent is one each time. Called once by every server, when it has loaded what it serves with.
+life; the end of a NIXL agent is one each time. Called once by a worker, behind the model, and by the router.
 """
 
 from __future__ import annotations

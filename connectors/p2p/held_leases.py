@@ -33,8 +33,8 @@ class _HeldLease:
 class HeldLeaseCounts:
     """What has happened since the start to leases that were asked for ahead of their requests."""
 
-    leases_known_in_time: int = 0  # answered when the request came
-    leases_never_held: int = 0  # the request did not come
+    leases_known_in_time: int = 0  # answered when the engine took the request
+    leases_given_up: int = 0  # not held after an interval, though the owner still kept them
 
 
 class HeldLeases:
@@ -57,7 +57,10 @@ class HeldLeases:
         return transfer_id in self._leases
 
     def expect(self, handoff: HandoffRef, now: float) -> None:
-        """Ask about a lease that may be held soon; it is never renewed, and forgotten when it was not held for an interval."""
+        """Ask about a lease that may be held soon; which renews it once.
+
+        No later round does, and the first one that comes an interval after the question forgets it unless it is held by then.
+        """
         if handoff.transfer_id not in self._leases:
             self._take(handoff, now).expected_until = now + self._renew_interval_s
 
@@ -67,6 +70,7 @@ class HeldLeases:
         if lease is None or (lease.expected_until is not None and lease.owner != handoff.owner):
             self._take(handoff, now)
         elif lease.expected_until is not None:
+            self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after it was asked for
             lease.expected_until = None
             self.counts.leases_known_in_time += lease.good_until > now
 
@@ -123,7 +127,7 @@ class HeldLeases:
         for transfer_id, lease in list(self._leases.items()):
             if lease.expected_until is not None and lease.expected_until <= now:
                 del self._leases[transfer_id]
-                self.counts.leases_never_held += 1
+                self.counts.leases_given_up += 1
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
         self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
 

@@ -239,11 +239,9 @@ class Worker:
                 self._stop(1)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        try:
-            for action in actions:
-                self._carry_out(action)
-        finally:  # a bug in one of them must not cost the deadlines of others
-            self._arm_timer()
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
 
     def _carry_out(self, action: Action) -> None:
         assert self._engine is not None

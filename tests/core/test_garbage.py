@@ -4,6 +4,9 @@ import gc
 
 import pytest
 
+from core.config import load_config
+from core.engine.worker import run_worker
+from core.errors import ConfigError
 from core.garbage import freeze_what_is_loaded
 
 
@@ -18,6 +21,7 @@ class Node:
 def collector():
     yield
     gc.unfreeze()
+    freeze_what_is_loaded()  # as tests/conftest.py does once
 
 
 def nodes_in_sight():
@@ -31,6 +35,24 @@ def test_what_is_loaded_is_out_of_sight_and_what_comes_later_is_not(collector):
     assert nodes_in_sight() == []
     later = Node()
     assert nodes_in_sight() == [later]
+
+
+def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
+    journal = []
+
+    def freeze():
+        journal.append("frozen")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("core.engine.worker.freeze_what_is_loaded", freeze)
+    with pytest.raises(ConfigError, match="enough"):
+        run_worker(
+            load_config(overrides={"worker.ops_port": 0}),
+            "decode",
+            lambda context: journal.append("loaded"),
+            lambda found: None,
+        )
+    assert journal == ["loaded", "frozen"]
 
 
 def test_garbage_is_not_kept_for_ever(collector):

@@ -65,7 +65,7 @@ def test_lease_that_no_request_comes_for_is_forgotten(pull):
     assert len(pull.protocol.leases) == 1
     assert pull.tick(5) == []
     assert len(pull.protocol.leases) == 0
-    assert pull.protocol.leases.counts.leases_never_held == 1
+    assert pull.protocol.leases.counts.leases_given_up == 1
     assert pull.protocol.next_timer() is None
 
 
@@ -86,6 +86,17 @@ def test_lease_expected_shortly_before_the_renewals_is_still_known_to_its_reques
     assert renewed.message.transfer_ids == ("u",), "it is nobody's yet"
     assert pull.hold() == []
     assert pull.protocol.leases.counts.leases_known_in_time == 1
+
+
+def test_lease_that_is_held_late_is_renewed_an_interval_after_it_was_asked_for(pull):
+    pull.hold("u")
+    pull.tick(0.1)
+    pull.expect()
+    pull.grant(6_000)
+    pull.tick(4.9)
+    assert pull.hold() == []
+    (renewed,) = pull.tick(0.1)
+    assert set(renewed.message.transfer_ids) == {"t", "u"}
 
 
 def test_lease_expected_of_one_owner_is_asked_for_again_if_it_is_anothers(pull, address):
