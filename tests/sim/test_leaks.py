@@ -56,7 +56,7 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
         yield connector.node._pull, "_loads"
         yield connector.node._pull._reads, "_loads"
         yield connector.node._pull._reads.quarantine, "_reads"
-        yield connector.node._pull._leases, "_leases"
+        yield connector.node._pull.leases, "_leases"
         yield connector.node._leases, "_leases"
         yield connector.worker, "_reports"
 
