@@ -26,7 +26,7 @@ class _HeldLease:
     first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
-    expected_until: float | None = None  # nobody holds it yet, and nobody will; None = it is held
+    expected_until: float | None = None  # nobody holds it yet: when that is given up; None = it is held
 
 
 @dataclass(slots=True)
@@ -57,9 +57,9 @@ class HeldLeases:
         return transfer_id in self._leases
 
     def expect(self, handoff: HandoffRef, now: float) -> None:
-        """Ask about a lease that may be held soon; which renews it once.
+        """Ask about a lease that may be held soon. The question renews it once; until it is held, no later round does.
 
-        No later round does, and the first one that comes an interval after the question forgets it unless it is held by then.
+        The first round that comes an interval after the question forgets it.
         """
         if handoff.transfer_id not in self._leases:
             self._take(handoff, now).expected_until = now + self._renew_interval_s

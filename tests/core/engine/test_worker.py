@@ -26,7 +26,7 @@ from core.errors import ConfigError
 from core.ids import SeededIds
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.codec import decode_worker_frame, encode_router_message
-from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
     ChoiceStart,
@@ -46,17 +46,6 @@ from decode.worker import DecodeHands
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
 WAIT_S = 20.0
-HANDOFF = KVHandoff(
-    transfer_id="t",
-    engine_id="p0",
-    incarnation=1,
-    control_address="tcp://127.0.0.1:1",
-    model_fingerprint=b"f",
-    layout=LAYOUT,
-    groups=(),
-    num_tokens=2,
-    lease_ms=1000,
-)
 
 
 class ScriptedEngine:
@@ -332,10 +321,10 @@ async def test_lease_messages_reach_the_connector(running, router, journal):
     assert journal[-2:] == ["renew ('t',)", "release ('t',)"]
 
 
-async def test_hand_over_of_a_request_is_expected_by_the_connector(running, router, journal):
+async def test_hand_over_of_a_request_is_expected_by_the_connector(running, router, journal, handoff):
     await router.expect(Heartbeat)
     first = ChoiceStart(index=0, output_token_ids=(1,))
-    await router.send(msgspec.structs.replace(generate("r"), kv_handoff=HANDOFF, choices=(first,)))
+    await router.send(msgspec.structs.replace(generate("r"), kv_handoff=handoff, choices=(first,)))
     await router.expect(list)
     assert "expect t" in journal
 

@@ -20,7 +20,7 @@ from core.engine.worker_state import WorkerState
 from core.errors import ProtocolError
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
-from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
     ChoiceStart,
@@ -41,25 +41,15 @@ from core.wire.messages import (
 from core.wire.sampling import SamplingParams
 from decode.worker import DecodeHands
 
-LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
-HANDOFF = KVHandoff(
-    transfer_id="t",
-    engine_id="p0",
-    incarnation=1,
-    control_address="tcp://127.0.0.1:1",
-    model_fingerprint=b"f",
-    layout=LAYOUT,
-    groups=(),
-    num_tokens=2,
-    lease_ms=1000,
-)
 REGISTRATION = Register(
     engine_id="w0",
     incarnation=7,
     role="decode",
     model="m",
     model_fingerprint=b"f",
-    layout=LAYOUT,
+    layout=KVLayoutInfo(
+        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
+    ),
     max_model_len=64,
     max_num_seqs=2,
     num_blocks=8,
@@ -373,15 +363,15 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
     assert len(worker.state._deadlines) == 0
 
 
-def test_hand_over_is_expected_when_its_request_is_on_the_way_to_the_engine(worker):
-    added, expected = worker.generate(kv_handoff=HANDOFF, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
-    assert expected == ExpectTransfer(HANDOFF)
+def test_hand_over_is_expected_when_its_request_is_on_the_way_to_the_engine(worker, handoff):
+    added, expected = worker.generate(kv_handoff=handoff, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
+    assert expected == ExpectTransfer(handoff)
     assert isinstance(added, SubmitAdd)
 
 
-def test_hand_over_of_a_refused_request_is_not_expected(worker):
+def test_hand_over_of_a_refused_request_is_not_expected(worker, handoff):
     worker.state.start_drain(0.0)
-    assert not [action for action in worker.generate(kv_handoff=HANDOFF) if isinstance(action, ExpectTransfer)]
+    assert not [action for action in worker.generate(kv_handoff=handoff) if isinstance(action, ExpectTransfer)]
 
 
 def test_lease_messages_reach_the_connector(worker):
