@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file
+from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
 from core.errors import ConfigError
 
 HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
@@ -44,6 +44,11 @@ def default_cache_dir() -> str:
     return str(Path(base) / "kvferry")
 
 
+def default_package_index() -> str:
+    """Return the package index where there is no pip to know it: ``$PIP_INDEX_URL``, else PyPI."""
+    return os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+
+
 def default_api_key() -> str:
     """Return the clients' key: ``$KVFERRY_API_KEY``, which no list of processes shows; else none."""
     return os.environ.get("KVFERRY_API_KEY", "")
@@ -54,9 +59,19 @@ def default_cluster_key() -> str:
     return os.environ.get("KVFERRY_CLUSTER_KEY", "")
 
 
+def default_other_cluster_keys() -> str:
+    """Return ``$KVFERRY_OTHER_CLUSTER_KEYS``, which no list of processes shows; else none."""
+    return os.environ.get("KVFERRY_OTHER_CLUSTER_KEYS", "")
+
+
 def default_redis_password() -> str:
     """Return Redis's password: ``$KVFERRY_REDIS_PASSWORD``, which no list of processes shows; else none."""
     return os.environ.get("KVFERRY_REDIS_PASSWORD", "")
+
+
+def ucx_net_devices() -> str:
+    """Return ``$UCX_NET_DEVICES``, the network devices that the user gives UCX; empty = the configured address decides."""
+    return os.environ.get("UCX_NET_DEVICES", "")
 
 
 def set_default_environment(variable: str, value: str) -> None:
@@ -121,10 +136,12 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     workers_on_host: Positive = 1
     host_slot: NonNegative = 0  # which of the workers on this host this one is; picks its cores
     pin_cpus: bool = True
+    kernel_cache_entries: Positive = 64  # oneDNN kernels kept, one per matrix and number of rows; about 0.2 to 1 MB each
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
     kv_events_address: str = "tcp://127.0.0.1:0"  # ZeroMQ PUB of cache.kv_events; port 0 = any, the log says which
-    stuck_step_s: Seconds = 120.0  # an engine step that takes longer makes /health fail, so that the worker is restarted
+    stuck_step_s: Seconds = 120.0  # bound of the first step of a size, see docs/operations.md; then /health fails
+    is_supervised: bool = False  # somebody starts the worker anew when it ends; `kvferry serve` and the chart set it
 
 
 class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +182,9 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
     kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl
     transfer_deadline_s: Seconds = 30.0
+    transfer_stall_s: Seconds = 5.0  # a read that brings no byte for so long is given up if its owner answers otherwise; tcp
+    transport_retry_s: Seconds = 1.0  # a transport that failed to a peer is probed after this, then after twice as long,
+    transport_retry_max_s: Seconds = 60.0  # up to this
     handshake_timeout_s: Seconds = 5.0
     lease_s: Seconds = 30.0
     lease_renew_interval_s: Seconds = 5.0
@@ -245,16 +265,24 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout_s: Seconds = 600.0
     max_body_bytes: Positive = 12 << 20  # of one request: an image of images.max_bytes as a data URL, and text
     max_upload_bytes: Positive = 256 << 20  # of all bodies that are held at a time; what exceeds it is refused with 503
-    max_connections: Positive = 8192  # of clients; more are closed at once
+    ops_host: str = "127.0.0.1"
+    ops_port: Port | None = None  # probes, metrics and status there instead of on `port`, which keeps the probes; 0 = any
+    max_connections: Positive = 8192  # of clients; for one more the longest idle one is closed, or else itself
+    max_connections_per_address: NonNegative = 1024  # more of one address (IPv6: of one /64) are closed; 0 = no such limit
+    proxy_addresses: tuple[str, ...] = ()  # load balancers and their networks, which have no limit per address
+    max_head_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 64 << 10  # of a request's head; more is a 431
+    idle_timeout_s: Seconds = 75.0  # between an answer and the next request of a connection
     receive_timeout_s: Seconds = 60.0  # for a request's head to arrive, and again for its body
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
     max_requests_per_key: NonNegative = 0  # open at once with one API key; more are refused with 429; 0 = no such limit
     max_prompt_tokens: NonNegative = 0  # longer prompts are refused with 400; 0 = what the model allows
-    max_retries: NonNegative = 2  # per request: how many workers may fail it, besides refusing it for lack of room
+    text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
+    max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses and stalls do not count
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
-    worker_wait_s: Seconds = 10.0  # how long a request whose client has tokens waits for a worker, if all are lost
+    worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that nobody is known to bring back
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
+    cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all
     images: ImagesSection = ImagesSection()
 
 
@@ -275,13 +303,19 @@ class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ready_timeout_s: Seconds = 120.0
     restart_backoff_s: Seconds = 0.5
     restart_backoff_max_s: Seconds = 30.0
+    health_interval_s: Seconds = 2.0  # between two checks of a process's /health
+    health_timeout_s: Seconds = 5.0  # for one answer
+    health_max_failures: Positive = 3  # answers in a row that say "unwell"; then the process is restarted
+    health_max_silence_s: Seconds = 20.0  # without an answer; then it is, too
 
 
 class SecuritySection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may be a part of the cluster."""
 
     cluster_key: str = msgspec.field(default_factory=default_cluster_key)  # the same everywhere; `kvferry keygen` makes one
-    insecure: bool = False  # without a key, bind the cluster's sockets where other machines reach them
+    # While the cluster key changes, separated by commas: processes that bind with one of these are connected to as well.
+    other_cluster_keys: str = msgspec.field(default_factory=default_other_cluster_keys)
+    insecure: bool = False  # without a key, bind cluster sockets where other machines reach them; a local cluster makes none
 
 
 class LogSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -330,18 +364,9 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "cache.kv_events = true: there are no events without cache.enable_prefix_caching", param="cache.kv_events"
             )
         connector, router, worker = self.connector, self.router, self.worker
-        _check_order(
-            "connector.lease_renew_interval_s", connector.lease_renew_interval_s, "<", "connector.lease_s", connector.lease_s
-        )
-        _check_order("connector.lease_s", connector.lease_s, "<=", "connector.lease_max_s", connector.lease_max_s)
-        _check_order(
-            "router.heartbeat_interval_s",
-            router.heartbeat_interval_s,
-            "<",
-            "router.heartbeat_timeout_s",
-            router.heartbeat_timeout_s,
-        )
-        _check_order("router.max_body_bytes", router.max_body_bytes, "<=", "router.max_upload_bytes", router.max_upload_bytes)
+        _check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
+        _check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")
+        _check_order("router", router, "heartbeat_interval_s < heartbeat_timeout_s", "max_body_bytes <= max_upload_bytes")
         _check_connectors(connector)
         _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
         _check_ec_connector(self)
@@ -357,27 +382,23 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
         if self.kvstore.address:
             _check_address("kvstore.address", self.kvstore.address, lowest_port=1)
-        _check_order(
-            "kvstore.heartbeat_interval_s",
-            self.kvstore.heartbeat_interval_s,
-            "<",
-            "kvstore.client_timeout_s",
-            self.kvstore.client_timeout_s,
-        )
+        _check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         for address in worker.router_addresses:
             _check_address("worker.router_addresses", address, lowest_port=1)
-        _check_order("worker.host_slot", worker.host_slot, "<", "worker.workers_on_host", worker.workers_on_host)
+        _check_order("worker", worker, "host_slot < workers_on_host")
 
 
-def _check_order(low: str, low_value: float, relation: Literal["<", "<="], high: str, high_value: float) -> None:
-    """Refuse two settings whose values are in the wrong order; both are named by their paths."""
-    if low_value < high_value or (relation == "<=" and low_value == high_value):
-        return
-    raise ConfigError(
-        f"{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {high} = {high_value:g}: "
-        f"lower the first or raise the second",
-        param=low,
-    )
+def _check_order(path: str, section: Section, *rules: str) -> None:
+    """Refuse settings of a section that break a rule such as ``lease_s <= lease_max_s``; both are named by their paths."""
+    for low, relation, high in map(str.split, rules):
+        low_value, high_value = getattr(section, low), getattr(section, high)
+        if low_value < high_value or (relation == "<=" and low_value == high_value):
+            continue
+        raise ConfigError(
+            f"{path}.{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {path}.{high} = {high_value:g}: "
+            f"lower the first or raise the second",
+            param=f"{path}.{low}",
+        )
 
 
 def _check_connectors(connector: ConnectorSection) -> None:
@@ -443,7 +464,8 @@ def load_config(
     """Merge a file, then ``a.b=c`` assignments, then overrides by dotted path (flags), and validate the result.
 
     The text of an assignment is taken as it stands where the setting is text (``router.api_key=007``), split at commas where
-    it is a list of texts (``connector.transports=shm,tcp``, or in brackets), and read as YAML elsewhere.
+    it is a list of texts (``connector.transports=shm,tcp``, or in brackets), and read as YAML elsewhere. Bytes and tokens may
+    be sizes such as ``1GiB``, ``512MiB`` or ``64k`` (``core.config_tree.parse_size``).
 
     Raises:
         ConfigError: the file cannot be read, a key does not exist, or a value is out of range; names its path and what is
@@ -458,13 +480,14 @@ def load_config(
     for key, value in (overrides or {}).items():
         put(tree, key, value)
     check_keys(tree, KVFerryConfig)
+    tree = read_sizes(tree, KVFerryConfig)
     try:
         return msgspec.convert(tree, KVFerryConfig, strict=False)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise explain(error, KVFerryConfig) from None
+        raise explain(error, KVFerryConfig, tree) from None
 
 
 def dump_config(config: KVFerryConfig) -> str:

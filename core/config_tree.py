@@ -6,10 +6,11 @@ Owns how a setting is spelled. Knows no setting: ``core.config`` owns these, and
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -17,6 +18,11 @@ import yaml
 from core.errors import ConfigError
 
 STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
+
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]|[KMGT]i)?B?")
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_SECRETS = frozenset({"api_key", "cluster_key", "redis_password"})
+_WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mapping"}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -55,6 +61,38 @@ def parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuratio
         return text
 
 
+def parse_size(text: str) -> int | None:
+    """Return the number that a size such as ``1GiB``, ``512MiB`` or ``64k`` stands for; None for anything else.
+
+    ``k``, ``M``, ``G``, ``T`` are powers of 1000, ``Ki``, ``Mi``, ``Gi``, ``Ti`` of 1024; a ``B`` may follow.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return None
+    value = float(found["number"]) * _UNITS.get(found["unit"] or "", 1)
+    return int(value) if value.is_integer() else None
+
+
+def is_size(path: str) -> bool:
+    """Say whether a setting counts bytes or tokens, and so may be given as a size."""
+    return path.endswith(("_bytes", "_tokens", "max_model_len"))
+
+
+def read_sizes(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the tree with numbers in place of sizes; ``check_keys`` has accepted its keys."""
+    hints = get_type_hints(section)
+    return {key: _with_number(key, value, hints[key]) for key, value in tree.items()}
+
+
+def _with_number(key: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return read_sizes(value, kind)
+    if isinstance(value, str) and is_size(key):
+        size = parse_size(value)
+        return value if size is None else size
+    return value
+
+
 def put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - any configuration value
     """Set the value at a dotted path. Raises ConfigError if a part of it is no section."""
     *parents, leaf = key.split(".")
@@ -83,10 +121,46 @@ def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: s
             check_keys(value, kind, f"{path}.")
 
 
-def explain(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> ConfigError:
-    """Turn msgspec's message into one with the dotted path and the allowed values."""
-    what, _, where = str(error).partition(" - at `$.")
-    path = where.rstrip("`")
-    kind = kind_of(root, path.partition("[")[0])
-    allowed = f"; allowed: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
-    return ConfigError(f"{path}: {what[0].lower()}{what[1:]}{allowed}", param=path)
+def explain(error: msgspec.ValidationError, root: type[msgspec.Struct], tree: Mapping[str, Any]) -> ConfigError:
+    """Turn msgspec's message into one with the dotted path, the value and what is allowed."""
+    _, _, where = str(error).partition(" - at `$.")
+    path = where.rstrip("`").partition("[")[0]
+    value: Any = tree
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    shown = "(not shown)" if path.rpartition(".")[2] in _SECRETS else repr(value)
+    return ConfigError(f"{path} = {shown}: expected {_allowed(root, path)}", param=path)
+
+
+def _allowed(root: type[msgspec.Struct], path: str) -> str:
+    """Return the values of a setting in words."""
+    *parents, name = path.split(".")
+    section = kind_of(root, ".".join(parents)) if parents else root
+    kind = get_type_hints(section, include_extras=True).get(name) if hasattr(section, "__struct_fields__") else None
+    metas: tuple[Any, ...] = ()
+    if get_origin(kind) is Annotated:
+        kind, *metas_found = get_args(kind)
+        metas = tuple(metas_found)
+    if get_origin(kind) is Literal:
+        return f"one of: {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return "a list of texts, such as [a, b]"
+    if kind in (int, float):
+        return _allowed_numbers(name, kind, metas)
+    pattern = next((f" of the form {meta.pattern}" for meta in metas if meta.pattern), "")
+    return _WORDS.get(get_origin(kind) or kind, "another kind of value") + pattern
+
+
+def _allowed_numbers(name: str, kind: type, metas: Sequence[msgspec.Meta]) -> str:
+    words = "a whole number" if kind is int else "a number"
+    if kind is float and name.endswith("_s"):
+        words += " of seconds"
+    bounds = {bound: getattr(meta, bound) for meta in metas for bound in ("ge", "gt", "le", "lt")}
+    names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = [
+        f"{names[bound]} {value:g}" if kind is float else f"{names[bound]} {value}"
+        for bound, value in bounds.items()
+        if value is not None
+    ]
+    words += f", {' and '.join(limits)}" if limits else ""
+    return words + (", or a size such as 1GiB, 512MiB or 64k" if is_size(name) else "")

@@ -10,6 +10,7 @@
     │   ├── NoWorker               503  nobody can serve it at the moment
     │   ├── DeadlineUnreachable    503  what is queued takes longer than the request may
     │   ├── EncoderInputMissing    503  embeddings of an image cannot be had, and the image is not at hand
+    │   ├── WorkerStalled          503  the engine of the worker that has it makes no progress
     │   ├── RouterSilent           503  the worker gave it up: it took its router for dead
     │   ├── DeadlineExceeded       504  the request's own budget is used up
     │   └── Cancelled              499  the client went away, or an operator aborted it
@@ -18,6 +19,7 @@
     ├── StoreError                 a KV store or tier failed
     │   ├── NotFound · Unavailable · Full
     ├── ProtocolError              a peer broke the wire protocol
+    │   └── VersionMismatch        it speaks another version of it; both are named
     ├── EngineDead                 the engine thread has ended; the worker must restart
     ├── ConnectorUnavailable       a connector or transport cannot run here (library or device missing)
     └── StartFailed                a process of a local cluster did not start, or did not become ready
@@ -39,10 +41,11 @@ class KVFerryError(Exception):
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.message = message
         self.param = param  # the configuration key or request field at fault, if there is one
+        self.retry_after_s = retry_after_s  # when another try may succeed; 0 = it is not known
 
 
 class ConfigError(KVFerryError):
@@ -108,9 +111,13 @@ class DeadlineUnreachable(RequestError):
     http_status = 503
     retryable = True
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 1) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
+
+class WorkerStalled(RequestError):
+    """The engine of the worker that has the request makes no progress, though its process lives."""
+
+    code = "worker_stalled"
+    http_status = 503
+    retryable = True
 
 
 class RouterSilent(RequestError):
@@ -205,6 +212,14 @@ class Full(StoreError):
     code = "store_full"
 
 
+def error_codes() -> tuple[str, ...]:
+    """Return the code of every error of the tree."""
+    kinds = [KVFerryError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return tuple(sorted({kind.code for kind in kinds}))
+
+
 def fallback_reason(code: str) -> str:
     """Return the reason under which a failed load is counted and shown, for the code of its error.
 
@@ -218,6 +233,22 @@ class ProtocolError(KVFerryError):
 
     code = "protocol_error"
     http_status = 502
+
+
+class VersionMismatch(ProtocolError):
+    """A peer speaks another version of a wire protocol. ``is_refusal`` if it says so itself: such a frame is never answered."""
+
+    code = "version_mismatch"
+
+    def __init__(self, *, ours: int, theirs: int, is_refusal: bool = False) -> None:
+        refusal = "refuses ours and " if is_refusal else ""
+        super().__init__(
+            f"the peer {refusal}speaks wire version {theirs}, which is not supported: this process speaks {ours}; "
+            "run the same release on both sides (docs/operations.md, Upgrading)"
+        )
+        self.ours = ours
+        self.theirs = theirs
+        self.is_refusal = is_refusal
 
 
 class EngineDead(KVFerryError):
@@ -251,3 +282,4 @@ _FALLBACK_REASONS = {
     Unavailable.code: "store_miss",
     EncoderInputMissing.code: "embeddings",
 }
+FALLBACK_REASONS = tuple(sorted({*_FALLBACK_REASONS.values(), "rejected"}))  # what `fallback_reason` returns

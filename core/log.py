@@ -1,18 +1,31 @@
 """Log lines as ``key=value`` pairs or JSON on stderr, one handler per process.
 
-Owns the format. Knows nothing about what is logged: callers write ``logger.info(event("ready", engine_id=...))``, and plain
-texts of libraries become ``event=log message="..."``. Only a process's entry point calls ``configure_logging``.
+Owns the format, and what makes a line safe to read whatever a peer or client put into a value: its length is bounded, and
+characters that control a terminal or reorder text are escaped. Knows nothing about what is logged: callers write
+``logger.info(event("ready", engine_id=...))``, and plain texts of libraries become ``event=log message="..."``. Only the entry
+point of a process calls ``configure_logging``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
 from typing import TextIO
 
+MAX_VALUE_CHARS = 2_000
+MAX_TRACEBACK_CHARS = 20_000
+_MAX_INT_BITS = 256  # beyond, an integer is text, so that its length is bounded like any other
+
 _NEEDS_NO_QUOTES = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
+# Beyond what JSON escapes: DEL and C1, bidirectional and other format controls, line and paragraph separators, surrogates.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e007f]"
+)
 _QUIET_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "uvicorn")
 
 
@@ -38,8 +51,48 @@ def quote(value: object) -> str:
     """Return a value as it stands in a line: bare if unambiguous, else as a JSON string, so that it cannot break the line."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = str(value)
-    return text if _NEEDS_NO_QUOTES.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    text = _text_of(value)
+    if _NEEDS_NO_QUOTES.fullmatch(text) and not _UNSAFE.search(text):
+        return text
+    return _escape(json.dumps(text, ensure_ascii=False))
+
+
+def shorten(text: str, max_chars: int = MAX_VALUE_CHARS) -> str:
+    """Return the text, or its beginning and how much is left out."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}...[{len(text) - max_chars} more characters]"
+
+
+def shorten_middle(text: str, max_chars: int = MAX_TRACEBACK_CHARS) -> str:
+    """Return the text, or its two ends: of a traceback, where it began and what was raised."""
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]}\n...[{len(text) - 2 * half} more characters]\n{text[-half:]}"
+
+
+def _text_of(value: object) -> str:
+    is_huge = isinstance(value, int) and value.bit_length() > _MAX_INT_BITS
+    return shorten(hex(value) if isinstance(value, int) and is_huge else str(value))
+
+
+def _json_value(value: object) -> object:
+    """Return what the JSON line holds for a value: its own type if that is short and finite, else text."""
+    match value:
+        case None | bool():
+            return value
+        case int() if value.bit_length() <= _MAX_INT_BITS:
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case list() | tuple() | dict():
+            text = json.dumps(value, ensure_ascii=False, default=str)
+            return json.loads(text) if len(text) <= MAX_VALUE_CHARS else shorten(text)
+    return _text_of(value)
+
+
+def _escape(text: str) -> str:
+    """Replace unsafe characters by their JSON escapes; what JSON itself has escaped stays as it is."""
+    return _UNSAFE.sub(lambda found: json.dumps(found.group())[1:-1] if found.group() != "\x7f" else "\\u007f", text)
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -55,7 +108,8 @@ class KeyValueFormatter(logging.Formatter):
         head = f"ts={_timestamp(record)} level={record.levelname.lower()} process={self._process}"
         line = f"{head} logger={record.name} {message}"
         if record.exc_info:
-            line += "\n" + "\n".join(f"  {row}" for row in self.formatException(record.exc_info).splitlines())
+            text = shorten_middle(self.formatException(record.exc_info))
+            line += "\n" + "\n".join(f"  {_escape(row)}" for row in text.split("\n"))
         return line
 
 
@@ -76,10 +130,10 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": message.name,
         }
-        fields = {**message.fields, **fields}
+        fields = {**{key: _json_value(value) for key, value in message.fields.items()}, **fields}
         if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False, default=str)
+            fields["traceback"] = shorten_middle(self.formatException(record.exc_info))
+        return _escape(json.dumps(fields, ensure_ascii=False))
 
 
 def _timestamp(record: logging.LogRecord) -> str:

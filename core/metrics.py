@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from core.errors import error_codes
+
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -26,6 +28,7 @@ WORKER_GAUGES: Mapping[str, str] = {
     "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
     "kv_quarantined_blocks": "Blocks that nobody has, since a transfer that was given up may still write them.",
     "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
+    "engine_stalled_seconds": "Time since the engine's last progress while it has work; 0 without work.",
     "draining": "1 while the worker takes no new requests.",
     "registered_routers": "Routers that have this worker in their membership.",
 }
@@ -49,6 +52,12 @@ WORKER_COUNTERS: Mapping[str, str] = {
 def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
     """Register a gauge whose value is ``read()`` at the moment of a scrape."""
     Gauge(PREFIX + name, documentation, registry=registry).set_function(read)
+
+
+def start_at_zero(counter: Counter, *label_values: tuple[str, ...]) -> None:
+    """Make series exist before their first event: Prometheus sees no increase where a series begins at 1."""
+    for values in label_values:
+        counter.labels(*values)
 
 
 def read_counter(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
@@ -124,6 +133,7 @@ class WorkerMetrics:
         self._failed = Counter(
             f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
         )
+        start_at_zero(self._failed, *((code,) for code in error_codes()))
         self._rejected = Counter(f"{PREFIX}rejected_frames", "Frames that could not be understood.", registry=registry)
         self._first_token_s = Histogram(
             f"{PREFIX}time_to_first_token_seconds",

@@ -354,16 +354,18 @@ class ModelRunnerOutput:
     """What one step produced.
 
     ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
-    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked. ``failed`` requests got no
-    token although it was their turn, and end; nobody else is concerned. ``failed_embeddings`` are identifiers that were to be
-    computed or loaded, or should have been there, and are not in the worker's encoder cache, and why. Whatever the step has put
-    in their place: the scheduler discards what was computed on it, and what was sampled.
+    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked. ``failed`` and ``refused``
+    requests got no token although it was their turn, and end. The KV of ``failed`` ones may be corrupt, so it is evicted;
+    ``refused`` ones asked for what cannot be, and their KV is as good as any. ``failed_embeddings`` are identifiers that were
+    to be computed or loaded, or should have been there, and are not in the worker's encoder cache, and why. Whatever the step
+    has put in their place: the scheduler discards what was computed on it, and what was sampled.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs | None, ...]] = field(default_factory=dict)
     failed: dict[str, ErrorInfo] = field(default_factory=dict)
+    refused: dict[str, ErrorInfo] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     ec_connector_output: ECConnectorOutput | None = None
     failed_embeddings: dict[bytes, ErrorInfo] = field(default_factory=dict)

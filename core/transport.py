@@ -75,7 +75,7 @@ class RowRegion:
 
     @classmethod
     def of_seals(cls, seals: SealTable) -> RowRegion:
-        """Return the region of a seal table: one row per block, then one landing row per block."""
+        """Return the region of a seal table: one row per block, then its landing rows and the row of probes."""
         memory = seals.memory
         return cls(memory.base_address, seals.num_rows, SEAL_BYTES, memory.buffer, memory.memory_fd)
 
@@ -160,6 +160,13 @@ class Transport(ABC):
 
     def num_rows(self, peer: PeerId) -> int | None:
         """Return how many rows the pool of an added peer has by its metadata, None if they do not say."""
+        return None
+
+    def bytes_received(self, peer: PeerId) -> int | None:
+        """Return how many bytes of reads have come from an added peer so far; None if this transport cannot tell.
+
+        It need not count each byte, but it must grow many times during a read of some MiB that is slow.
+        """
         return None
 
     @abstractmethod

@@ -6,8 +6,9 @@ process, the simulation under a virtual clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from core.engine.step_watch import StepReading
 from core.request import NewRequest
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
@@ -76,13 +77,17 @@ Action = Send | SubmitAdd | SubmitAbort | ExpectTransfer | ReleaseTransfers | Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the engine is, as told to the routers. ``longest_lease_s``: how long readers may need its blocks."""
+    """How busy the engine is, and whether it makes progress, as told to the routers.
+
+    ``longest_lease_s``: how long readers may need its blocks.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_leased_blocks: int = 0
     longest_lease_s: float = 0.0
+    progress: StepReading = field(default_factory=StepReading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

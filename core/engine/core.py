@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.engine.kv_events import KVEventPublisher
+from core.engine.step_watch import StepSize
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.wire.messages import LoadFailurePolicy
+from core.wire.sampling import check_tokens_left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,11 @@ class Engine(Protocol):
     @property
     def gauges(self) -> EngineGauges:
         """The reading after the last step; an immutable object, so another thread may take it."""
+        ...
+
+    @property
+    def step_size(self) -> StepSize:
+        """Of the step in hand: the one that is launched, then the one whose result is waited for. Another thread may ask."""
         ...
 
     def add_request(self, new: NewRequest) -> None:
@@ -131,6 +138,7 @@ class EngineCore:
         self._is_woken = False
         self._is_shut_down = False
         self._gauges = EngineGauges()
+        self._step_size = StepSize()
 
     def add_request(self, new: NewRequest) -> None:
         """Queue a request.
@@ -139,7 +147,7 @@ class EngineCore:
             RequestError: it can never be served here; nothing is kept.
         """
         self._check_token_ids(new)
-        _check_can_sample(new)
+        _check_can_sample(new, self._vocab_size)
         self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed
         self.scheduler.add_request(Request(new, self._hasher))
         self._is_stalled = False
@@ -165,7 +173,9 @@ class EngineCore:
         """
         self._is_woken = self._is_stalled = False
         awaits_blocks = self._awaits_blocks()
-        return ScheduledStep(self.scheduler.schedule(), awaits_blocks)
+        step = ScheduledStep(self.scheduler.schedule(), awaits_blocks)
+        self._step_size = _size_of(step.output)
+        return step
 
     def launch_step(self, step: ScheduledStep) -> None:
         """Begin to compute it."""
@@ -181,9 +191,13 @@ class EngineCore:
         is_alone = len(self._in_flight) == 1
         num_kept = 1 if self.keeps_newest_step() else 0
         outputs: list[EngineCoreOutput] = []
+        sizes: list[StepSize] = []
         while len(self._in_flight) > num_kept:
             oldest, result = self._in_flight.popleft()
+            self._step_size = _size_of(oldest.output)
+            sizes.append(self._step_size)
             outputs += self.finish_step(oldest, result())
+        self._step_size = sizes[0] if sizes else StepSize()  # of the step that took the time; a second one is empty
         if not is_alone:  # it was decided before the end of its predecessor was known, which may change everything
             self._is_stalled = False
         return outputs
@@ -228,6 +242,11 @@ class EngineCore:
     def gauges(self) -> EngineGauges:
         """The reading after the last step; an immutable object, so another thread may take it."""
         return self._gauges
+
+    @property
+    def step_size(self) -> StepSize:
+        """Of the step in hand: the one that is launched, then the one whose result is waited for. Another thread may ask."""
+        return self._step_size
 
     def shutdown(self) -> None:
         """Stop both sides of the connectors and the KV events. Idempotent."""
@@ -283,21 +302,24 @@ class EngineCore:
         )
 
 
+def _size_of(output: SchedulerOutput) -> StepSize:
+    return StepSize(
+        num_tokens=output.total_num_scheduled_tokens,
+        num_requests=len(output.num_scheduled_tokens),
+        num_images=sum(map(len, output.scheduled_encoder_inputs.values())),
+    )
+
+
 def _sum(
     before: Mapping[tuple[str, LoadFailurePolicy], int], since: Mapping[tuple[str, LoadFailurePolicy], int]
 ) -> Mapping[tuple[str, LoadFailurePolicy], int]:
     return {**before, **{key: before.get(key, 0) + count for key, count in since.items()}} if since else before
 
 
-def _check_can_sample(new: NewRequest) -> None:
+def _check_can_sample(new: NewRequest, vocab_size: int) -> None:
     """Refuse a request that has no token for its next position: all that it allows would end it too early."""
-    sampling = new.sampling
-    must_go_on = len(new.output_token_ids) < sampling.min_tokens
-    if must_go_on and sampling.allowed_token_ids and new.stop_token_ids.issuperset(sampling.allowed_token_ids):
-        raise InvalidRequest(
-            f"every token in allowed_token_ids ends the text, and min_tokens = {sampling.min_tokens} forbids that",
-            param="allowed_token_ids",
-        )
+    if len(new.output_token_ids) < new.sampling.min_tokens:
+        check_tokens_left(new.sampling, new.stop_token_ids, vocab_size)
 
 
 def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> bool:

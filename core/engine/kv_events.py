@@ -24,7 +24,7 @@ from core.wire.kv_events import (
     KVEventBatch,
     KVEventMessage,
 )
-from core.wire.sockets import binds_ipv6, warn_if_exposed
+from core.wire.sockets import CLOSE_LINGER_MS, binds_ipv6, warn_if_exposed
 
 MAX_QUEUED_BATCHES = 10_000  # per subscriber
 
@@ -44,7 +44,6 @@ class KVEventPublisher:
         self._next_number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
-        self._socket.linger = 0
         self._socket.sndhwm = MAX_QUEUED_BATCHES
         self._socket.ipv6 = binds_ipv6(address)
         try:
@@ -67,7 +66,7 @@ class KVEventPublisher:
 
     def close(self) -> None:
         """Close the socket and end its thread."""
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=CLOSE_LINGER_MS)
 
 
 def _message(happened: KVCacheEvent) -> KVEventMessage:

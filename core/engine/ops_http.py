@@ -22,6 +22,7 @@ from core.wire.sockets import is_loopback
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 << 10
+MAX_CONNECTIONS = 256  # at a time; more are closed at once
 REQUEST_TIMEOUT_S = 5.0
 
 
@@ -32,6 +33,7 @@ class OpsResponse:
     status: int
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of_json(cls, status: int, content: object) -> OpsResponse:
@@ -46,12 +48,16 @@ class OpsServer:
     """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too.
 
     Others change something, and the port has no authentication: they are for callers whose host ``is_trusted``, by default this
-    machine (in a pod: its own containers), and refuse what a web page sends.
+    machine (in a pod: its own containers), and refuse what a web page sends. ``setting`` is the port's name in errors.
     """
 
-    def __init__(self, routes: Routes, is_trusted: Callable[[str], bool] = is_loopback) -> None:
+    def __init__(
+        self, routes: Routes, is_trusted: Callable[[str], bool] = is_loopback, setting: str = "worker.ops_port"
+    ) -> None:
         self._routes = routes
         self._is_trusted = is_trusted
+        self._setting = setting
+        self._num_connections = 0
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -63,7 +69,7 @@ class OpsServer:
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", param="worker.ops_port") from None
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}", param=self._setting) from None
         bound = self._server.sockets[0].getsockname()[1]
         return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 
@@ -75,18 +81,28 @@ class OpsServer:
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        try:
+            if self._num_connections <= MAX_CONNECTIONS:
+                await self._serve_one(reader, writer)
+        finally:
+            self._num_connections -= 1
+            writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 peer = writer.get_extra_info("peername")
                 method, response = await self._answer(reader, str(peer[0]) if peer else "")
                 writer.write(_encode(response, is_head=method == "HEAD"))
                 await writer.drain()
-        writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, caller: str) -> tuple[str, OpsResponse]:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        except asyncio.LimitOverrunError:
+            return "", OpsResponse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the head of the request is too large\n")
+        except asyncio.IncompleteReadError:
             return "", OpsResponse(HTTPStatus.BAD_REQUEST, b"malformed request\n")
         request_line, *fields = head.split(b"\r\n")
         parts = request_line.split(b" ")
@@ -114,10 +130,11 @@ class OpsServer:
 
 
 def _encode(response: OpsResponse, *, is_head: bool) -> bytes:
+    more = "".join(f"{name}: {value}\r\n" for name, value in response.headers)
     head = (
         f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n"
         f"Content-Type: {response.content_type}\r\n"
         f"Content-Length: {len(response.body)}\r\n"
-        "Connection: close\r\n\r\n"
+        f"{more}Connection: close\r\n\r\n"
     )
     return head.encode() + (b"" if is_head else response.body)

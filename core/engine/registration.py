@@ -6,9 +6,12 @@ Owns what of settings and model a router is told. Pure; called by ``core.engine.
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 from core.engine.actions import AdmissionLimits
 from core.engine.assembly import Assembled, BuiltEncoder, WorkerContext
+from core.release import package_version
 from core.wire.messages import Register, RegisterEncoder
 
 
@@ -27,6 +30,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
             host_id=ec_connector.host_id,
             ops_address=ops_address,
             pid=os.getpid(),
+            version=package_version(),
         )
     return Register(
         engine_id=context.engine_id,
@@ -47,6 +51,9 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",
+        version=package_version(),
+        start_ms=round(1e3 * _process_age_s()),
+        is_supervised=config.worker.is_supervised,
     )
 
 
@@ -62,3 +69,10 @@ def admission_limits(context: WorkerContext, assembled: Assembled) -> AdmissionL
         max_waiting_requests=config.worker.max_waiting_requests,
         drain_timeout_s=config.worker.drain_timeout_s,
     )
+
+
+def _process_age_s() -> float:
+    """Return how long ago this process was started; see proc_pid_stat(5), field 22."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from field 3 on
+    started_at = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_at)

@@ -1,7 +1,8 @@
 """A worker's membership at one router: register until accepted, heartbeat, notice that the router is gone or another one.
 
-Owns when what is sent to the router. Knows nothing of sockets and of the requests that came by it: ``core.engine.worker_state``
-sends what is asked for here, and aborts the requests of a router that was lost.
+Owns when what is sent to the router; one of another wire version is asked again less and less often. Knows nothing of sockets
+and of the requests that came by it: ``core.engine.worker_state`` sends what is asked for here, and aborts the requests of a
+router that was lost.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from enum import Enum
 
 from core.wire.messages import Registered
+from core.wire.version import RetryBackoff
 
 REGISTER_INTERVAL_S = 0.2
 DEFAULT_TIMEOUT_S = 5.0
@@ -32,6 +34,7 @@ class RouterLink:
         self._heard_at = now
         self._due_at = now
         self._refusal = ""
+        self._other_version = RetryBackoff()
 
     @property
     def is_registered(self) -> bool:
@@ -63,9 +66,19 @@ class RouterLink:
         self._due_at = now + REGISTER_INTERVAL_S
         return is_news
 
-    def on_heard(self, now: float) -> None:
-        """Any frame of the router proves that it lives."""
+    def on_other_version(self, now: float) -> bool:
+        """The router speaks another wire version, so it does not know this worker; returns True if that is news."""
+        self.router_id = ""
         self._heard_at = now
+        is_news = self._other_version.start()
+        if is_news:
+            self._due_at = now + self._other_version.next_delay_s()
+        return is_news
+
+    def on_heard(self, now: float) -> None:
+        """Any frame in our version proves that the router lives, and understands this worker."""
+        self._heard_at = now
+        self._other_version.end()
 
     def lose_if_silent(self, now: float) -> bool:
         """Forget a router that has been silent for its timeout; returns True at the moment of losing it.
@@ -86,8 +99,13 @@ class RouterLink:
         """Return what is due now, and plan the next time."""
         if now < self._due_at:
             return LinkDuty.NOTHING
-        self._due_at = now + (self._interval_s if self.is_registered else REGISTER_INTERVAL_S)
+        self._due_at = now + self._pause_s()
         return LinkDuty.HEARTBEAT if self.is_registered else LinkDuty.REGISTER
+
+    def _pause_s(self) -> float:
+        if self.is_registered:
+            return self._interval_s
+        return self._other_version.next_delay_s() if self._other_version.is_active else REGISTER_INTERVAL_S
 
     def hurry(self, now: float) -> None:
         """Make the next duty due at once: the worker has news, such as that it drains."""

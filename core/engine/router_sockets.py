@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ import zmq
 
 from core.errors import PeerUnreachable
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_ROUTER_FRAME_BYTES
 from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, resolve
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class RouterSockets:
         self._events = events
         self._resolve = resolve
         self._interval_s = interval_s
+        self._limited_log = LimitedLog(logger, time.monotonic)
         self._options = SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES, keys=keys)
         self._context = AsyncContext()
         self._sockets: dict[str, AsyncSocket] = {}
@@ -127,7 +131,7 @@ class RouterSockets:
 
     def _connect(self, link: str) -> None:
         socket = dealer_socket(self._context, self._options)
-        socket.connect(link)
+        connect_with_each_key(socket, link, self._options.keys)
         self._sockets[link] = socket
         self._readers[link] = self._keep(self._read(link, socket))
         self._events.on_connect(link)
@@ -146,7 +150,7 @@ class RouterSockets:
             try:
                 self._events.on_frame(link, frames)
             except Exception:  # a request boundary: one message must not make the worker deaf
-                logger.exception(event("router_frame_failed", router=link))
+                self._limited_log.exception("router_frame_failed", key=link, router=link)
             num_frames += 1
             if num_frames % _FRAMES_PER_TURN == 0:
                 await asyncio.sleep(0)

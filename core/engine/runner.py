@@ -204,9 +204,10 @@ class ModelRunner:
         if sampled.logprobs:
             found = zip(request_ids, sampled.logprobs, strict=True)
             output.logprobs = {request_id: [entry] for request_id, entry in found if entry is not None}
-        for slot, error in sampled.failures.items():
-            output.failed[request_ids[slot]] = ErrorInfo.of(error)
-            del output.sampled_token_ids[request_ids[slot]]
+        output.failed = {request_ids[slot]: ErrorInfo.of(error) for slot, error in sampled.failures.items()}
+        output.refused = {request_ids[slot]: ErrorInfo.of(error) for slot, error in sampled.refusals.items()}
+        for request_id in (*output.failed, *output.refused):
+            del output.sampled_token_ids[request_id]
 
     def _mark(self) -> Callable[[], None]:
         """Return what waits for all that is launched by now; the CPU is done when a launch returns."""

@@ -36,12 +36,14 @@ _SEGMENT = 256
 class SampledTokens:
     """One token per row of logits; ``logprobs`` is empty or holds one entry per row, None where not asked for.
 
-    ``failures`` names the rows that have no token to choose; what stands for them in the two lists means nothing.
+    ``failures`` names the rows whose logits are not finite: their weights or their KV may be damaged. ``refusals`` names the
+    rows whose request allows no token: their KV is good. What stands for either in the two lists means nothing.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     failures: dict[int, KVFerryError] = field(default_factory=dict)
+    refusals: dict[int, InvalidRequest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +83,20 @@ class LaunchedSamples:
 
     def finish(self) -> SampledTokens:
         """Return the tokens; the caller has waited for the device."""
-        failures = _rows_without_numbers(self.highest)
+        failures, refusals = _rows_without_numbers(self.highest), {}
         for slot, highest in self.edited:
             if slot not in failures and not bool(highest.isfinite()):
-                failures[slot] = InvalidRequest("allowed_token_ids, logit_bias and min_tokens leave no token to choose")
+                refusals[slot] = InvalidRequest(
+                    "allowed_token_ids, stop_token_ids, logit_bias and min_tokens leave no token to choose", param="min_tokens"
+                )
         token_ids: list[int] = self.token_ids.tolist()
         if self.logprobs is None:
-            return SampledTokens(token_ids, [], failures)
+            return SampledTokens(token_ids, [], failures, refusals)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         slots = self.logprobs.slots
         for slot, entry in zip(slots, self.logprobs.entries([token_ids[slot] for slot in slots]), strict=True):
             logprobs[slot] = entry
-        return SampledTokens(token_ids, logprobs, failures)
+        return SampledTokens(token_ids, logprobs, failures, refusals)
 
 
 def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> SampledTokens:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from core.clock import Clock, SystemClock
 from core.engine.core import Engine, EngineGauges
 from core.engine.inbox import Abort, Add, EngineMessage, Wake, take_in
+from core.engine.step_watch import StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
@@ -34,7 +35,7 @@ class EngineThread:
 
     ``on_outputs`` gets the news of a step, refusals included; ``on_death`` the error that ended the loop: nothing is computed
     any more, and the worker has to answer every request itself. ``prepare`` runs first on the thread, for settings that are a
-    thread's own (``core.engine.build.apply_cpu_threads``).
+    thread's own (``core.engine.build.apply_cpu_threads``). ``warm_up_s`` is how long the first step of a size may take.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EngineThread:
         on_death: Callable[[BaseException], None],
         prepare: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        warm_up_s: float = float("inf"),
     ) -> None:
         self._engine = engine
         self._clock = clock or SystemClock()
@@ -51,7 +53,7 @@ class EngineThread:
         self._on_death = on_death
         self._prepare = prepare
         self._inbox: queue.SimpleQueue[EngineMessage | _Stop] = queue.SimpleQueue()  # admission bounds what can be in it
-        self._step_started_at: float | None = None
+        self._watch = StepWatch(lambda: engine.step_size, warm_up_s)
         self._death: BaseException | None = None
         self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
         self._is_closed = False
@@ -80,7 +82,8 @@ class EngineThread:
 
     def wake(self) -> None:
         """Say that a connector has something to report: one more step will be taken. Never raises; from any thread."""
-        self._inbox.put(Wake())
+        with self._submit_lock:
+            self._put(Wake())
 
     def gauges(self) -> EngineGauges:
         """Return the reading after the last step."""
@@ -90,10 +93,9 @@ class EngineThread:
         """True between ``start`` and the end of the loop."""
         return self._thread.is_alive() and self._death is None
 
-    def step_age_s(self) -> float:
-        """Return how long the step in progress has taken so far; 0 between steps. Any thread."""
-        started_at = self._step_started_at
-        return 0.0 if started_at is None else self._clock.now() - started_at
+    def reading(self) -> StepReading:
+        """Return whether the engine makes progress. Any thread; one that was told to stop is not judged any more."""
+        return StepReading() if self._is_closed else self._watch.reading(self._clock.now())
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after the step in progress and shut the engine down on its own thread; False if that takes too long.
@@ -102,7 +104,7 @@ class EngineThread:
         """
         with self._submit_lock:
             self._is_closed = True
-            self._inbox.put(_Stop())
+            self._put(_Stop())
         if self._thread.ident is None:
             self._engine.shutdown()
             return True
@@ -115,7 +117,11 @@ class EngineThread:
                 raise EngineDead(f"the engine has ended: {self._death!r}")
             if self._is_closed:
                 raise EngineDead("the engine was stopped")
-            self._inbox.put(message)
+            self._put(message)
+
+    def _put(self, message: EngineMessage | _Stop) -> None:
+        self._watch.on_message(self._clock.now())  # first: the engine never takes more than was put
+        self._inbox.put(message)
 
     def _run(self) -> None:
         try:
@@ -143,22 +149,25 @@ class EngineThread:
             self._on_outputs(outputs)
 
     def _step(self) -> list[EngineCoreOutput]:
-        self._step_started_at = self._clock.now()
-        try:
-            return self._engine.step()
-        finally:
-            self._step_started_at = None
+        self._watch.begin_step(self._clock.now())
+        outputs = self._engine.step()
+        self._watch.end_step(self._clock.now())
+        return outputs
 
     def _drain_inbox(self) -> list[EngineCoreOutput]:
         refusals: list[EngineCoreOutput] = []
+        must_wait = not self._engine.has_work()
+        if must_wait:
+            self._watch.rest()
         try:
-            refusals += self._handle(self._inbox.get(block=not self._engine.has_work()))
+            refusals += self._handle(self._inbox.get(block=must_wait))
             while True:
                 refusals += self._handle(self._inbox.get_nowait())
         except queue.Empty:
             return refusals
 
     def _handle(self, message: EngineMessage | _Stop) -> list[EngineCoreOutput]:
+        self._watch.take(self._clock.now())
         if isinstance(message, _Stop):
             self._is_stopping = True
             return []

@@ -103,6 +103,7 @@ class WorkerTraces:
         found = self._open.pop(message.request_id, None)
         if found is None:
             return
+        found.cost = TransferUsage(recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason)
         attributes = {
             **self._attributes(found),
             "kvferry.cached_tokens": message.num_cached_tokens,

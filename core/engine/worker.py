@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -45,10 +44,13 @@ from core.garbage import freeze_what_is_loaded
 from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.metrics import WorkerMetrics
+from core.process_signals import handled_signals
+from core.rate_limit import LimitedLog
+from core.release import package_version
 from core.request import EngineCoreOutput
 from core.tracing import open_tracer
-from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.curve import derive_keys
+from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.key_rotation import keys_of
 from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed, Role
 
 logger = logging.getLogger(__name__)
@@ -66,17 +68,19 @@ class Worker:
         self._context = context
         self._assemble = assemble
         self._clock = context.clock
+        self._limited_log = LimitedLog(logger, context.clock.now)
         self._ops = OpsServer(
             {
                 ("GET", "/health"): self._health,
                 ("GET", "/started"): self._started,
                 ("GET", "/ready"): self._ready,
                 ("GET", "/metrics"): self._metrics,
+                ("GET", "/version"): self._version,
                 ("POST", "/drain"): self._drain,
             }
         )
         self._ops_address = ""
-        keys = derive_keys(context.config.security.cluster_key)
+        keys = keys_of(context.config.security)
         self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=keys)
         self._connector: ConnectorBundle | None = None
         self._ec_connector: ECConnectorBundle | None = None
@@ -97,8 +101,11 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        with handled_signals(loop, self._on_signal):
+            return await self._live(loop, announce)
+
+    async def _live(self, loop: asyncio.AbstractEventLoop, announce: Announce) -> int:
+        assert self._exit_code is not None
         section = self._context.config.worker
         self._ops_address = await self._ops.start(section.ops_host, section.ops_port)
         announce({"ops_address": self._ops_address})
@@ -110,7 +117,10 @@ class Worker:
             await self._shut_down()
 
     async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Load, then connect; returns False if the worker was told to leave in the meantime."""
+        """Load, then connect; returns False if the worker was told to leave in the meantime.
+
+        The load then goes on, on its thread, until ``exit_process`` ends it.
+        """
         assert self._exit_code is not None
         assembling = asyncio.wrap_future(load_in_thread(self._assemble))
         pending: list[asyncio.Future[Any]] = [assembling, self._exit_code]
@@ -125,6 +135,7 @@ class Worker:
             on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
             prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
             clock=self._clock,
+            warm_up_s=self._context.config.worker.stuck_step_s,
         )
         self._connector, self._ec_connector = assembled.connector, assembled.ec_connector
         for connector in (self._connector, self._ec_connector):
@@ -195,7 +206,7 @@ class Worker:
                 raise ProtocolError(f"message of {len(frames)} frames, expected 1")
             message = decode_router_frame(frames[0])
         except ProtocolError as error:
-            self._perform(self._state.on_bad_frame(link, error))
+            self._perform(self._state.on_bad_frame(link, error, self._clock.now()))
             return
         now = self._clock.now()
         self._traces.on_message(message, now)
@@ -282,7 +293,7 @@ class Worker:
         if not self._sockets.send(action.link, frame) and isinstance(
             message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed
         ):
-            logger.warning(event("undeliverable", router=action.link, message=type(message).__name__))
+            self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
 
     def _stop(self, exit_code: int) -> None:
         if self._exit_code is not None and not self._exit_code.done():
@@ -331,9 +342,9 @@ class Worker:
             return None  # still loading
         if not self._engine.is_alive():
             return "engine dead"
-        step_age_s = self._engine.step_age_s()
-        if step_age_s > self._context.config.worker.stuck_step_s:
-            return f"engine stuck: a step has taken {step_age_s:.0f} s, see worker.stuck_step_s"
+        progress = self._engine.reading()
+        if progress.is_restart_due:
+            return f"engine stuck: no progress for {progress.stalled_s:.0f} s, bound {progress.restart_bound_s:.0f} s"
         return None
 
     def _why_not_ready(self) -> str | None:
@@ -348,6 +359,9 @@ class Worker:
 
     def _metrics(self) -> OpsResponse:
         return OpsResponse(HTTPStatus.OK, generate_latest(self._context.metrics), CONTENT_TYPE_LATEST)
+
+    def _version(self) -> OpsResponse:
+        return OpsResponse.of_json(HTTPStatus.OK, {"version": package_version(), "wire_version": WIRE_VERSION})
 
     def _drain(self) -> OpsResponse:
         """Begin to leave; asking twice does not hurry."""

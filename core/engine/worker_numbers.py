@@ -13,7 +13,11 @@ from core.engine.actions import EngineLoad
 from core.engine.assembly import Assembled
 from core.engine.thread import EngineThread
 from core.engine.worker_state import WorkerState
+from core.errors import FALLBACK_REASONS
 from core.metrics import read_labelled_counter
+
+# The series exist from the start: Prometheus sees no increase where one begins at 1.
+_NO_FALLBACKS = {(reason, policy): 0 for reason in FALLBACK_REASONS for policy in ("recompute", "fail")}
 
 
 class WorkerNumbers:
@@ -39,6 +43,7 @@ class WorkerNumbers:
             longest_lease_s=max(
                 (connector.longest_lease_s() for connector in connectors if connector is not None), default=0.0
             ),
+            progress=self._engine.reading(),
         )
 
     def readings(self) -> dict[str, Callable[[], float]]:
@@ -54,6 +59,7 @@ class WorkerNumbers:
             "kv_leaked_blocks": self._num_leaked_blocks,
             "draining": lambda: (found := state()) is not None and found.is_draining,
             "registered_routers": lambda: found.num_registered_routers if (found := state()) is not None else 0,
+            "engine_stalled_seconds": lambda: engine.reading().stalled_s,
             "engine_steps": lambda: engine.gauges().num_steps,
             "num_preemptions": lambda: engine.gauges().num_preemptions,
             "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
@@ -76,7 +82,7 @@ class WorkerNumbers:
             "kv_load_fallbacks",
             "Requests whose KV could not be loaded, by reason and by what became of them: recompute or fail.",
             ("reason", "policy"),
-            lambda: list(self._engine.gauges().num_load_fallbacks.items()),
+            lambda: list((_NO_FALLBACKS | dict(self._engine.gauges().num_load_fallbacks)).items()),
         )
 
     def _num_leased_blocks(self) -> int:

@@ -27,6 +27,7 @@ from core.engine.actions import (
 from core.engine.deadlines import Deadlines
 from core.engine.drain import Drain
 from core.engine.hands import HandsOutput, Reply, RoleHands, split_choice_id
+from core.engine.heartbeats import Heartbeats
 from core.engine.router_link import LinkDuty, RouterLink
 from core.errors import (
     DeadlineExceeded,
@@ -38,9 +39,11 @@ from core.errors import (
     ProtocolError,
     RequestError,
     RouterSilent,
+    VersionMismatch,
 )
 from core.log import event
 from core.metrics import WorkerMetrics
+from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput, NewRequest
 from core.wire import messages
 from core.wire.messages import (
@@ -51,7 +54,6 @@ from core.wire.messages import (
     ErrorInfo,
     Generate,
     Goodbye,
-    Heartbeat,
     PrefillDone,
     Refused,
     Register,
@@ -98,12 +100,14 @@ class WorkerState:
         self._limits = limits
         self._load = load
         self._metrics = metrics
+        self._heartbeats = Heartbeats(registration)
         self._drain = Drain()
         self._links: dict[str, RouterLink] = {}
         self._served: dict[str, _Served] = {}
         self._deadlines = Deadlines()
         self._num_choices = 0
         self._exit_code: int | None = None
+        self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
 
     # ---- what the shell asks -----------------------------------------------------------------------------------------
 
@@ -149,11 +153,23 @@ class WorkerState:
         self._links.pop(link, None)
         return self._abort_requests_of(link)
 
-    def on_bad_frame(self, link: str, error: ProtocolError) -> list[Action]:
+    def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
         """A frame could not be understood: say so, and nothing else happens."""
         self._metrics.count_rejected()
-        logger.warning(event("rejected_frame", router=link, error=error.message))
+        if isinstance(error, VersionMismatch):
+            return self._on_other_version(link, error, now)
+        self._log_of_router(now, "rejected_frame", link, error=error.message)
         return [Send(link, Rejected(error=ErrorInfo.of(error)))]
+
+    def _on_other_version(self, link: str, error: VersionMismatch, now: float) -> list[Action]:
+        """Back off, without an answer: a router of another version would have to refuse it again."""
+        membership = self._links.get(link)
+        if membership is None:
+            return []
+        was_registered = membership.is_registered
+        if membership.on_other_version(now):
+            self._log_of_router(now, "other_wire_version", link, ours=error.ours, theirs=error.theirs)
+        return self._abort_requests_of(link) if was_registered else []
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
         """Handle one message of the router behind ``link``."""
@@ -187,8 +203,12 @@ class WorkerState:
     def _on_refused(self, link: str, membership: RouterLink, message: Refused, now: float) -> list[Action]:
         was_registered = membership.is_registered
         if membership.on_refused(message.error.message, now):
-            logger.warning(event("refused_by_router", router=link, code=message.error.code, message=message.error.message))
+            self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
         return self._abort_requests_of(link) if was_registered else []
+
+    def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
+        if line := limited_event(self._router_lines, now, name, link, router=link, **fields):
+            logger.warning(line)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -397,6 +417,7 @@ class WorkerState:
         """Do everything that is due."""
         if self.is_stopped:
             return []
+        self._heartbeats.on_timer(now, self.next_timer(now))
         actions: list[Action] = []
         for key, link in self._links.items():
             if link.lose_if_silent(now):
@@ -418,20 +439,8 @@ class WorkerState:
             if duty is LinkDuty.REGISTER and not self.is_draining:
                 actions.append(Send(key, self._registration))
             elif duty is LinkDuty.HEARTBEAT:
-                actions.append(Send(key, self._heartbeat()))
+                actions.append(Send(key, self._heartbeats.write(self._load(), now, is_draining=self.is_draining)))
         return actions
-
-    def _heartbeat(self) -> Heartbeat:
-        load = self._load()
-        return Heartbeat(
-            engine_id=self._registration.engine_id,
-            incarnation=self._registration.incarnation,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_cache_usage=min(1.0, max(0.0, load.kv_cache_usage)),
-            num_leased_blocks=load.num_leased_blocks,
-            is_draining=self.is_draining,
-        )
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ def map_seal_memory(num_blocks: int, memory_fd: int | None = None, num_landing: 
 
 
 def seal_memory_bytes(num_blocks: int, num_landing: int = 1) -> int:
-    """Return the size of a table: own rows and landing rows."""
-    return (1 + num_landing) * num_blocks * SEAL_BYTES
+    """Return the size of a table: own rows, landing rows, and the row of probes."""
+    return ((1 + num_landing) * num_blocks + 1) * SEAL_BYTES
 
 
 def num_landing_rows(block_size: int) -> int:
@@ -109,6 +109,8 @@ def num_landing_rows(block_size: int) -> int:
 
 class SealTable:
     """One row per block, and behind them landing rows of each block for the seals of peers' blocks.
+
+    The last row belongs to no block: probes of a transport land there, and nothing looks at it.
 
     ``digest_blocks`` computes the digests of blocks by their ids; None = seals are made without. Written by the engine thread;
     landing rows by the transfer thread.
@@ -138,8 +140,13 @@ class SealTable:
 
     @property
     def num_rows(self) -> int:
-        """Own rows and landing rows."""
-        return (1 + self.num_landing) * self.num_blocks
+        """Own rows, landing rows, and the row of probes."""
+        return (1 + self.num_landing) * self.num_blocks + 1
+
+    @property
+    def probe_row(self) -> int:
+        """Where the probe of a transport lands."""
+        return self.num_rows - 1
 
     def seal(self, block_id: int, expected: ExpectedSeal) -> None:
         """State what a block holds, now that its KV is complete. A row that said something else never says a mix of both."""

@@ -139,17 +139,42 @@ def token_bytes(spelled: str, byte_of_letter: Mapping[str, int]) -> bytes:
         return spelled.encode()
 
 
+class StopStrings:
+    """The stop strings of a request, prepared once for all its choices."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.texts = tuple(text for text in stop if text)
+        self.fallbacks = tuple(map(_fallbacks, self.texts))
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """Return, for each beginning of ``stop``, the length of the longest shorter one at its end (Knuth, Morris, Pratt)."""
+    lengths = [0] * len(stop)
+    for end in range(1, len(stop)):
+        lengths[end] = _advance(stop, lengths, lengths[end - 1], stop[end])
+    return lengths
+
+
+def _advance(stop: str, fallbacks: Sequence[int], num_matched: int, letter: str) -> int:
+    """Return how much of ``stop`` a text ends with, after one more letter."""
+    while num_matched and stop[num_matched] != letter:
+        num_matched = fallbacks[num_matched - 1]
+    return num_matched + (stop[num_matched] == letter)
+
+
 class StopStringMatcher:
     """Find stop strings in streamed text and hold back what may become one.
 
     The result does not depend on how the text was cut into pieces: the stop that is complete first wins, the longest of
-    several. With ``include_stop_str_in_output`` nothing is held back, and the text ends behind the stop instead of before it.
+    several. A letter costs the same however long the stops are. With ``include_stop_str_in_output`` nothing is held back, and
+    the text ends behind the stop instead of before it.
     """
 
-    def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
-        self._stops = tuple(text for text in stop if text)
+    def __init__(self, stops: StopStrings, *, include_stop_str_in_output: bool = False) -> None:
+        self._stops = stops.texts
+        self._fallbacks = stops.fallbacks
+        self._num_matched = [0] * len(self._stops)  # of each stop: so much of it the text ends with
         self._include_stop = include_stop_str_in_output
-        self._longest_hold = max((len(text) for text in self._stops), default=1) - 1
         self._tail = ""  # the end of the text that may be the start of a stop
         self._num_unsent = 0  # characters at the end of the tail that were not returned yet
 
@@ -163,7 +188,7 @@ class StopStringMatcher:
             cut = start + len(stop) if self._include_stop else start
             self._tail, self._num_unsent = "", 0
             return window[first_unsent:cut], stop
-        self._tail = window[len(window) - self._num_held(window) :]
+        self._tail = window[len(window) - self._num_held(text) :]
         self._num_unsent = 0 if self._include_stop else len(self._tail)
         return window[first_unsent : len(window) - self._num_unsent], None
 
@@ -181,9 +206,11 @@ class StopStringMatcher:
         _, start, stop = min(matches)
         return start, stop
 
-    def _num_held(self, window: str) -> int:
-        """Return the length of the longest end of ``window`` that begins a stop string."""
-        for length in range(min(self._longest_hold, len(window)), 0, -1):
-            if any(stop.startswith(window[len(window) - length :]) for stop in self._stops):
-                return length
-        return 0
+    def _num_held(self, text: str) -> int:
+        """Return the length of the longest end of the text so far, ``text`` being new, that begins a stop string."""
+        for index, stop in enumerate(self._stops):
+            num_matched, fallbacks = self._num_matched[index], self._fallbacks[index]
+            for letter in text:
+                num_matched = _advance(stop, fallbacks, num_matched, letter)
+            self._num_matched[index] = num_matched
+        return max(self._num_matched, default=0)

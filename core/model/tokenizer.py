@@ -23,6 +23,7 @@ from core.errors import ConfigError, InvalidRequest
 from core.model.hub import ModelFiles
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SHORT = 4096  # characters, or tokens; at most some ten milliseconds
 _CONTINUE_MARK = "\ufdd0kvferry-continue\ufdd1"  # noncharacters: no message contains them by accident
 
 Message = Mapping[str, Any]
@@ -57,14 +58,23 @@ class Tokenizer:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
 
         ``add_special_tokens`` adds what the model's own post-processor adds (usually bos). Text rendered by a chat template
-        already holds them.
+        already holds them. The interpreter's lock is free while a long text is encoded: only batches give it up.
         """
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``; ids outside the vocabulary give nothing, broken UTF-8 gives U+FFFD."""
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Return the text of ``token_ids``; ids outside the vocabulary give nothing, broken UTF-8 gives U+FFFD.
+
+        The interpreter's lock is free while many are decoded.
+        """
+        if len(token_ids) <= _SHORT:
+            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token(self, token_id: int) -> str | None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain, islice
 
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
 from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import next_chunk
 from core.sched.state import SchedulerState, Step
+
+_LOADS_AHEAD_SHARE = 2  # one load ahead for so many running slots, whatever blocks there are
 
 
 class _Outcome(Enum):
@@ -72,6 +75,7 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
 
 def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> None:
     """Admit requests without blocks, up to the first that gets none; those that begin to load are holders from now on."""
+    step.holders = step_skipped_kv_holding
     step_skipped_waiting: deque[Request] = deque()
     while state.waiting and _has_room(state, step):
         request = state.waiting.pop_request()
@@ -148,6 +152,8 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         num_new_tokens, plan = next_chunk(state, step, request, num_computed_tokens)
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
+    if prefix.load_kv_async and not _may_load_ahead(state, step, request):
+        return _Outcome.NO_BLOCKS
     if not _allocate(state, request, prefix, num_new_tokens):
         return _Outcome.NO_BLOCKS
     if plan is not None:
@@ -177,6 +183,37 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
         has_scheduled_reqs=bool(state.running),
     )
     return blocks is not None
+
+
+def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool:
+    """Tell whether a load may begin now, so that its request is there when a running slot becomes free.
+
+    A request that has loaded keeps its blocks until it runs, and cannot be preempted; running requests that lack blocks are.
+    So a load for which no slot is free leaves free what those with a slot may still ask for: their outputs may get as long as
+    ``max_tokens``. Some may load ahead in any case, for requests that promise to be far longer than they become.
+    """
+    num_slots = state.config.max_num_seqs
+    num_ahead = len(state.running) + len(step.holders) + 1 - num_slots
+    if num_ahead <= num_slots // _LOADS_AHEAD_SHARE:
+        return True
+    num_free = state.kv_cache_manager.block_pool.num_free_blocks
+    return _blocks_for(state, request.num_tokens) + _blocks_to_grow(state, step) <= num_free
+
+
+def _blocks_to_grow(state: SchedulerState, step: Step) -> int:
+    """Return how many more blocks the running requests, and the oldest holders for the free slots, take at most."""
+    num_free_slots = state.config.max_num_seqs - len(state.running)
+    oldest_holders = islice(reversed(step.holders), num_free_slots)
+    return sum(
+        _blocks_for(state, min(request.num_prompt_tokens + request.max_tokens, state.max_model_len))
+        - _blocks_for(state, request.num_computed_tokens)
+        for request in chain(state.running, oldest_holders)
+    )
+
+
+def _blocks_for(state: SchedulerState, num_tokens: int) -> int:
+    """Return how many blocks hold so many tokens in all groups; windows free some of them on the way."""
+    return sum(-(-num_tokens // group.spec.block_size) for group in state.kv_cache_manager.kv_cache_config.groups)
 
 
 def _begin_load(state: SchedulerState, request: Request) -> _Outcome:

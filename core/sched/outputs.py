@@ -48,8 +48,7 @@ def process_sampled_tokens(
         if request.prefill_stats is not None:
             output.prefill_stats = request.take_prefill_stats()
             output.first_token_times = _first_token_times(state, request)
-        if state.transfer_usage:
-            output.transfer_usage = state.transfer_usage.pop(request_id, None)
+            output.transfer_usage = state.transfer_usage.pop(request_id, None)  # loads after a preemption are not told
         if has_extras:
             _attach_logprobs(output, model_output)
         if request.status is not running:
@@ -76,23 +75,35 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
     output.prompt_logprobs = model_output.prompt_logprobs.get(output.request_id)
 
 
+def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
+    """Return the errors of those that the step still counts for.
+
+    A request that is rolled back has computed on KV that is known to be bad: it goes on, and so does one that has come under
+    the id of a request of the step.
+    """
+    running = RequestStatus.RUNNING
+    found = {request_id: state.requests.get(request_id) for request_id in errors}
+    return {
+        request_id: errors[request_id]
+        for request_id, request in found.items()
+        if request is not None
+        and request.status is running
+        and request_id not in state.rolled_back
+        and request_id not in step.void
+    }
+
+
 def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
-    """Return those that still run, once nobody can hit their KV any more: it may be why they got no token.
+    """Evict the KV of the failed requests, since it may be corrupt, and return those still running with their errors.
 
     What requests that are gone have built on it could be hit again once it is computed anew, so nothing that is cached and
-    free is kept; whoever still runs on it gets no token either, and comes by here itself. One that is rolled back has computed
-    on KV that is known to be bad: it goes on, and so does one that has come under the id of a request of the step.
+    free is kept. A request that still runs on it gets no token either, and fails by itself.
     """
     manager = state.kv_cache_manager
-    found: dict[str, ErrorInfo] = {}
-    for request_id, error in failed.items():
-        request = state.requests.get(request_id)
-        if request_id in state.rolled_back or request_id in step.void:
-            continue
-        if request is not None and request.status is RequestStatus.RUNNING:
-            for block_ids in manager.get_block_ids(request_id):
-                manager.evict_blocks(block_ids)
-            found[request_id] = error
+    found = still_running(state, step, failed)
+    for request_id in found:
+        for block_ids in manager.get_block_ids(request_id):
+            manager.evict_blocks(block_ids)
     if evict_failed_departures(state, step, failed) or found:
         evict_left_behind(state)
     return found

@@ -34,7 +34,7 @@ from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.in_flight import end_step, seal_left_behind
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
-from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, unhash_failed
+from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, still_running, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
 from core.sched.queue import RequestQueue
 from core.sched.release import finish_requests
@@ -133,6 +133,8 @@ class Scheduler:
         outputs = process_sampled_tokens(state, step, model_output, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
+        if model_output.refused:  # behind the seals: what the step has computed for them is good
+            failed = still_running(state, step, model_output.refused) | failed
         if failed:
             outputs += fail_requests(state, failed)
         if kv_output is not None:

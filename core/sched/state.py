@@ -131,6 +131,7 @@ class Step:
     ``lacks_blocks`` is set once a running request did not get its blocks at first: nobody may be admitted in this step.
     ``synchronous_loads`` start in the step and are hits once it has run. While it is in flight (``core.sched.in_flight``),
     ``void`` names requests for which its results do not count any more, ``pinned`` blocks that it alone keeps.
+    ``holders`` hold blocks and wait to run, newest first; loads that began in this step are among them.
     """
 
     token_budget: int
@@ -140,6 +141,7 @@ class Step:
     synchronous_loads: list[Request] = field(default_factory=list)
     void: set[str] = field(default_factory=set)
     pinned: list[KVCacheBlock] = field(default_factory=list)
+    holders: deque[Request] = field(default_factory=deque)
 
     def add_new(self, request: Request, num_new_tokens: int, block_ids: tuple[list[int], ...]) -> None:
         """Schedule a request that the runner does not hold, or not as it is now."""

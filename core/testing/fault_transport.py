@@ -62,6 +62,10 @@ class FaultTransport(Transport):
         """Pass on."""
         self.inner.add_peer(peer, metadata)
 
+    def bytes_received(self, peer: PeerId) -> int | None:
+        """Ask the inner transport."""
+        return self.inner.bytes_received(peer)
+
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Post, or refuse by plan."""
         self.num_posted += 1

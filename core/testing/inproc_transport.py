@@ -76,6 +76,7 @@ class InprocTransport(Transport):
         self._number: int | None = None
         self._peers: dict[PeerId, int] = {}
         self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
+        self._bytes_received: dict[PeerId, int] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_handle = 0
@@ -113,6 +114,11 @@ class InprocTransport(Transport):
             raise PeerUnreachable(f"{peer.address} is gone")
         self._landing[peer] = landing_regions(self._regions, self._staging, [region.row_bytes for region in owner.regions])
         self._peers[peer] = number
+        self._bytes_received[peer] = 0
+
+    def bytes_received(self, peer: PeerId) -> int | None:
+        """Count rows as a whole."""
+        return self._bytes_received.get(peer)
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Queue the copy; ``poll`` does it if the owner answers."""
@@ -153,6 +159,7 @@ class InprocTransport(Transport):
             self._end(handle, PeerUnreachable(f"{peer.address} was removed"))
         self._peers.pop(peer, None)
         self._landing.pop(peer, None)
+        self._bytes_received.pop(peer, None)
 
     def max_wait_s(self) -> float | None:
         """A frozen owner may thaw at any time."""
@@ -171,6 +178,7 @@ class InprocTransport(Transport):
         target, size = self._landing[read.peer][read.region], source.row_bytes
         assert source.buffer is not None
         assert target.buffer is not None
+        self._bytes_received[read.peer] += size * len(read.local_rows)
         for remote, local in zip(read.remote_rows, read.local_rows, strict=True):
             target.buffer[local * size : (local + 1) * size] = source.buffer[remote * size : (remote + 1) * size]
 

@@ -24,6 +24,9 @@ class Fault(StrEnum):
     REPEAT = "repeat"  # messages that arrive twice, where a peer may send them twice
     CUT = "cut"  # connections that break, with what is under way
     PARTITION = "partition"  # nothing passes between two processes for a while
+    ONE_WAY = "one_way"  # nothing passes from one process to another; the other direction works
+    DATA_PARTITION = "data_partition"  # no reads pass between two processes for a while; all else does
+    DROP = "drop"  # answers of an owner of KV that are dropped without a word, as at a full queue
     # reads
     STALL = "stall"  # reads that stop half-way; where cancelling does nothing, their bytes come late
     READ_ERROR = "read_error"  # reads that end in an error, or cannot be posted
@@ -32,6 +35,8 @@ class Fault(StrEnum):
     CRASH = "crash"  # a worker dies, and starts again as a new process at the same address
     ROUTER_CRASH = "router_crash"
     FREEZE = "freeze"  # a process stops, and goes on later
+    HANG = "hang"  # the engine of a worker stands still; its event loop goes on, and so do its heartbeats
+    EARLY_TERM = "early_term"  # a worker dies, and its successor is told to leave while it starts
     DRIFT = "drift"  # clocks that run fast or slow
     JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
     SLOW = "slow"  # steps that take long
@@ -51,7 +56,12 @@ class Fault(StrEnum):
 
 
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
-CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in STORE_FAULTS)
+GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
+CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *GRAY_FAULTS))
+_GRAY_SHARE = 0.4  # of runs with faults
+
+
+_RATES = ("spike_rate", "repeat_rate", "drop_rate", "stall_rate", "error_rate", "corrupt_rate", "refuse_rate")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,7 +102,7 @@ class FaultSchedule:
     def calm_down(self) -> None:
         """Let nothing happen by chance any more."""
         for weather in (self.network, self.reads):
-            for name in ("spike_rate", "repeat_rate", "stall_rate", "error_rate", "corrupt_rate", "refuse_rate"):
+            for name in _RATES:
                 if hasattr(weather, name):
                     setattr(weather, name, 0.0)
 
@@ -134,6 +144,39 @@ def draw_faults(
     found.events.sort()
     found.quiet_at = max([*moments, *(event.end for event in found.events)]) + 1.0
     return found
+
+
+def draw_gray_kinds(random: Random) -> frozenset[Fault]:
+    """Choose which parts of processes and links fail alone, in a run that has other faults."""
+    if random.random() >= _GRAY_SHARE:
+        return frozenset()
+    return frozenset(random.sample(GRAY_FAULTS, random.randint(1, len(GRAY_FAULTS))))
+
+
+def draw_gray_faults(
+    random: Random, found: FaultSchedule, kinds: frozenset[Fault], workers: Sequence[str], routers: Sequence[str]
+) -> None:
+    """Add what befalls parts of processes and links. ``workers`` are those with an engine."""
+    moments = [1.5 + 0.5 * number for number in range(14)]
+    everyone = [*workers, *routers]
+    directions = [(one, other) for one in everyone for other in everyone if one != other]
+    pairs = [(one, other) for one, other in directions if one < other and one in workers and other in workers]
+    each_worker = [(worker,) for worker in workers]
+    events: list[FaultEvent] = []
+
+    def draw(kind: Fault, most: int, targets: Sequence[tuple[str, ...]], shortest_s: float, longest_s: float) -> None:
+        for _ in range(random.randint(1, most) if kind in kinds and targets else 0):
+            at = random.choice(moments) + random.choice((0.1, 0.5)) * random.random()
+            events.append(FaultEvent(at, kind, random.choice(targets), random.uniform(shortest_s, longest_s)))
+
+    draw(Fault.ONE_WAY, 3, directions, 0.3, 8.0)
+    draw(Fault.DATA_PARTITION, 3, pairs, 1.0, 15.0)
+    draw(Fault.HANG, 2, each_worker, 0.5, 30.0)
+    draw(Fault.EARLY_TERM, 2, each_worker, 0.1, 1.0)
+    if Fault.DROP in kinds:
+        found.network.drop_rate = random.uniform(0.02, 0.2)
+        found.reads.drop_rate = random.uniform(0.02, 0.2)
+    found.add(kinds, events)
 
 
 def _draw_weather(random: Random, found: FaultSchedule) -> None:

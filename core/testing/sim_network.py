@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from random import Random
 
 from core.testing.sim_loop import EventLoop, Process
+from core.testing.sim_troubles import Kind, Troubles
 
 HEARTBEAT_TIMEOUT_S = 5.0  # of ZeroMQ, see core.wire.sockets
 RECONNECT_S = 0.05  # the first time, then twice as long each time
 RECONNECT_MAX_S = 2.0
 HANDSHAKE_TIMEOUT_S = 30.0  # ZMTP's own: a listening process that does not answer
 _NOTICE_S = 0.02  # until an end learns that its connection is gone, up to
+_LATE_S = 0.1  # a frame that takes longer is a trouble of its own
 
 
 @dataclass(slots=True)
@@ -34,19 +36,31 @@ class NetworkWeather:
     spike_rate: float = 0.0  # share of frames that take up to ``spike_s``
     spike_s: float = 0.0
     repeat_rate: float = 0.0  # share of repeatable frames that arrive twice
+    drop_rate: float = 0.0  # share of a server's frames, of those that may be dropped, that never arrive
 
 
 class Network:
     """Who listens where, who is connected to whom, and which pairs of processes are partitioned."""
 
-    def __init__(self, loop: EventLoop, random: Random, weather: NetworkWeather, may_repeat: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        random: Random,
+        weather: NetworkWeather,
+        may_repeat: Callable[[bytes], bool],
+        troubles: Troubles | None = None,
+        may_drop: Callable[[bytes], bool] = lambda frame: False,
+    ) -> None:
         self.loop = loop
         self.random = random
         self.weather = weather
         self.may_repeat = may_repeat
+        self.may_drop = may_drop
+        self.troubles = troubles or Troubles(lambda: loop.now)
         self.num_lost_connections = 0
         self._servers: dict[str, Server] = {}
-        self._partitions: dict[frozenset[str], float] = {}  # pair of names → end
+        self._closed: dict[tuple[str, str], float] = {}  # from whom, to whom → until when nothing passes
+        self._closed_to_reads: dict[frozenset[str], float] = {}
         self._connections: dict[int, Connection] = {}  # live ones, in the order of their making
         self._num_connections = 0
 
@@ -83,14 +97,32 @@ class Network:
 
     def partition(self, one: str, other: str, seconds: float) -> None:
         """Let nothing pass between two processes for a while; connections die of it if it lasts."""
-        pair = frozenset((one, other))
-        self._partitions[pair] = max(self._partitions.get(pair, 0.0), self.loop.now + seconds)
+        self.close_way(one, other, seconds)
+        self.close_way(other, one, seconds)
+
+    def close_way(self, sender: str, receiver: str, seconds: float) -> None:
+        """Let nothing pass from one process to another for a while. Connections die of that, too: no answer comes to a ping."""
+        way = sender, receiver
+        self._closed[way] = max(self._closed.get(way, 0.0), self.loop.now + seconds)
         if seconds >= HEARTBEAT_TIMEOUT_S:
-            self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_partitioned(pair))
+            self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_partitioned(sender, receiver))
+
+    def close_to_reads(self, one: str, other: str, seconds: float) -> None:
+        """Let no reads pass between two processes for a while; messages do."""
+        self._closed_to_reads[frozenset((one, other))] = self.loop.now + seconds
+
+    def way_open_in(self, sender: str, receiver: str) -> float:
+        """Return in how many seconds something can pass from one process to another; 0 = now."""
+        return max(0.0, self._closed.get((sender, receiver), 0.0) - self.loop.now)
 
     def open_in(self, one: str, other: str) -> float:
-        """Return in how many seconds something can pass between two processes; 0 = now."""
-        return max(0.0, self._partitions.get(frozenset((one, other)), 0.0) - self.loop.now)
+        """Return in how many seconds something can pass between two processes and back; 0 = now."""
+        return max(self.way_open_in(one, other), self.way_open_in(other, one))
+
+    def reads_open_in(self, one: str, other: str) -> float:
+        """Return in how many seconds one of two processes can read the other's memory over the network; 0 = now."""
+        closed_s = self._closed_to_reads.get(frozenset((one, other)), 0.0) - self.loop.now
+        return max(closed_s, self.open_in(one, other))
 
     def note_freeze(self, process: Process, seconds: float) -> None:
         """Let the peers of a process that will not answer for so long lose it."""
@@ -104,10 +136,10 @@ class Network:
             return self.random.uniform(weather.delay_s, weather.spike_s)
         return self.random.uniform(0.0, weather.delay_s)
 
-    def _lose_partitioned(self, pair: frozenset[str]) -> None:
-        if self._partitions.get(pair, 0.0) > self.loop.now:
+    def _lose_partitioned(self, sender: str, receiver: str) -> None:
+        if self.way_open_in(sender, receiver):
             for connection in self._live():
-                if connection.ends == pair:
+                if connection.ends == {sender, receiver}:
                     connection.lose()
 
     def _lose_frozen(self, process: Process) -> None:
@@ -131,23 +163,23 @@ class Connection:
         self._network = network
         self._link = link
         self._server = server
-        self._to_server = _Direction(self, server.process, lambda frame: server.take(self, frame))
-        self._to_link = _Direction(self, link.process, lambda frame: link.take(self, frame))
+        self._to_server = _Direction(network, self, link.process, server.process, lambda frame: server.take(self, frame))
+        self._to_link = _Direction(network, self, server.process, link.process, lambda frame: link.take(self, frame))
         link.process.on_death(self.lose)
         server.process.on_death(self.lose)
 
-    @property
-    def closed_for_s(self) -> float:
-        """In how many seconds something can pass; 0 = now."""
-        return self._network.open_in(self._link.process.name, self._server.process.name)
-
     def to_server(self, frame: bytes) -> None:
         """Send a frame of the link."""
-        self._to_server.send(frame, self._network)
+        self._to_server.send(frame)
 
     def to_link(self, frame: bytes) -> None:
-        """Send a frame of the server."""
-        self._to_link.send(frame, self._network)
+        """Send a frame of the server, which drops some if its queue is full."""
+        network = self._network
+        rate = network.weather.drop_rate
+        if rate and network.may_drop(frame) and network.random.random() < rate:
+            network.troubles.note(Kind.DROPPED, self.ends, 0.0)
+            return
+        self._to_link.send(frame)
 
     def lose(self) -> None:
         """Break: what is under way is lost, and both ends learn of it, each in its time."""
@@ -171,21 +203,28 @@ class Connection:
 class _Direction:
     """The frames under way in one direction of a connection, in order."""
 
-    def __init__(self, connection: Connection, receiver: Process, take: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, network: Network, connection: Connection, sender: Process, receiver: Process, take: Callable[[bytes], None]
+    ) -> None:
         self.last_arrival = 0.0
+        self._network = network
         self._connection = connection
+        self._sender = sender
         self._receiver = receiver
         self._take = take
         self._frames: deque[tuple[float, bytes]] = deque()  # when each arrives at the earliest
 
-    def send(self, frame: bytes, network: Network) -> None:
+    def send(self, frame: bytes) -> None:
         """Put a frame on its way, behind those before it."""
+        network = self._network
         loop, weather = network.loop, network.weather
         num_copies = 1
         if weather.repeat_rate and network.may_repeat(frame):
             num_copies += network.random.random() < weather.repeat_rate
         for _ in range(num_copies):
             self.last_arrival = max(self.last_arrival, loop.now + network.delay_s())
+            if self.last_arrival - loop.now > _LATE_S:
+                network.troubles.note(Kind.LATE, self._connection.ends, self.last_arrival - loop.now)
             self._frames.append((self.last_arrival, frame))
             loop.call_later(self.last_arrival - loop.now, lambda: self._deliver(loop))
 
@@ -194,7 +233,7 @@ class _Direction:
         if self._connection.is_lost:
             self._frames.clear()
             return
-        closed_s = self._connection.closed_for_s
+        closed_s = self._network.way_open_in(self._sender.name, self._receiver.name)
         if closed_s:
             loop.call_later(closed_s, lambda: self._deliver(loop))
             return

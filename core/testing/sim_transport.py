@@ -18,6 +18,7 @@ import msgspec
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.testing.sim_loop import EventLoop, Process
 from core.testing.sim_network import Network
+from core.testing.sim_troubles import Kind
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport, landing_regions
 
 
@@ -51,6 +52,7 @@ class ReadWeather:
     corrupt_rate: float = 0.0  # reads of which one byte arrives wrong
     corrupts_data: bool = False  # any byte; else only bytes of regions behind the first, the seals
     refuse_rate: float = 0.0  # reads that cannot be posted
+    drop_rate: float = 0.0  # reads whose answer is dropped, where somebody has to answer: they never end by themselves
     num_stalled: int = 0
     num_failed: int = 0
     num_corrupted: int = 0
@@ -95,6 +97,7 @@ class _Read:
     has_arrived: bool = False  # told when those have ended
     fails: bool = False
     corrupt_row: int = -1  # index of the row
+    drop_row: int = -1  # index of the row with which the answer ends
     stall: tuple[int, float] = (-1, 0.0)  # index of the row, seconds
 
 
@@ -111,6 +114,7 @@ class SimFabric:
     weather: ReadWeather
     keeps_order: bool = False
     owners: dict[int, _Owner] = field(default_factory=dict)
+    last_handle: int = 0  # of all reads: a worker may have several transports, and one watch
 
     def add_owner(self, process: Process, regions: Sequence[RowRegion]) -> int:
         """Let others read these regions; returns the number under which they are known."""
@@ -146,7 +150,6 @@ class SimTransport(Transport):
         self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
-        self._last_handle = 0
 
     @property
     def num_open_reads(self) -> int:
@@ -185,22 +188,29 @@ class SimTransport(Transport):
         owner = self._fabric.owners.get(number)
         if owner is None or not owner.process.is_alive:
             raise PeerUnreachable(f"{peer.address} is gone")
+        if not self._traits.outlives_owner and self._fabric.network.reads_open_in(self._process.name, owner.process.name):
+            raise PeerUnreachable(f"{peer.address} takes no connection by {self.name}")
         self._landing[peer] = landing_regions(self._regions, self._staging, [region.row_bytes for region in owner.regions])
         self._peers[peer] = owner
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Start to copy, row by row."""
         owner = self._peers.get(peer)
-        if owner is None or not owner.process.is_alive or self._happens(self._fabric.weather.refuse_rate):
+        if owner is None or not owner.process.is_alive:
+            raise PeerUnreachable(f"{peer.address} is gone")
+        if self._happens(self._fabric.weather.refuse_rate):
+            self._fabric.network.troubles.note(Kind.FAILED, (self._process.name, owner.process.name), 0.0)
             raise PeerUnreachable(f"{peer.address} is gone")
         if not 0 <= region < len(self._regions):
             raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
         target = self._landing[peer][region]
         _check_rows(owner.regions[region], target, remote_rows, local_rows)
-        self._last_handle += 1
+        self._fabric.last_handle += 1
         num_rows = len(local_rows)
         rows = tuple(remote_rows), tuple(local_rows)
-        read = _Read(self._last_handle, peer, owner, region, target, *rows, num_rows_left=num_rows, num_rows_unseen=num_rows)
+        read = _Read(
+            self._fabric.last_handle, peer, owner, region, target, *rows, num_rows_left=num_rows, num_rows_unseen=num_rows
+        )
         if self.reads_in_order and region != POOL_REGION:
             read.behind = [other for other in self._reads.values() if other.peer == peer]
         self._decide_fate(read)
@@ -243,12 +253,22 @@ class SimTransport(Transport):
         if self._happens(weather.stall_rate):
             weather.num_stalled += 1
             read.stall = (index, random.uniform(0.0, weather.stall_s))
+            self._note(Kind.STALLED, read, read.stall[1])
         if self._happens(weather.error_rate):
             weather.num_failed += 1
             read.fails = True
+            self._note(Kind.FAILED, read)
         if (read.region or weather.corrupts_data) and self._happens(weather.corrupt_rate):
             weather.num_corrupted += 1
             read.corrupt_row = index
+            self._note(Kind.CORRUPTED, read)
+
+        if not self._traits.is_one_sided and self._happens(weather.drop_rate):
+            read.drop_row = index
+            self._note(Kind.DROPPED, read)
+
+    def _note(self, kind: Kind, read: _Read, seconds: float = 0.0) -> None:
+        self._fabric.network.troubles.note(kind, (self._process.name, read.owner.process.name), seconds)
 
     def _plan_row(self, read: _Read, index: int) -> None:
         """Look at the owner's row in a while. A process that takes part in the copy must be running for it."""
@@ -261,7 +281,7 @@ class SimTransport(Transport):
     def _send_row(self, read: _Read, index: int) -> None:
         if read.handle not in self._reads or not self._is_readable(read.owner):
             return
-        closed_s = self._fabric.network.open_in(self._process.name, read.owner.process.name)
+        closed_s = self._fabric.network.reads_open_in(self._process.name, read.owner.process.name)
         if closed_s and not self._traits.outlives_owner:  # memory of the same machine needs no network
             self._fabric.loop.call_later(closed_s, lambda: self._send_row(read, index))
             return
@@ -271,6 +291,8 @@ class SimTransport(Transport):
         content = bytearray(source.buffer[start : start + source.row_bytes])
         if index == read.corrupt_row:
             content[self._fabric.random.randrange(len(content))] ^= 1 << self._fabric.random.randrange(8)
+        if index == read.drop_row:
+            return
         self._note_seen(read)
         land = self._fabric.loop.call_later if self._traits.is_one_sided else self._process.call_later
         land(self._hop_s(), lambda: self._land(read, index, bytes(content)))

@@ -24,6 +24,7 @@ class Stream:
     def __init__(self, base_url: str, body: Mapping[str, Any]) -> None:
         self.prompt: Sequence[int] = body["prompt"]
         self.status: int | None = None
+        self.headers: Mapping[str, str] = {}  # of the response, names in lower case
         self.error: dict[str, Any] | None = None  # as the server tells it
         self.broken = ""  # how the connection ended, if not in good order
         self.usage: dict[str, Any] = {}
@@ -68,6 +69,7 @@ class Stream:
             self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             response = self._connection.getresponse()
             self.status = response.status
+            self.headers = {name.lower(): value for name, value in response.getheaders()}
             if response.status != http.client.OK:
                 self.error = json.loads(response.read())["error"]
                 return

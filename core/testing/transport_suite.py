@@ -29,7 +29,7 @@ NUM_ROWS = 40
 ROW_BYTES = 64 << 10
 UNTOUCHED = 0xA5
 DEADLINE_S = 30.0
-PEER = PeerId("suite", 1)
+PEER = PeerId("tcp://127.0.0.1:1", 1)
 
 
 class Owner(Protocol):

@@ -3,7 +3,8 @@
 A frame is one version byte, one kind byte, and msgpack. The kind names the plane, so a frame that lands on the wrong socket
 is refused like any other malformed one. Decoding never executes anything and never raises anything but ``ProtocolError``:
 types and ranges are those of ``core.wire.limits``, unknown fields are ignored (a newer peer may send more), and a frame above
-its plane's cap is not looked at. Sockets and what to do about a bad peer belong to the callers.
+its plane's cap is not looked at. A frame of another version is a ``VersionMismatch``. Sockets and what to do about a bad peer
+belong to the callers. ``version`` is an argument so that two versions can meet in one test.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import msgspec
 from core.errors import ProtocolError
 from core.wire.kv import ControlMessage
 from core.wire.messages import RouterMessage, Tokens, WorkerMessage
+from core.wire.version import check_version
 
-WIRE_VERSION = 1
+WIRE_VERSION = 1  # of all three planes; 0 is no version (core.wire.version)
 
 KIND_WORKER = 1
 KIND_TOKENS = 2
@@ -41,49 +43,49 @@ _router_decoder: msgspec.msgpack.Decoder[RouterMessage] = msgspec.msgpack.Decode
 _control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
 
-def encode_worker_message(message: WorkerMessage) -> bytes:
+def encode_worker_message(message: WorkerMessage, version: int = WIRE_VERSION) -> bytes:
     """Return the frame of one message from a worker to a router.
 
     Raises:
         ProtocolError: the frame would exceed ``MAX_WORKER_FRAME_BYTES``.
     """
-    return _encode(KIND_WORKER, message, MAX_WORKER_FRAME_BYTES)
+    return _encode(version, KIND_WORKER, message, MAX_WORKER_FRAME_BYTES)
 
 
-def encode_tokens(tokens: Sequence[Tokens]) -> bytes:
+def encode_tokens(tokens: Sequence[Tokens], version: int = WIRE_VERSION) -> bytes:
     """Return the frame of all tokens that one engine step has for one router.
 
     Raises:
         ProtocolError: the frame would exceed ``MAX_WORKER_FRAME_BYTES``.
     """
-    return _encode(KIND_TOKENS, tokens, MAX_WORKER_FRAME_BYTES)
+    return _encode(version, KIND_TOKENS, tokens, MAX_WORKER_FRAME_BYTES)
 
 
-def encode_router_message(message: RouterMessage) -> bytes:
+def encode_router_message(message: RouterMessage, version: int = WIRE_VERSION) -> bytes:
     """Return the frame of one message from a router to a worker.
 
     Raises:
         ProtocolError: the frame would exceed ``MAX_ROUTER_FRAME_BYTES``.
     """
-    return _encode(KIND_ROUTER, message, MAX_ROUTER_FRAME_BYTES)
+    return _encode(version, KIND_ROUTER, message, MAX_ROUTER_FRAME_BYTES)
 
 
-def encode_control_message(message: ControlMessage) -> bytes:
+def encode_control_message(message: ControlMessage, version: int = WIRE_VERSION) -> bytes:
     """Return the frame of one message of the KV control plane.
 
     Raises:
         ProtocolError: the frame would exceed ``MAX_CONTROL_FRAME_BYTES``.
     """
-    return _encode(KIND_CONTROL, message, MAX_CONTROL_FRAME_BYTES)
+    return _encode(version, KIND_CONTROL, message, MAX_CONTROL_FRAME_BYTES)
 
 
-def decode_worker_frame(frame: bytes | memoryview) -> WorkerMessage | list[Tokens]:
+def decode_worker_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> WorkerMessage | list[Tokens]:
     """Return what a worker sent: one message, or the tokens of one engine step.
 
     Raises:
         ProtocolError: the frame is not a valid one of this plane.
     """
-    kind = _check_header(frame, MAX_WORKER_FRAME_BYTES)
+    kind = _check_header(frame, MAX_WORKER_FRAME_BYTES, version)
     if kind == KIND_TOKENS:
         return _decode(_tokens_decoder, frame)
     if kind == KIND_WORKER:
@@ -91,46 +93,45 @@ def decode_worker_frame(frame: bytes | memoryview) -> WorkerMessage | list[Token
     raise _unexpected_kind(kind, "worker to router")
 
 
-def decode_router_frame(frame: bytes | memoryview) -> RouterMessage:
+def decode_router_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> RouterMessage:
     """Return what a router sent to a worker.
 
     Raises:
         ProtocolError: the frame is not a valid one of this plane.
     """
-    kind = _check_header(frame, MAX_ROUTER_FRAME_BYTES)
+    kind = _check_header(frame, MAX_ROUTER_FRAME_BYTES, version)
     if kind != KIND_ROUTER:
         raise _unexpected_kind(kind, "router to worker")
     return _decode(_router_decoder, frame)
 
 
-def decode_control_frame(frame: bytes | memoryview) -> ControlMessage:
+def decode_control_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> ControlMessage:
     """Return a message of the KV control plane.
 
     Raises:
         ProtocolError: the frame is not a valid one of this plane.
     """
-    kind = _check_header(frame, MAX_CONTROL_FRAME_BYTES)
+    kind = _check_header(frame, MAX_CONTROL_FRAME_BYTES, version)
     if kind != KIND_CONTROL:
         raise _unexpected_kind(kind, "KV control")
     return _decode(_control_decoder, frame)
 
 
-def _encode(kind: int, message: object, max_bytes: int) -> bytes:
-    frame = bytearray((WIRE_VERSION, kind))
+def _encode(version: int, kind: int, message: object, max_bytes: int) -> bytes:
+    frame = bytearray((version, kind))
     _encoder.encode_into(message, frame, HEADER_BYTES)
     if len(frame) > max_bytes:
         raise ProtocolError(f"{type(message).__name__} takes {len(frame)} bytes on the wire, more than the cap of {max_bytes}")
     return bytes(frame)
 
 
-def _check_header(frame: bytes | memoryview, max_bytes: int) -> int:
+def _check_header(frame: bytes | memoryview, max_bytes: int, version: int) -> int:
     """Return the kind byte of a frame of acceptable size and version."""
     if len(frame) <= HEADER_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes is too short to hold a message")
     if len(frame) > max_bytes:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds the cap of {max_bytes}")
-    if frame[0] != WIRE_VERSION:
-        raise ProtocolError(f"wire version {frame[0]} is not supported, this process speaks {WIRE_VERSION}")
+    check_version(frame, version)
     return frame[1]
 
 

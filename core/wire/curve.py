@@ -9,7 +9,8 @@ have keys of their own: who learns the cluster key later cannot read what was re
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -24,12 +25,21 @@ FRAME_OVERHEAD_BYTES = 64  # at least what CURVE adds to a frame, which ZeroMQ c
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Key pairs of those who bind and of those who connect, in ZeroMQ's printable form."""
+    """Key pairs of those who bind and of those who connect, in ZeroMQ's printable form.
+
+    ``others`` are keys of servers that clients accept besides, while the cluster key changes.
+    """
 
     server_public: bytes = field(repr=False)
     server_secret: bytes = field(repr=False)
     client_public: bytes = field(repr=False)
     client_secret: bytes = field(repr=False)
+    others: tuple[ClusterKeys, ...] = field(default=(), repr=False)
+
+    def with_others(self, others: Iterable[ClusterKeys | None]) -> ClusterKeys:
+        """Return these keys with other ``others``; each key is kept once."""
+        unique = dict.fromkeys(keys for keys in others if keys is not None and keys.server_public != self.server_public)
+        return replace(self, others=tuple(unique))
 
 
 def new_cluster_key(ids: IdSource) -> str:
@@ -37,8 +47,8 @@ def new_cluster_key(ids: IdSource) -> str:
     return ids.bits(256).to_bytes(32, "little").hex()
 
 
-def derive_keys(cluster_key: str) -> ClusterKeys | None:
-    """Return the keys of a cluster; None for an empty secret, which stands for open sockets.
+def derive_keys(cluster_key: str, setting: str = "security.cluster_key") -> ClusterKeys | None:
+    """Return the keys of a cluster; None for an empty secret, which stands for open sockets. ``setting`` gave it.
 
     Raises:
         ConfigError: the secret is short, or this ZeroMQ cannot encrypt.
@@ -47,11 +57,11 @@ def derive_keys(cluster_key: str) -> ClusterKeys | None:
         return None
     if len(cluster_key) < MIN_KEY_CHARS:
         raise ConfigError(
-            f"security.cluster_key has {len(cluster_key)} characters, at least {MIN_KEY_CHARS} are needed: `kvferry keygen`",
-            param="security.cluster_key",
+            f"{setting}: a key of {len(cluster_key)} characters, at least {MIN_KEY_CHARS} are needed: `kvferry keygen`",
+            param=setting,
         )
     if not zmq.has("curve"):
-        raise ConfigError("security.cluster_key: this build of ZeroMQ has no CURVE", param="security.cluster_key")
+        raise ConfigError(f"{setting}: this build of ZeroMQ has no CURVE", param=setting)
     server, client = _secret(cluster_key, b"kvferry-server"), _secret(cluster_key, b"kvferry-client")
     return ClusterKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
@@ -68,10 +78,15 @@ def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
 def secure_client(connecting: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
     """Make a socket that will connect talk to holders of the keys only; does nothing without. Set its limits before."""
     if keys is not None:
-        connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
-        connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
-        connecting.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
+        use_client_keys(connecting, keys)
         _make_room(connecting)
+
+
+def use_client_keys(connecting: zmq.Socket[Any], keys: ClusterKeys) -> None:
+    """Make the connections that a socket makes from now on use these keys."""
+    connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+    connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
+    connecting.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
 
 
 def _make_room(limited: zmq.Socket[Any]) -> None:

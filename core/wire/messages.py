@@ -52,6 +52,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     http_status: HttpStatus = 500
     retryable: bool = False
     param: str | None = None
+    retry_after_s: Count = 0  # when another try may succeed; 0 = it is not known
 
     @classmethod
     def of(cls, error: KVFerryError) -> ErrorInfo:
@@ -62,6 +63,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             http_status=error.http_status,
             retryable=error.retryable,
             param=error.param,
+            retry_after_s=error.retry_after_s,
         )
 
 
@@ -107,6 +109,9 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     ops_address: Text = ""
     pid: Count = 0
     ec_connector: Text = ""  # by which it reads embeddings of encode workers; empty = it computes all of them
+    version: Text = ""  # of the package it runs, for people
+    start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = it does not say
+    is_supervised: bool = False  # somebody starts it anew when it ends
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -121,10 +126,15 @@ class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", o
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     ops_address: Text = ""
     pid: Count = 0
+    version: Text = ""  # as that of ``Register``
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
-    """A worker is alive, and how loaded it is. Sent about every second."""
+    """A worker is alive, how loaded it is, and whether its engine makes progress. Sent about every second.
+
+    By the three times and ``core.wire.progress`` the router judges whether the engine has stalled. ``is_warming_up`` holds
+    during the first step of a size, which may take any time.
+    """
 
     engine_id: Name
     incarnation: Unsigned64
@@ -133,6 +143,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     kv_cache_usage: Fraction = 0.0  # 0..1
     num_leased_blocks: Count = 0
     is_draining: bool = False
+    stalled_ms: Milliseconds = 0.0  # since the engine's last progress while it has work; 0 without work
+    slowest_step_ms: Milliseconds = 0.0  # of the last minute, first steps of a size apart
+    predicted_step_ms: Milliseconds = 0.0  # of the step in hand
+    is_warming_up: bool = False
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
@@ -162,10 +176,12 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
     num_cached_tokens: Count = 0
     queue_ms: Milliseconds = 0.0
     prefill_ms: Milliseconds = 0.0
+    recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier had promised and that were computed
+    fallback_reason: Text = ""  # why the tier's load failed; empty if it did not
 
 
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the hand-over of a request cost, as reported in ``usage.kv_transfer``."""
+    """What loading a request's KV has cost, from a prefill worker or from a tier; see ``usage.kv_transfer``."""
 
     transport: Text = ""  # empty if nothing was transferred
     transferred_tokens: Count = 0

@@ -18,6 +18,8 @@ from core.wire.kv import KVLayoutInfo, KVVerify
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
 STAGING_BYTES = 64 << 20  # what a reader has of memory to convert blocks in
 
+SHOWN_HEX_CHARS = 12  # of a model fingerprint, as in ``system_fingerprint``
+
 _SIZES = frozenset({"block_size", "block_bytes"})  # of a block: what a reader can convert
 
 
@@ -106,7 +108,7 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
     """
     if model_fingerprint != ours.model_fingerprint:
         raise LayoutMismatch(
-            f"model fingerprint {model_fingerprint.hex()} at the peer, {ours.model_fingerprint.hex()} at {ours.engine_id}"
+            f"model fingerprint {_shown(model_fingerprint)} at the peer, {_shown(ours.model_fingerprint)} at {ours.engine_id}"
         )
     converted = _SIZES if converts_blocks and holds_tokens_alike(layout, ours.layout) else frozenset()
     differences = [
@@ -118,6 +120,11 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
     if layout.block_size != ours.layout.block_size:
         _check_fits_staging(ours, layout)
+
+
+def _shown(model_fingerprint: bytes) -> str:
+    """Return as much as tells two models apart: who is refused does not learn what would be accepted."""
+    return model_fingerprint.hex()[:SHOWN_HEX_CHARS]
 
 
 def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:

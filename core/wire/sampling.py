@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from core.errors import InvalidRequest
 from core.wire.limits import Count, Fraction, TokenId
 
 NonNegative = Annotated[float, Meta(ge=0, le=1e6)]
@@ -45,3 +46,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: NumLogprobs | None = None  # top-N per sampled token beside the sampled one; None = none at all
     prompt_logprobs: NumLogprobs | None = None  # the same for prompt tokens
+
+
+def check_tokens_left(params: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int) -> None:
+    """Refuse a request of which every token that it allows ends the text, while ``min_tokens`` forbids the end.
+
+    Nothing else can leave no token to choose: a bias is finite, and the filters keep the likeliest token.
+    ``stop_token_ids`` are all tokens that end it, the model's own included, each of the vocabulary.
+
+    Raises:
+        InvalidRequest: names the field to change.
+    """
+    if not params.min_tokens:
+        return
+    if params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            f"every token in allowed_token_ids ends the text (it is in stop_token_ids, or the model's end of text), and "
+            f"min_tokens = {params.min_tokens} forbids that: allow one that does not, or leave min_tokens out",
+            param="allowed_token_ids",
+        )
+    if len(stop_token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"stop_token_ids holds the whole vocabulary, and min_tokens = {params.min_tokens} forbids each of its tokens: "
+            "leave some tokens, or leave min_tokens out",
+            param="stop_token_ids",
+        )

@@ -35,6 +35,10 @@ LOST_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
+# How long a socket that sends messages of several frames may take to close. Without any time, libzmq aborts the process if a
+# connection breaks in the midst of such a message while the socket closes (errno_assert in session_base_t::clean_pipes).
+CLOSE_LINGER_MS = 200
+
 _log = logging.getLogger(__name__)
 
 

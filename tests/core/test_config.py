@@ -90,12 +90,23 @@ def test_connector_extra_takes_any_keys():
     [
         ("cache.blok_size=16", "cache.blok_size", "did you mean cache.block_size?"),
         ("cahce.block_size=16", "cahce", "did you mean cache?"),
-        ("cache.block_size=0", "cache.block_size", "expected `int` >= 1"),
+        ("cache.block_size=0", "cache.block_size", "cache.block_size = 0: expected a whole number, at least 1"),
         ("cache.block_size=24", "cache.block_size", "not a multiple of the hash block size 16"),
-        ("router.port=70000", "router.port", "<= 65535"),
-        ("log.level=loud", "log.level", "allowed: DEBUG, INFO, WARNING, ERROR"),
+        ("router.port=70000", "router.port", "router.port = 70000: expected a whole number, at least 0 and at most 65535"),
+        ("log.level=loud", "log.level", "log.level = 'loud': expected one of: DEBUG, INFO, WARNING, ERROR"),
         ("cache=3", "cache", "is a section"),
-        ("cache.block_size.x=3", "cache.block_size", "expected `int`"),
+        ("cache.block_size.x=3", "cache.block_size", "expected a whole number"),
+        (
+            "cache.memory_bytes=1gig",
+            "cache.memory_bytes",
+            "= '1gig': expected a whole number, at least 1, or a size such as 1GiB",
+        ),
+        ("cache.memory_bytes=64K", "cache.memory_bytes", "or a size such as 1GiB, 512MiB or 64k"),
+        ("router.images.max_bytes=1TiB", "router.images.max_bytes", "at least 1 and at most 20971520"),
+        ("worker.ops_port=1k", "worker.ops_port", "= '1k': expected a whole number"),
+        ("connector.lease_s=soon", "connector.lease_s", "= 'soon': expected a number of seconds, above 0 and at most"),
+        ("cache.kv_events=3", "cache.kv_events", "= 3: expected true or false"),
+        ("tracing.endpoint=abc", "tracing.endpoint", "expected text of the form"),
         ("cache.block_size", "cache.block_size", "expected a.b=value"),
         ("connector.transports=shm,rdma", "connector.transports", "'rdma' is not a transport; allowed: shm, nixl, tcp"),
         ("connector.transports={a: 1}", "connector.transports", "is not a transport"),
@@ -114,6 +125,40 @@ def test_wrong_key_or_value_is_refused_with_its_path_and_what_is_allowed(assignm
         load_config(assignments=[assignment])
     assert caught.value.param == param
     assert hint in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1GiB", 1 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5Gi", 3 << 29),
+        ("64k", 64_000),
+        ("64kB", 64_000),
+        ("2 GB", 2 * 10**9),
+        ("4096", 4096),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_size_with_a_unit_is_a_number(text, number):
+    assert load_config(assignments=[f"cache.memory_bytes={text}"]).cache.memory_bytes == number
+
+
+def test_sizes_are_read_from_files_and_for_tokens(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {max_model_len: 32Ki}\nrouter: {images: {max_bytes: 1MiB}}\n")
+    config = load_config(path, overrides={"kvstore.memory_bytes": "2MiB"})
+    assert (config.model.max_model_len, config.router.images.max_bytes, config.kvstore.memory_bytes) == (
+        32768,
+        1 << 20,
+        2 << 20,
+    )
+
+
+def test_refused_secret_is_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"router.api_key": ["hunter2"]})
+    assert "hunter2" not in caught.value.message
 
 
 def test_value_below_a_value_is_refused():
@@ -173,6 +218,10 @@ def test_cache_dir_follows_the_environment(monkeypatch):
     ("assignments", "hint"),
     [
         (["connector.lease_renew_interval_s=30"], "connector.lease_renew_interval_s = 30 must be below connector.lease_s = 30"),
+        (
+            ["connector.transport_retry_s=61"],
+            "connector.transport_retry_s = 61 must be at most connector.transport_retry_max_s = 60",
+        ),
         (["connector.lease_s=601"], "connector.lease_s = 601 must be at most connector.lease_max_s = 600"),
         (["router.heartbeat_interval_s=5"], "router.heartbeat_interval_s = 5 must be below router.heartbeat_timeout_s = 5"),
         (
@@ -209,7 +258,7 @@ def test_values_that_nothing_could_work_with_are_refused(assignment):
 def test_no_more_pixels_can_be_allowed_than_a_worker_decodes():
     allowed = load_config(assignments=[f"router.images.max_pixels={MAX_PIXELS}"])
     assert allowed.router.images.max_pixels == MAX_PIXELS
-    with pytest.raises(ConfigError, match=rf"router\.images\.max_pixels: .* <= {MAX_PIXELS}"):
+    with pytest.raises(ConfigError, match=rf"router\.images\.max_pixels = .* at most {MAX_PIXELS}"):
         load_config(assignments=[f"router.images.max_pixels={MAX_PIXELS + 1}"])
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.engine.step_watch import StepWatch
 from core.kv.integrity import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
@@ -180,6 +181,46 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
     found = run_engine(built.engine, [request("r", [5] * 20), request("s", [6] * 20)])
     assert sorted(finished.finish_reason for finished in found.values()) == ["error", "length"]
     assert built.engine.scheduler.kv_cache_manager.usage == 0
+
+
+def test_the_step_that_is_awaited_is_the_one_judged_by_its_size(build_tiny):
+    """Not its successor, which has been launched behind it: a first step of a size warms up until its own result is here."""
+    engine = build_tiny(scheduler__async_scheduling="on").engine
+    watch, launch = StepWatch(lambda: engine.step_size, warm_up_s=100.0), engine._runner.launch_model
+    awaited = []  # (tokens of the step, what the watch takes it for, whether it warms up)
+
+    def noting(output):
+        result = launch(output)
+
+        def collect():
+            awaited.append((output.total_num_scheduled_tokens, engine.step_size.num_tokens, watch.reading(0.0).is_warming_up))
+            return result()
+
+        return collect
+
+    engine._runner.launch_model = noting
+    engine.add_request(request("r", [5] * 3))
+    for number in range(9):
+        if number == 5:
+            engine.add_request(request("s", [6] * 40))
+        watch.begin_step(0.0)
+        engine.step()
+        watch.end_step(0.0)
+    assert [known for _, known, _ in awaited] == [num_tokens for num_tokens, _, _ in awaited]
+    assert [(num_tokens, warms_up) for num_tokens, _, warms_up in awaited[:2]] == [(3, True), (1, True)]
+    assert [warms_up for num_tokens, _, warms_up in awaited[2:] if num_tokens == 1] == [False] * 3
+    assert [warms_up for num_tokens, _, warms_up in awaited if num_tokens > 3] == [True]
+
+
+def test_the_last_step_of_all_is_remembered_by_its_size(build_tiny):
+    """An empty step is launched behind it, and both are awaited in one turn."""
+    engine = build_tiny(scheduler__async_scheduling="on").engine
+    ended_with = []
+    engine.add_request(request("r", [5] * 20, max_tokens=1))
+    while engine.has_work():
+        engine.step()
+        ended_with.append(engine.step_size.num_tokens)
+    assert 20 in ended_with[1:], ended_with
 
 
 @pytest.mark.gpu

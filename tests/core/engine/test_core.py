@@ -286,6 +286,27 @@ def test_a_request_whose_tokens_are_all_masked_ends_alone(build_tiny, run_engine
     oracle.assert_greedy(prompt, found["good"].token_ids)
 
 
+def test_request_for_which_the_whole_vocabulary_ends_the_text_is_refused(build_tiny):
+    engine = build_tiny().engine
+    everything = set(range(VOCAB))
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids holds the whole vocabulary.*min_tokens = 1") as caught:
+        engine.add_request(request("r", [5, 6], stop=everything, min_tokens=1, max_tokens=5))
+    assert caught.value.param == "stop_token_ids"
+    engine.add_request(request("s", [5, 6], stop=everything, max_tokens=5))
+
+
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+def test_prefix_cache_survives_a_request_whose_tokens_are_all_masked(build_tiny, run_engine, async_scheduling):
+    built = build_tiny(scheduler__async_scheduling=async_scheduling)
+    prompt, bias = list(range(10, 50)), {9: float("-inf")}
+    run_engine(built.engine, [request("before", prompt, max_tokens=1)])
+    masked = request("r", [*prompt, 7], allowed_token_ids=(9,), logit_bias=bias)
+    assert run_engine(built.engine, [masked])["r"].outputs[-1].error.param == "min_tokens"
+    after = run_engine(built.engine, [request("after", [*prompt, 8], max_tokens=1)])["after"].outputs[0]
+    assert after.prefill_stats.num_local_cached_tokens == len(prompt) // 16 * 16
+    assert_nothing_held(built)
+
+
 def test_an_overlong_prompt_is_refused_before_it_is_hashed(build_tiny):
     engine = build_tiny().engine
     engine._hasher.extend = lambda *_: pytest.fail("hashed")

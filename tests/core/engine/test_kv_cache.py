@@ -125,8 +125,8 @@ def test_seals_lie_in_a_memory_file_of_their_own_and_name_this_life_and_layout()
     seals.seal(3, ExpectedSeal(generation=9, group_id=0, block_hash=bytes(16), num_tokens=16))
     written = decode_seal(os.pread(seals.memory.memory_fd, SEAL_BYTES, 3 * SEAL_BYTES))
     assert (written.incarnation, written.layout_version, written.generation) == (77, layout_fingerprint(pool.layout), 9)
-    assert (seals.num_blocks, seals.num_rows) == (5, 10)
-    assert os.fstat(seals.memory.memory_fd).st_size == 10 * SEAL_BYTES
+    assert (seals.num_blocks, seals.num_rows) == (5, 11)
+    assert os.fstat(seals.memory.memory_fd).st_size == 11 * SEAL_BYTES
     pool.close()
 
 

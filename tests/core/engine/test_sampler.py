@@ -356,8 +356,8 @@ def test_a_row_whose_tokens_are_all_excluded_fails_alone(sampling_rows, temperat
     stuck = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3), min_tokens=5)
     rows = sampling_rows((free, [], []), (stuck, [], [], 0, frozenset({2, 3})))
     found = sample(logits_of(1, 2), rows, every(2))
-    assert list(found.failures) == [1]
-    assert found.failures[1].http_status == 400
+    assert list(found.refusals) == [1]
+    assert found.refusals[1].http_status == 400
 
 
 def test_cutoffs_by_a_whole_sort_are_those_of_the_candidates():

@@ -158,7 +158,7 @@ def test_idle_engine_steps_once_for_a_wakeup_and_then_rests(start, copy_connecto
     assert thread.gauges().num_steps == 1
 
 
-def test_age_of_a_step_is_known_while_it_hangs(build_tiny, make_mailbox):
+def test_a_step_that_hangs_shows_while_it_hangs(build_tiny, make_mailbox):
     clock, engine, mailbox = FakeClock(), build_tiny().engine, make_mailbox()
     engine.shutdown = lambda: None
     entered, release = threading.Event(), threading.Event()
@@ -172,15 +172,38 @@ def test_age_of_a_step_is_known_while_it_hangs(build_tiny, make_mailbox):
     engine.step = hang
     thread = EngineThread(engine, mailbox.on_outputs, mailbox.on_death, clock=clock)
     thread.start()
-    assert thread.step_age_s() == 0.0
+    assert thread.reading().stalled_s == 0.0
     thread.submit_add([request("r", max_tokens=1)])
     assert entered.wait(DEADLINE_S)
     clock.advance(3.0)
-    assert thread.step_age_s() == 3.0
+    reading = thread.reading()
+    assert (reading.stalled_s, reading.is_warming_up) == (3.0, True)
     release.set()
     mailbox.wait(lambda: "r" in mailbox.ends)
-    poll(lambda: thread.step_age_s() == 0.0)
+    poll(lambda: thread.reading().stalled_s == 0.0)
     assert thread.stop(DEADLINE_S)
+
+
+def test_a_thread_that_hangs_between_steps_shows_too(build_tiny, make_mailbox):
+    clock, engine, mailbox = FakeClock(), build_tiny().engine, make_mailbox()
+    engine.shutdown = lambda: None
+    entered, release = threading.Event(), threading.Event()
+
+    def on_outputs(outputs):
+        mailbox.on_outputs(outputs)
+        entered.set()
+        assert release.wait(DEADLINE_S)
+
+    thread = EngineThread(engine, on_outputs, mailbox.on_death, clock=clock)
+    thread.start()
+    thread.submit_add([request("r", max_tokens=1)])
+    assert entered.wait(DEADLINE_S)
+    clock.advance(5.0)
+    assert thread.reading().stalled_s == 5.0
+    release.set()
+    poll(lambda: thread.reading().stalled_s == 0.0)
+    assert thread.stop(DEADLINE_S)
+    assert thread.reading().stalled_s == 0.0
 
 
 def test_death_is_told_once_and_refuses_what_comes_after(start, copy_connector):

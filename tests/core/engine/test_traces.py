@@ -116,6 +116,14 @@ def test_a_load_that_failed_says_why_and_has_no_transfer(bench):
     assert "kvferry.kv_transfer" not in spans
 
 
+def test_a_prefill_says_why_a_tier_had_lost_blocks(bench):
+    bench.generate(handoff=True)
+    choice = PrefillChoice(index=0, token_id=5)
+    bench.traces.on_reply(PrefillDone(request_id="r", choices=(choice,), recomputed_tokens=9, fallback_reason="digest"), 1000.1)
+    attributes = bench.spans()["kvferry.prefill"].attributes
+    assert (attributes["kvferry.fallback_reason"], attributes["kvferry.recomputed_tokens"]) == ("digest", 9)
+
+
 def test_a_request_ends_with_the_last_of_its_choices(bench):
     bench.continue_(0, 2)
     bench.tokens(1000.1, index=2, finish_reason="stop")

@@ -21,11 +21,13 @@ from core.config import load_config
 from core.engine.assembly import Assembled, WorkerContext
 from core.engine.core import EngineGauges
 from core.engine.hands import EngineFacts
+from core.engine.step_watch import StepSize
 from core.engine.worker import Worker
 from core.errors import ConfigError
 from core.ids import SeededIds
+from core.release import package_version
 from core.request import EngineCoreOutput, PrefillStats
-from core.wire.codec import decode_worker_frame, encode_router_message
+from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
@@ -56,6 +58,7 @@ class ScriptedEngine:
         self.gate = gate  # what every step waits for
         self.requests = {}
         self.gauges = EngineGauges(num_external_queried_tokens=44, num_external_hit_tokens=32)
+        self.step_size = StepSize(num_tokens=1, num_requests=1)
 
     def add_request(self, new):
         self.requests[new.request_id] = [new, 0]
@@ -230,6 +233,7 @@ async def get(url):
 
 async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, journal):
     registration = await router.expect(Register)
+    assert registration.version == package_version()
     assert (registration.engine_id, registration.incarnation, registration.transports) == ("w0", 7, ("shm",))
     assert (registration.host_id, registration.has_digests, registration.kv_verify) == ("here", True, "auto")
     assert registration.ops_address == running.ops_address
@@ -250,6 +254,8 @@ async def test_ready_only_while_registered_and_not_draining(running, router):
     await router.expect(Heartbeat)
     assert (await get(f"{running.ops_address}/started")).status_code == 200
     assert (await get(f"{running.ops_address}/ready")).status_code == 200
+    versions = (await get(f"{running.ops_address}/version")).json()
+    assert versions == {"version": package_version(), "wire_version": WIRE_VERSION}
     await router.send(generate("endless", first_token=7))
     async with httpx.AsyncClient() as client:
         drained = await client.post(f"{running.ops_address}/drain")

@@ -75,16 +75,36 @@ async def test_broken_handler_is_a_500_and_the_server_lives_on(client):
 
 
 @pytest.mark.parametrize(
-    "request_bytes", [b"\r\n\r\n", b"GET /health\r\n\r\n", b"GET / FTP/1.1\r\n\r\n", b"x" * (MAX_HEAD_BYTES + 9)]
+    ("request_bytes", "status"),
+    [
+        (b"\r\n\r\n", 400),
+        (b"GET /health\r\n\r\n", 400),
+        (b"GET / FTP/1.1\r\n\r\n", 400),
+        (b"x" * (MAX_HEAD_BYTES + 9), 431),
+    ],
 )
-async def test_malformed_request_is_a_400(address, client, request_bytes):
+async def test_malformed_request_is_refused(address, client, request_bytes, status):
     host, port = address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request_bytes)
     async with asyncio.timeout(5):
-        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 %d" % status)
     writer.close()
     assert (await client.get("/health")).status_code == 200
+
+
+async def test_connections_beyond_the_bound_are_closed_and_the_rest_served(address, client, monkeypatch):
+    monkeypatch.setattr("core.engine.ops_http.MAX_CONNECTIONS", 2)
+    host, port = address.removeprefix("http://").split(":")
+    held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
+    for _, opened in held:
+        opened.write(b"GET /health HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert [(await opened.readline())[:12] for opened, _ in held] == [b"HTTP/1.1 200"] * 2
+    writer.close()
 
 
 async def test_client_that_leaves_without_a_request_is_harmless(address, client):

@@ -16,6 +16,7 @@ from core.engine.actions import (
 )
 from core.engine.hands import EngineFacts
 from core.engine.router_link import REGISTER_INTERVAL_S
+from core.engine.step_watch import StepReading
 from core.engine.worker_state import WorkerState
 from core.errors import ProtocolError
 from core.metrics import WorkerMetrics
@@ -64,6 +65,7 @@ class Harness:
         self.registry = CollectorRegistry()
         self.num_leased_blocks = num_leased_blocks
         self.longest_lease_s = longest_lease_s
+        self.progress = StepReading()
         self.state = WorkerState(
             REGISTRATION,
             DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
@@ -73,6 +75,7 @@ class Harness:
                 kv_cache_usage=0.5,
                 num_leased_blocks=self.num_leased_blocks,
                 longest_lease_s=self.longest_lease_s,
+                progress=self.progress,
             ),
             WorkerMetrics(self.registry, {}),
         )
@@ -114,6 +117,34 @@ def test_registers_until_accepted_then_heartbeats():
     assert sent(state.on_timer(1.5)) == []
     (heartbeat,) = sent(state.on_timer(1.6))
     assert heartbeat == Heartbeat(engine_id="w0", incarnation=7, num_running=1, kv_cache_usage=0.5)
+
+
+def test_a_pause_of_the_whole_process_is_no_stall_of_its_engine():
+    harness = Harness()
+    harness.join("a")
+    harness.state.on_timer(1.0)
+    harness.progress = StepReading(stalled_s=9.5)  # since shortly before its process stood still
+    (heartbeat,) = sent(harness.state.on_timer(10.25))  # due at 2.0
+    assert heartbeat.stalled_ms == pytest.approx(1250.0)
+    harness.progress = StepReading(stalled_s=10.5)
+    (heartbeat,) = sent(harness.state.on_timer(11.25))
+    assert heartbeat.stalled_ms == pytest.approx(2250.0)
+    harness.state.on_router_message("a", REGISTERED, 11.25)
+    harness.progress = StepReading(stalled_s=19.5)  # it stood still once more
+    (heartbeat,) = sent(harness.state.on_timer(20.25))
+    assert heartbeat.stalled_ms == pytest.approx(3250.0)
+    harness.progress = StepReading(stalled_s=0.5)  # it has made progress since
+    (heartbeat,) = sent(harness.state.on_timer(21.25))
+    assert heartbeat.stalled_ms == pytest.approx(500.0)
+
+
+def test_a_heartbeat_tells_how_the_engine_does():
+    harness = Harness()
+    harness.join("a")
+    harness.progress = StepReading(stalled_s=3.5, slowest_step_s=0.25, predicted_step_s=0.125, is_warming_up=True)
+    (heartbeat,) = sent(harness.state.on_timer(1.0))
+    assert (heartbeat.stalled_ms, heartbeat.slowest_step_ms, heartbeat.predicted_step_ms) == (3500.0, 250.0, 125.0)
+    assert heartbeat.is_warming_up
 
 
 def test_timer_is_due_exactly_when_there_is_something_to_do():
@@ -186,9 +217,9 @@ def test_router_that_left_the_name_service_loses_its_requests(worker):
 
 
 def test_malformed_frame_is_answered_and_counted(worker):
-    (reply,) = sent(worker.state.on_bad_frame("a", ProtocolError("bad version")))
+    (reply,) = sent(worker.state.on_bad_frame("a", ProtocolError("malformed"), 0.0))
     assert isinstance(reply, Rejected)
-    assert (reply.error.code, reply.error.message) == ("protocol_error", "bad version")
+    assert (reply.error.code, reply.error.message) == ("protocol_error", "malformed")
     assert worker.count("rejected_frames_total") == 1
 
 

@@ -468,3 +468,12 @@ def test_without_a_table_nothing_is_sealed(make_manager, make_request):
 def test_a_table_of_another_size_is_refused(make_manager):
     with pytest.raises(ValueError, match="10 blocks does not fit a pool of 11"):
         make_manager(seals=SealTable(map_seal_memory(10), incarnation=1, layout_version=1))
+
+
+def test_admission_cap_counts_in_the_gate_only(make_manager, make_request):
+    manager = make_manager(num_blocks=6)
+    manager.coordinator.managers[0].max_admission_blocks = 2
+    before = state(manager)
+    request = make_request("a", list(range(100)))  # seven blocks, and five are free
+    assert manager.allocate_slots(request, 100, full_sequence_must_fit=True) is None
+    assert state(manager) == before

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from core.model import detokenizer
+from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings
 from core.model.tokenizer import Tokenizer
 
 TEXTS = st.text(st.sampled_from("ab é日👩‍👧🎉🦊 \n"), max_size=30)
@@ -104,7 +105,7 @@ def cut_at_stop(text, stops, include):
 
 
 def run_matcher(pieces, stops, include):
-    matcher = StopStringMatcher(stops, include_stop_str_in_output=include)
+    matcher = StopStringMatcher(StopStrings(stops), include_stop_str_in_output=include)
     sent = []
     for piece in pieces:
         text, stop = matcher.push(piece)
@@ -126,7 +127,7 @@ def test_stops_where_reading_character_by_character_would(pieces, stops, include
 
 
 def test_holds_back_only_what_may_become_a_stop():
-    matcher = StopStringMatcher(["END"])
+    matcher = StopStringMatcher(StopStrings(["END"]))
     assert matcher.push("the E") == ("the ", None)
     assert matcher.push("N") == ("", None)
     assert matcher.push("T E") == ("ENT ", None)
@@ -134,19 +135,29 @@ def test_holds_back_only_what_may_become_a_stop():
 
 
 def test_sends_what_was_held_at_the_end():
-    matcher = StopStringMatcher(["END"])
+    matcher = StopStringMatcher(StopStrings(["END"]))
     assert matcher.push("the EN") == ("the ", None)
     assert matcher.flush() == "EN"
     assert matcher.flush() == ""
 
 
 def test_including_the_stop_holds_nothing_back():
-    matcher = StopStringMatcher(["END"], include_stop_str_in_output=True)
+    matcher = StopStringMatcher(StopStrings(["END"]), include_stop_str_in_output=True)
     assert matcher.push("the EN") == ("the EN", None)
     assert matcher.push("Dless") == ("D", "END")
 
 
+def test_a_letter_costs_one_step_however_long_the_stop_is(monkeypatch):
+    steps = []
+    original = detokenizer._advance
+    matcher = StopStringMatcher(StopStrings(["b" + "a" * 1000, "ab" * 500]))
+    monkeypatch.setattr(detokenizer, "_advance", lambda *arguments: steps.append(1) or original(*arguments))
+    for _ in range(2000):
+        matcher.push("a")
+    assert len(steps) == 2 * 2000
+
+
 def test_without_stops_everything_passes():
-    matcher = StopStringMatcher(["", ""])
+    matcher = StopStringMatcher(StopStrings(["", ""]))
     assert matcher.push("anything") == ("anything", None)
     assert matcher.flush() == ""

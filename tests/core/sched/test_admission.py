@@ -494,3 +494,36 @@ def test_prefill_stats_tell_how_long_the_request_waited_for_its_first_admission(
     (output,) = world.step()
     assert output.request_id == "b"
     assert output.prefill_stats.queue_s == pytest.approx(3.5)
+
+
+# ---- loads ahead of free slots
+
+
+def loading(world):
+    return [request.request_id for request in world.scheduler.kv_holding_waiting]
+
+
+def test_loads_ahead_leave_free_what_running_requests_may_ask_for(make_world, remote):
+    world = make_world(with_connector=True, max_num_seqs=4, num_blocks=31)  # thirty blocks
+    for number in range(12):
+        world.script.remote[f"r{number}"] = remote(32)
+        world.add(f"r{number}", 32, max_tokens=64)  # two blocks now, six at the end
+    world.step()
+    assert loading(world) == [f"r{number}" for number in range(7)], "7 x 2 blocks, and 4 x 4 to grow"
+
+
+def test_more_loads_begin_where_blocks_suffice_for_all(make_world, remote):
+    world = make_world(with_connector=True, max_num_seqs=4, num_blocks=65)
+    for number in range(12):
+        world.script.remote[f"r{number}"] = remote(32)
+        world.add(f"r{number}", 32, max_tokens=64)
+    world.step()
+    assert len(loading(world)) == 12
+
+
+def test_request_taken_over_counts_no_more_loaded_prompt_tokens_than_it_has(loading_world, load):
+    prompt, output = loading_world.prompt(40), loading_world.expected(loading_world.prompt(40), 30)
+    request = load("a", prompt, 64, output_token_ids=output[:30], max_tokens=40)
+    loading_world.step()
+    stats = request.prefill_stats
+    assert (stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (40, 0, 40)

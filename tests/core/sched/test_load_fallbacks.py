@@ -106,6 +106,29 @@ def test_reason_comes_from_the_error_of_the_request(world, load, load_error):
     assert output.transfer_usage.recomputed_tokens == 32
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_load_after_a_preemption_does_not_replace_what_was_told_of_the_first(make_world, remote, is_lost):
+    world = make_world(num_blocks=8, with_connector=True, policy="priority")
+    world.script.remote["a"] = remote(32)
+    request = world.add("a", 44, max_tokens=30, priority=9)
+    world.step()
+    world.complete_load("a", USAGE)
+    costs = []
+    while request.num_output_tokens < 2:
+        costs += [output.transfer_usage for output in world.step()]
+    world.script.remote["a"] = remote(32)
+    world.add("b", 40, max_tokens=70, priority=0)  # in the end it needs all blocks
+    num_loads = 0
+    while not request.status.is_finished:
+        costs += [output.transfer_usage for output in world.step() if output.request_id == "a"]
+        if "a" in world.script.loading:
+            num_loads += 1
+            world.fail_load("a") if is_lost else world.complete_load("a", USAGE)
+    assert (request.num_preemptions, num_loads) == (1, 1)
+    assert list(filter(None, costs)) == [USAGE]
+    world.assert_right(request, 30)
+
+
 def test_prefill_stats_are_a_snapshot_of_the_first_admission(world, load):
     load("a", 40, 32)
     world.fail_load("a")

@@ -192,3 +192,50 @@ def test_a_synchronous_load_that_failed_is_not_sealed(make_world, remote):
     block_ids = world.manager.get_block_ids("a")[0]
     world.finish_step()
     assert not any(is_sealed(world, block_id) for block_id in block_ids)
+
+
+REFUSED = ErrorInfo(code="invalid_request", message="no token to choose", http_status=400, retryable=False)
+
+
+def refuse(world, *request_ids):
+    """Run a step in which these requests get no token by their own fault."""
+    output = world.schedule()
+    sampled = {request_id: [1] for request_id in output.num_scheduled_tokens if request_id not in request_ids}
+    refused = dict.fromkeys(request_ids, REFUSED)
+    return world.scheduler.update_from_output(output, ModelRunnerOutput(sampled, refused=refused))
+
+
+def test_refused_request_evicts_nothing_and_breaks_no_seal(world):
+    prompt = world.prompt(48)
+    world.add("builder", prompt, max_tokens=1)
+    while world.scheduler.has_unfinished_requests():
+        world.step()
+    pool = world.manager.block_pool
+    before = {block.block_id for block in pool.blocks[1:] if is_sealed(world, block.block_id)}
+    assert len(before) == len(pool.cached_blocks) == 3
+    world.add("refused", prompt, max_tokens=40)  # shares the first two blocks
+    world.add("other", 20, max_tokens=40)
+    outputs = refuse(world, "refused")
+    assert {output.request_id: output.error for output in outputs} == {"other": None, "refused": REFUSED}
+    assert before <= {block.block_id for block in pool.blocks[1:] if is_sealed(world, block.block_id)}
+    assert len(pool.cached_blocks) == 4, "the three that were there, and the other request's"
+    assert [request.request_id for request in world.scheduler.running] == ["other"]
+
+
+def test_blocks_computed_for_a_refused_request_are_sealed_hits(world):
+    world.add("refused", 40, max_tokens=40)
+    output = world.schedule()
+    block_ids = world.manager.get_block_ids("refused")[0]
+    world.scheduler.update_from_output(output, ModelRunnerOutput(refused={"refused": REFUSED}))
+    assert [is_sealed(world, block_id) for block_id in block_ids] == [True, True, False]
+    assert len(world.manager.block_pool.cached_blocks) == 2
+    assert not world.scheduler.has_unfinished_requests()
+
+
+def test_refusal_of_a_request_that_was_aborted_meanwhile_changes_nothing(world):
+    world.add("gone", 40, max_tokens=40)
+    output = world.schedule()
+    world.abort("gone")
+    outputs = world.scheduler.update_from_output(output, ModelRunnerOutput(refused={"gone": REFUSED}))
+    assert outputs == []
+    assert len(world.manager.block_pool.cached_blocks) == 2

@@ -253,3 +253,15 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
 )
 def test_tokens_survive_a_round_trip(tokens):
     assert codec.decode_worker_frame(codec.encode_tokens(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "news"),
+    [
+        ("heartbeat", {"stalled_ms": 1500.0, "slowest_step_ms": 80.5, "predicted_step_ms": 40.0, "is_warming_up": True}),
+        ("register", {"start_ms": 12_000, "is_supervised": True}),
+    ],
+)
+def test_what_a_message_may_say_beyond_its_old_fields_travels(wire_samples, name, news):
+    message = msgspec.structs.replace(wire_samples["worker"][name], **news)
+    assert codec.decode_worker_frame(codec.encode_worker_message(message)) == message

@@ -1,0 +1,55 @@
+"""SIGTERM and SIGINT, and the end of a process: exit code 0 at any moment, from the first import to the last line.
+
+Owns both ends of a process's life, where no event loop handles signals: before it runs the process has nothing to put in
+order, so the first signal ends it at once; after it a thread may still be inside torch, and the interpreter's teardown would
+abort the process ("terminate called without an active exception"). Nothing is lost by ``os._exit``: pools are anonymous memory
+files, locks are the kernel's, and half-written model folders are removed by the next start. Imports nothing heavy, because it
+runs before everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:  # it takes longer to import than this module may
+    import asyncio
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def exit_on_signals() -> None:
+    """End this process at the first signal, with exit code 0, until ``handled_signals`` takes over, and again after it."""
+    for number in SIGNALS:
+        signal.signal(number, _exit_in_handler)
+
+
+@contextlib.contextmanager
+def handled_signals(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
+    """Have the event loop call ``handler`` for each signal; afterwards the signals do what they did before."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process without the interpreter's teardown; what was printed is written out."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed: there is nobody to tell
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_in_handler(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)  # no flush: the signal may have come inside one

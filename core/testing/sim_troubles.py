@@ -1,0 +1,94 @@
+"""What really went wrong in a run: which process or link, from when to when, after-effects included.
+
+A fault of the plan is an intention; a *trouble* is what came of it. A freeze of a dead process is none, and a frozen process
+that is killed does not thaw. Whoever carries faults out notes them here as they happen, and so do network, transports and
+stores with what strikes by chance. ``kvferry.sim.oracle`` explains errors by them: a trouble is a cause only for what needs
+all that it names, at that time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """Kinds of troubles."""
+
+    DOWN = "down"  # a process is dead, or has not joined its peers yet
+    PAUSED = "paused"  # a router stands still
+    FROZEN = "frozen"  # any other process does
+    HUNG = "hung"  # its engine stands still, and nothing else of it
+    DRAINING = "draining"
+    REPLACED = "replaced"  # by a twin; the two are told apart
+    JUMPED = "jumped"  # its clock
+    CUT = "cut"  # the connections between two processes
+    PARTED = "parted"  # nothing passes between two processes, or only in one direction
+    DATA_PARTED = "data_parted"  # no reads pass between two processes; all else does
+    LATE = "late"  # a frame between two processes
+    DROPPED = "dropped"  # a frame between two processes
+    STALLED = "stalled"  # a read of one process's memory by another
+    FAILED = "failed"  # such a read
+    CORRUPTED = "corrupted"  # such a read, or what a process holds
+    STORE = "store"  # a store refuses, loses or delays what it is asked, or holds little
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Something that concerns whoever needs all of ``names``. ``end`` is infinite while it lasts."""
+
+    kind: Kind
+    names: frozenset[str]
+    start: float
+    end: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.kind} {' '.join(sorted(self.names))} {self.start:.3f}-{self.end:.3f}"
+
+
+class Troubles:
+    """All troubles of a run, by what they concern. ``now`` is the loop's time."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.steps: defaultdict[str, list[float]] = defaultdict(list)  # by worker, when each of its steps began
+        self._by_name: defaultdict[str, list[Trouble]] = defaultdict(list)  # under the first of its names
+
+    def note(self, kind: Kind, names: Iterable[str], seconds: float = math.inf) -> Trouble:
+        """Note a trouble that begins now; it lasts so long, or until its ``end`` is set."""
+        trouble = Trouble(kind, frozenset(names), self._now(), self._now() + seconds)
+        self._by_name[min(trouble.names)].append(trouble)
+        return trouble
+
+    def note_step(self, name: str) -> None:
+        """Note that a worker begins to compute."""
+        self.steps[name].append(self._now())
+
+    def find(self, kinds: Collection[Kind], names: Collection[str], start: float, end: float) -> list[Trouble]:
+        """Return the troubles of these kinds that concern nothing but these names, at some moment of a period."""
+        return [
+            trouble
+            for name in sorted(names)
+            for trouble in self._by_name.get(name, ())
+            if trouble.kind in kinds and trouble.start <= end and trouble.end >= start and trouble.names.issubset(names)
+        ]
+
+    def touching(self, kinds: Collection[Kind], name: str, start: float, end: float) -> list[Trouble]:
+        """Return the troubles of these kinds that concern a name, whatever else they concern, at some moment of a period."""
+        return [
+            trouble
+            for found in self._by_name.values()
+            for trouble in found
+            if name in trouble.names and trouble.kind in kinds and trouble.start <= end and trouble.end >= start
+        ]
+
+    def longest_without(self, kinds: Collection[Kind], names: Collection[str], start: float, end: float) -> float:
+        """Return the longest time within a period in which nothing of these kinds concerned these names."""
+        longest, free_since = 0.0, start
+        for trouble in sorted(self.find(kinds, names, start, end), key=lambda trouble: trouble.start):
+            longest = max(longest, trouble.start - free_since)
+            free_since = max(free_since, trouble.end)
+        return max(longest, end - free_since)
