@@ -21,7 +21,8 @@ from core.config import ConnectorSection, KVFerryConfig, KVStoreSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConfigError
 from core.ids import IdSource
-from core.wire.curve import ClusterKeys, derive_keys
+from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import keys_of
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role
 
@@ -169,7 +170,7 @@ def connector_builder(name: str) -> Callable[[ConnectorHost, KVLayoutInfo, bytes
                 config=host.config.connector,
                 control_address=host.config.worker.control_address,
                 data_port=host.config.worker.data_port,
-                keys=derive_keys(host.config.security.cluster_key),
+                keys=keys_of(host.config.security),
                 advertise_host=host.config.worker.advertise_host,
                 clock=host.clock,
                 ids=host.ids,

@@ -18,7 +18,8 @@ from core.clock import Clock
 from core.config import ECConnectorSection, KVStoreSection
 from core.encoder import ECConnectorScheduler, ECConnectorWorker
 from core.ids import IdSource
-from core.wire.curve import ClusterKeys, derive_keys
+from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import keys_of
 from core.wire.media import ECSource
 
 
@@ -95,7 +96,7 @@ def build_ec_connector(host: ConnectorHost, model_fingerprint: bytes) -> ECConne
         config=config.ec_connector,
         control_address=config.worker.control_address,
         data_port=config.worker.data_port,
-        keys=derive_keys(config.security.cluster_key),
+        keys=keys_of(config.security),
         advertise_host=config.worker.advertise_host,
         clock=host.clock,
         ids=host.ids,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
@@ -20,6 +21,7 @@ from connectors.lmcache.actions import ServerFacts
 from connectors.lmcache.wire import MAX_MESSAGE_BYTES, decode_reply
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
@@ -58,6 +60,7 @@ class ServerLink:
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConnectorUnavailable(f"connector.lmcache.server_address = {address!r} is unusable: {error}") from None
+        self._limited_log = LimitedLog(_log, time.monotonic)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
@@ -70,7 +73,7 @@ class ServerLink:
         except zmq.ZMQError as failure:
             error = failure
         if error is not None:
-            _log.warning(event("lmcache_request_dropped", error=error))
+            self._limited_log.warning("lmcache_request_dropped", error=error)
 
     def close(self) -> None:
         """End the connection at once, whatever becomes of the caller: its context cannot end before. Idempotent."""

@@ -215,6 +215,28 @@ class CancelRead:
     read_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class AskProgress:
+    """Ask whether anything of a peer's reads has arrived lately; ``PeerProgress`` is the answer."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Read 64 bytes of a peer that is not open by this transport, to find out whether it works; ``ProbeEnded`` tells."""
+
+    probe_id: int
+    how_to_open: OpenPeer
+
+
+@dataclass(frozen=True, slots=True)
+class EndProbe:
+    """Give a probe up: its peer is fenced, and nothing is told. One that is over is ignored."""
+
+    probe_id: int
+
+
 # ---- transfer thread → state machine ---------------------------------------------------------------------------------
 
 
@@ -252,6 +274,22 @@ class PeerFailed:
     transport: str
 
 
+@dataclass(frozen=True, slots=True)
+class PeerProgress:
+    """Whether bytes of a peer's reads have come since a read of it ended or this was asked; None = that cannot be told."""
+
+    peer: PeerId
+    has_advanced: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """What a probe has found; without an error the transport works."""
+
+    probe_id: int
+    error: KVFerryError | None = None
+
+
 # ---- state machine → engine ------------------------------------------------------------------------------------------
 
 
@@ -283,7 +321,27 @@ class PeerFenced:
     num_blocks: int
 
 
-TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead
-TransferEvent = ReadEnded | PeerOpened | PeerFailed
+@dataclass(frozen=True, slots=True)
+class TransportBroken:
+    """A transport to a peer is not used any more, until a probe finds that it works; the first is made after ``retry_s``."""
+
+    peer: PeerId
+    transport: str
+    reason: str
+    retry_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransportRestored:
+    """A transport to a peer that was broken for ``after_s`` is used again."""
+
+    peer: PeerId
+    transport: str
+    after_s: float
+
+
+TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead | AskProgress | StartProbe | EndProbe
+TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerProgress | ProbeEnded
 Report = LoadEnded | QuarantineEnded | SendingEnded
-Action = SendControl | CloseControl | Reply | PeerFenced | TransferCommand | Report
+LogEntry = PeerFenced | TransportBroken | TransportRestored
+Action = SendControl | CloseControl | Reply | LogEntry | TransferCommand | Report

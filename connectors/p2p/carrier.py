@@ -18,6 +18,7 @@ from functools import partial
 from connectors.p2p.actions import (
     Action,
     CloseControl,
+    LogEntry,
     PeerFailed,
     PeerFenced,
     PeerOpened,
@@ -27,6 +28,8 @@ from connectors.p2p.actions import (
     SendControl,
     SendingEnded,
     TransferEvent,
+    TransportBroken,
+    TransportRestored,
 )
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
@@ -39,8 +42,9 @@ from connectors.p2p.transports import TransportFactory, TransportSet, TransportS
 from connectors.registry import ConnectorContext
 from connectors.reporting import LoadEnded
 from core.connector import KVPoolRegion
-from core.errors import ConnectorUnavailable, fallback_reason
+from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.transport import regions_of
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.pairing import verifies_digests
@@ -73,6 +77,7 @@ class NodeCarrier:
         self._owner = owner
         self._create = create
         self._metrics = owner.metrics
+        self._limited_log = LimitedLog(_log, context.clock.now)  # for what peers can cause as often as they like
         self._transport_set = TransportSet()
         self._node: P2PNode | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -232,8 +237,8 @@ class NodeCarrier:
                 self._clients.close(action.address)
             case Reply():
                 pass  # ``tell`` returns it
-            case PeerFenced():
-                self._note_fence(action)
+            case PeerFenced() | TransportBroken() | TransportRestored():
+                self._note(action)
             case LoadEnded():
                 self._metrics.count_load(action)
                 self._note_failed_load(action)
@@ -291,11 +296,20 @@ class NodeCarrier:
             self._log_transport(transport=answer.transport, reader=handshake.engine_id)
         elif isinstance(answer, HandshakeRefused):
             name = f"{self._metrics.kind}_handshake_refused"
-            _log.warning(event(name, reader=handshake.engine_id, code=answer.code, reason=answer.message))
+            self._limited_log.warning(
+                name, key=answer.code, reader=handshake.engine_id, code=answer.code, reason=answer.message
+            )
 
     def _note_failed_load(self, ended: LoadEnded) -> None:
-        """Say which peer and request a failure was of: the counters cannot. One line per load, none for an aborted one."""
+        """Say which peer and request a failure was of: the counters cannot. One line per load, none for an aborted one.
+
+        A peer of another version fails every load: one line per interval is enough.
+        """
         if ended.error is None or ended.usage is None:
+            return
+        if ended.error.code == VersionMismatch.code:
+            name = "other_wire_version"
+            self._limited_log.warning(name, key=ended.peer, peer=ended.peer, message=ended.error.message)
             return
         _log.warning(
             event(
@@ -310,9 +324,17 @@ class NodeCarrier:
             )
         )
 
-    def _note_fence(self, fenced: PeerFenced) -> None:
-        name = f"{self._metrics.kind}_peer_fenced"
-        _log.warning(event(name, peer=fenced.peer.address, quarantined_blocks=fenced.num_blocks))
+    def _note(self, entry: LogEntry) -> None:
+        kind, peer = self._metrics.kind, entry.peer.address
+        match entry:
+            case PeerFenced():
+                _log.warning(event(f"{kind}_peer_fenced", peer=peer, quarantined_blocks=entry.num_blocks))
+            case TransportBroken():
+                retry = {"reason": entry.reason, "probe_in_s": entry.retry_s}
+                _log.warning(event(f"{kind}_transport_broken", transport=entry.transport, peer=peer, **retry))
+            case TransportRestored():
+                after_s = round(entry.after_s, 3)
+                _log.info(event(f"{kind}_transport_restored", transport=entry.transport, peer=peer, after_s=after_s))
 
     def _log_transport(self, **fields: object) -> None:
         _log.info(event(f"{self._metrics.kind}_transport", **fields))
@@ -321,6 +343,7 @@ class NodeCarrier:
         for name in self.transports:
             self._metrics.set_transport(name, is_used=False)
         self._metrics.read_at_scrape(self._num_leased_blocks, self._num_loading_blocks, self._events)
+        self._metrics.read_broken_transports(self.transports, self._num_broken_transports)
         usable, skipped = ",".join(self.transports), ",".join(self._transport_set.skipped)
         self._log_transport(usable=usable, skipped=skipped, control_address=self.control_address)
 
@@ -329,6 +352,9 @@ class NodeCarrier:
 
     def _num_loading_blocks(self) -> int:
         return self._node.num_loading_blocks if self._node is not None else 0
+
+    def _num_broken_transports(self) -> dict[str, int]:
+        return self._node.num_broken_transports() if self._node is not None else {}
 
     def _events(self) -> dict[str, int]:
         counts = Counter(self._node.counts() if self._node is not None else {})

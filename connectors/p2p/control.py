@@ -1,7 +1,8 @@
 """Carriers of the KV control plane: ZeroMQ sockets in asyncio.
 
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
-know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception. A fault of ours
+know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception; one of another
+wire version by the refusal that every version reads, and not each time (``core.wire.version``). A fault of ours
 costs its message or its peer; a task that ends all the same is told to ``on_death``, because a worker without its control plane
 must not look alive. One DEALER is one connection: when it is lost, or refused, its owner is told and the socket is closed, so
 that a connection never silently goes over to the next process at the same address.
@@ -12,16 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError
+from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError, VersionMismatch
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
 from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import is_refusal, next_keys
 from core.wire.kv import ControlError, ControlMessage
 from core.wire.sockets import (
     LOST_EVENTS,
@@ -33,6 +38,7 @@ from core.wire.sockets import (
     router_socket,
     warn_if_exposed,
 )
+from core.wire.version import VersionRefuser
 
 MAX_QUEUED_MESSAGES = 4096  # per peer; a peer that takes none is found by its deadline, not by our memory
 
@@ -60,6 +66,8 @@ class ControlServer:
         self._socket: AsyncSocket = router_socket(context, _options(keys))
         self._answer = answer
         self._on_death = on_death
+        self._refuser = VersionRefuser()
+        self._limited_log = LimitedLog(_log, time.monotonic)  # for what readers can cause as often as they like
         self._task: asyncio.Task[None] | None = None
         self.num_bad_frames = 0
         self.num_dropped = 0
@@ -91,7 +99,7 @@ class ControlServer:
         while True:
             identity, *frames = await self._socket.recv_multipart()
             try:
-                reply = self._reply_to(frames)
+                reply = self._reply_to(identity, frames)
                 if reply is not None:
                     await self._socket.send_multipart([identity, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
@@ -99,25 +107,34 @@ class ControlServer:
                 self.num_dropped += 1
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
-    def _reply_to(self, frames: list[bytes]) -> bytes | None:
+    def _reply_to(self, identity: bytes, frames: list[bytes]) -> bytes | None:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a control message is one frame, not {len(frames)}")
             reply = self._answer(decode_control_frame(frames[0]))
             return None if reply is None else encode_control_message(reply)
+        except VersionMismatch as error:
+            self.num_bad_frames += 1
+            self._limited_log.warning("other_wire_version", key=error.theirs, ours=error.ours, theirs=error.theirs)
+            return self._refuser.answer(identity, error, time.monotonic())
         except KVFerryError as error:
             self.num_bad_frames += 1
             return encode_control_message(ControlError(code=error.code, message=error.message[:1000]))
         except Exception:  # a transfer boundary: one message must not end the service of all readers
-            _log.exception(event("kv_control_answer_failed"))
+            self._limited_log.exception("kv_control_answer_failed")
             return encode_control_message(ControlError(code=KVFerryError.code, message="the message could not be handled"))
 
 
 class _Link:
-    """One connection of a consumer."""
+    """One connection of a consumer, with the keys it was opened with.
 
-    def __init__(self, socket: AsyncSocket) -> None:
+    While the peer may hold another key, ``unconfirmed`` keeps what was sent, to be sent again with that key.
+    """
+
+    def __init__(self, socket: AsyncSocket, keys: ClusterKeys | None) -> None:
         self.socket = socket
+        self.keys = keys
+        self.unconfirmed: list[bytes] | None = [] if next_keys(keys) is not None else None
         self.monitor: AsyncSocket = socket.get_monitor_socket(LOST_EVENTS)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -153,20 +170,24 @@ class ControlClients:
         self._on_death = on_death
         self._links: dict[str, _Link] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._limited_log = LimitedLog(_log, time.monotonic)
         self.num_bad_frames = 0
         self.num_dropped = 0
 
     def send(self, address: str, message: ControlMessage) -> None:
         """Queue a message. Where it cannot be queued it is dropped and counted: deadlines cover losses."""
         try:
-            link = self._links.get(address) or self._open(address)
-            sent = cast("asyncio.Future[object]", link.socket.send(encode_control_message(message), zmq.NOBLOCK))
-            error = sent.exception() if sent.done() else None  # a NOBLOCK send is done when it returns
+            link = self._links.get(address) or self._open(address, self._options)
+            frame = encode_control_message(message)
+            error = _send(link, frame)
+            if error is None and link.unconfirmed is not None:
+                link.unconfirmed.append(frame)
         except (zmq.ZMQError, KVFerryError) as failure:
             error = failure
         if error is not None:
             self.num_dropped += 1
-            _log.warning(event("kv_control_dropped", address=address, kind=type(message).__name__, error=error))
+            kind = type(message).__name__
+            self._limited_log.warning("kv_control_dropped", key=address, address=address, kind=kind, error=error)
 
     def close(self, address: str) -> None:
         """Close the link to an address; unknown ones are ignored."""
@@ -183,11 +204,11 @@ class ControlClients:
             self.close(address)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def _open(self, address: str) -> _Link:
-        socket = dealer_socket(self._context, self._options)
+    def _open(self, address: str, options: SocketOptions) -> _Link:
+        socket = dealer_socket(self._context, options)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting: a failed connection is told by the monitor
-        link = _Link(socket)
+        link = _Link(socket, options.keys)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -207,6 +228,7 @@ class ControlClients:
     async def _receive(self, address: str, link: _Link) -> None:
         while True:
             frames = await link.socket.recv_multipart()
+            link.unconfirmed = None
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"a control message is one frame, not {len(frames)}")
@@ -217,15 +239,31 @@ class ControlClients:
             try:
                 self._on_message(address, message)
             except Exception:  # a transfer boundary: what this peer says cannot be followed any more
-                _log.exception(event("kv_control_message_failed", address=address, kind=type(message).__name__))
+                kind = type(message).__name__
+                self._limited_log.exception("kv_control_message_failed", key=address, address=address, kind=kind)
                 self._lose(address, link)
+                return
+            if self._links.get(address) is not link:  # closed meanwhile: what else it has received is not told
                 return
 
     async def _watch(self, address: str, link: _Link) -> None:
         """Wait for the end of the connection. A frame that came before it has been delivered first, or does not count."""
         frames = await link.monitor.recv_multipart()
-        _log.debug(event("kv_control_lost", address=address, reason=parse_monitor_message(frames)["event"]))
-        self._lose(address, link)
+        news = parse_monitor_message(frames)
+        _log.debug(event("kv_control_lost", address=address, reason=news["event"]))
+        if is_refusal(news) and link.unconfirmed is not None and self._links.get(address) is link:
+            self._try_next_key(address, link, link.unconfirmed)
+        else:
+            self._lose(address, link)
+
+    def _try_next_key(self, address: str, refused: _Link, unconfirmed: list[bytes]) -> None:
+        """Open the link again with the next key that the peer may hold, and send what the refused one did not deliver."""
+        self.close(address)
+        link = self._open(address, replace(self._options, keys=next_keys(refused.keys)))
+        for frame in unconfirmed:
+            self.num_dropped += _send(link, frame) is not None
+        if link.unconfirmed is not None:
+            link.unconfirmed += unconfirmed
 
     def _lose(self, address: str, link: _Link) -> None:
         if self._links.get(address) is link:
@@ -235,6 +273,15 @@ class ControlClients:
             except Exception as error:  # nobody knows what still waits for this peer
                 _log.exception(event("kv_control_loss_failed", address=address))
                 self._on_death(error)
+
+
+def _send(link: _Link, frame: bytes) -> BaseException | None:
+    """Queue a frame; returns why it could not be."""
+    try:
+        sent = cast("asyncio.Future[object]", link.socket.send(frame, zmq.NOBLOCK))
+    except zmq.ZMQError as error:
+        return error
+    return sent.exception() if sent.done() else None  # a NOBLOCK send is done when it returns
 
 
 def _death_of(task: asyncio.Task[None]) -> BaseException:

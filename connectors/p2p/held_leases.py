@@ -131,6 +131,11 @@ class HeldLeases:
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
         self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
 
+    def ask_owner(self, owner: PeerId, now: float) -> None:
+        """Ask about everything that is held of an owner, whether it is time or not."""
+        held = [name for name, lease in self._leases.items() if lease.owner == owner and lease.expected_until is None]
+        self._ask(held, now)
+
     def next_timer(self) -> float:
         """Return when it is time to renew; infinite without leases."""
         return self._renew_at

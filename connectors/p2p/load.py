@@ -111,6 +111,11 @@ class Load:
         return bool(self._arrived)
 
     @property
+    def is_loaded(self) -> bool:
+        """True if every unit has come, and is what was asked for."""
+        return len(self._verified) == len(self.request.units)
+
+    @property
     def is_reading(self) -> bool:
         """True if a read of it is not terminal."""
         return bool(self.open_reads) or self.seal_read is not None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from connectors.reporting import LoadEnded
-from core.errors import fallback_reason
-from core.metrics import PREFIX, read_gauge
+from core.errors import FALLBACK_REASONS, fallback_reason
+from core.metrics import PREFIX, read_gauge, start_at_zero
 from core.wire.messages import TransferUsage
 
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -54,10 +54,12 @@ class P2PMetrics:
             ["reason"],
             registry=registry,
         )
+        start_at_zero(self._failures, *((reason,) for reason in FALLBACK_REASONS))
 
     def set_transport(self, transport: str, is_used: bool) -> None:
         """Show a transport as usable here (0) or in use (1)."""
         self._transport.labels(transport).set(int(is_used))
+        start_at_zero(self._transfers, (transport,))
 
     def count_load(self, ended: LoadEnded) -> None:
         """Count a load that is over; an aborted one is neither a success nor a failure."""
@@ -85,6 +87,27 @@ class P2PMetrics:
         read_gauge(self._registry, f"{kind}_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
         read_gauge(self._registry, f"{kind}_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
         self._registry.register(_EventCounts(kind, events))
+
+    def read_broken_transports(self, transports: Sequence[str], read: Callable[[], Mapping[str, int]]) -> None:
+        """Publish to how many peers each of these transports is broken."""
+        self._registry.register(_BrokenTransports(self.kind, transports, read))
+
+
+class _BrokenTransports(Collector):
+    """To how many peers each transport is broken."""
+
+    def __init__(self, kind: str, transports: Sequence[str], read: Callable[[], Mapping[str, int]]) -> None:
+        self._name = f"{PREFIX}{kind}_broken_transports"
+        self._transports = transports
+        self._read = read
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        description = "Peers that are not read by this transport until a probe finds that it works."
+        family = GaugeMetricFamily(self._name, description, labels=["transport"])
+        counts = self._read()
+        for transport in self._transports:
+            family.add_metric([transport], counts.get(transport, 0))
+        yield family
 
 
 class _EventCounts(Collector):

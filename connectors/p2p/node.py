@@ -82,10 +82,15 @@ class P2PNode:
         """Return the transports by which peers are open for reading."""
         return self._pull.transports_in_use()
 
+    def num_broken_transports(self) -> dict[str, int]:
+        """Return to how many peers each transport is broken; transports without any are left out."""
+        return self._pull.num_broken_transports()
+
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
         leases = {f"lease_{name}": count for name, count in dataclasses.asdict(self._leases.counts).items()}
-        reader = dataclasses.asdict(self._pull.counts) | dataclasses.asdict(self._pull.leases.counts)
+        sources = (self._pull.counts, self._pull.leases.counts, self._pull.breaker_counts)
+        reader = {name: count for source in sources for name, count in dataclasses.asdict(source).items()}
         return leases | reader | {"unexpected_questions": self._num_unexpected_questions}
 
     # ---- from the engine -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ decides everything else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,11 +32,16 @@ class OpenReads:
 
     def __init__(self, bounds: QuarantineBounds, emit: Callable[[Action], None]) -> None:
         self._bounds = bounds
-        self._emit = emit
+        self.emit = emit
         self._loads: dict[int, Load] = {}
+        self._num_awaited: Counter[PeerId] = Counter()
         self._last_read_id = 0
         self.quarantine = Quarantine()
         self.num_quarantined = 0
+
+    def awaited_peers(self) -> list[PeerId]:
+        """Return the peers of which loads wait for a read."""
+        return list(self._num_awaited)
 
     def open_blocks(self, load: Load, rows: RowSlice) -> int:
         """Return the number of a new read of blocks."""
@@ -53,8 +59,11 @@ class OpenReads:
         """Take out a read that is terminal; returns the load that waits for it. The blocks of a late one are free again."""
         freed = self.quarantine.end(read_id)
         if freed:
-            self._emit(QuarantineEnded(freed))
-        return self._loads.pop(read_id, None)
+            self.emit(QuarantineEnded(freed))
+        load = self._loads.pop(read_id, None)
+        if load is not None:
+            self._count_awaited(load.owner, -1)
+        return load
 
     def abandon(self, load: Load, fence_at: float) -> None:
         """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
@@ -68,9 +77,10 @@ class OpenReads:
             late[load.seal_read] = tuple(row for row in load.sealing.local_rows if row not in being_read)
         for read_id, rows in late.items():
             del self._loads[read_id]
+            self._count_awaited(load.owner, -1)
             self.quarantine.add(read_id, load.owner, rows, fence_at, None if read_id == load.seal_read else load.seal_read)
             self.num_quarantined += len(rows)
-            self._emit(CancelRead(read_id))
+            self.emit(CancelRead(read_id))
 
     def is_full(self, peer: PeerId) -> bool:
         """Say whether no load from a peer may be added.
@@ -100,7 +110,13 @@ class OpenReads:
     def _open(self, load: Load) -> int:
         self._last_read_id += 1
         self._loads[self._last_read_id] = load
+        self._count_awaited(load.owner, 1)
         return self._last_read_id
+
+    def _count_awaited(self, peer: PeerId, difference: int) -> None:
+        self._num_awaited[peer] += difference
+        if not self._num_awaited[peer]:
+            del self._num_awaited[peer]
 
     def _num_open_blocks(self, peer: PeerId) -> int:
         loads = {load for load in self._loads.values() if load.owner == peer}

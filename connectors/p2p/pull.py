@@ -1,15 +1,18 @@
 """The consumer's state machine: from "load these blocks" to "they are verified" or "these are not".
 
-Owns the loads in progress and puts together what they need: peers (``peers``), leases kept alive (``held_leases``), reads and
-the blocks that late bytes may hit (``open_reads``), and the check of what has arrived (``verification``). Does no I/O and reads
-no clock: every entry point takes the time and returns actions. Called by ``connectors.p2p.node``.
+Owns the loads in progress and puts together what they need: peers and the health of transports to them (``peers``), leases kept
+alive (``held_leases``), reads and the blocks that late bytes may hit (``open_reads``), the steps of reading (``load_reading``)
+and the search for peers that have stalled (``stalls``). Does no I/O and reads no clock: every entry point takes the time and
+returns actions. Called by ``connectors.p2p.node``.
 
     load:  CONNECTING ──handshake──▶ READING ──every read terminal──▶ SEALING ──seals read──▶ reported
                │                        ▲  │                             │ │
                │                        └──│────wrong digest, once───────┘ │
                └──failure, abort, deadline─┴───────────────────────────────┴──────▶ reported, what is open quarantined
 
-A load of a peer that cannot be opened by the chosen transport goes back to CONNECTING while there is another.
+A load of a peer that cannot be opened by the chosen transport, or by which nothing arrives, goes back to CONNECTING while there
+is another; without another it is refused at once. When a probe finds that a preferred transport works again, new loads wait in
+CONNECTING until those that use the other one are over: a peer is open by one transport at a time.
 A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
 does not become terminal is ended by fencing its peer. A block is accepted only by a seal that was looked at when every byte had
 arrived; no lease and no timer takes part in that. Seals are ordered with the last of the blocks, and the transfer thread sees
@@ -24,24 +27,28 @@ from dataclasses import dataclass
 
 from connectors.p2p.actions import (
     Action,
+    AskProgress,
     CloseControl,
     HandoffRef,
     PeerFailed,
     PeerFenced,
-    PostRead,
-    PostSealRead,
+    PeerProgress,
+    ProbeEnded,
     PullRequest,
     ReadEnded,
     TransferEvent,
 )
 from connectors.p2p.handshake import WorkerIdentity, peer_error
 from connectors.p2p.held_leases import HeldLeases
-from connectors.p2p.load import Load, LoadPhase, RowSlice
+from connectors.p2p.load import Load, LoadPhase
+from connectors.p2p.load_reading import LoadExits, LoadReader
 from connectors.p2p.open_reads import OpenReads, QuarantineBounds
 from connectors.p2p.peers import Peer, Peers, ReaderTerms
 from connectors.p2p.settings import PullSettings
+from connectors.p2p.stalls import StallWatch
+from connectors.p2p.transport_health import BreakerCounts
 from connectors.reporting import LoadEnded
-from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock, TransferTimeout
+from core.errors import KVFerryError, PeerUnreachable, StaleBlock, TransferTimeout
 from core.transport import PeerId
 from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, LeaseState
 from core.wire.messages import ErrorInfo
@@ -57,6 +64,7 @@ class PullCounts:
     fenced_peers: int = 0
     blocks_read_again: int = 0
     quarantined_blocks: int = 0
+    loads_without_transport: int = 0
 
 
 class PullProtocol:
@@ -66,7 +74,7 @@ class PullProtocol:
         self._settings = settings
         self._layout = identity.layout
         self._actions: list[Action] = []
-        terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s)
+        terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s, settings.breaker)
         self._peers = Peers(identity, terms, self._emit)
         self.leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
         bounds = QuarantineBounds(
@@ -75,13 +83,26 @@ class PullProtocol:
         self._reads = OpenReads(bounds, self._emit)
         self._quarantine = self._reads.quarantine
         self._loads: dict[str, Load] = {}
+        self._stalls = StallWatch(settings.transfer_stall_s)
+        exits = LoadExits(self._end, self._on_read_failed, self._connect)
+        self._reader = LoadReader(settings, identity.layout, self._peers, self.leases, self._reads, exits)
         self._counts = PullCounts()
 
     @property
     def counts(self) -> PullCounts:
         """What has happened since the start."""
         self._counts.quarantined_blocks = self._reads.num_quarantined
+        self._counts.blocks_read_again = self._reader.num_blocks_read_again
         return self._counts
+
+    @property
+    def breaker_counts(self) -> BreakerCounts:
+        """What has happened to transports since the start."""
+        return self._peers.health.counts
+
+    def num_broken_transports(self) -> dict[str, int]:
+        """Return to how many peers each transport is broken; transports without any are left out."""
+        return self._peers.health.num_broken()
 
     @property
     def num_loading_blocks(self) -> int:
@@ -128,7 +149,7 @@ class PullProtocol:
             self._end(load, self._reads.why_full(load.owner), now)
         else:
             self._connect(load, now)
-        return self._take_actions()
+        return self._take_actions(now)
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Give up a load. An unknown or reported one is ignored."""
@@ -138,25 +159,35 @@ class PullProtocol:
             self._forget(load, fence_at=max(now, load.deadline))
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
             self._reads.hurry_if_full(self._served_by(), now)
-        return self._take_actions()
+            self._close_if_retired(load.owner, now)
+        return self._take_actions(now)
 
     # ---- what the world says ---------------------------------------------------------------------------------------
 
     def on_control(self, address: str, message: ControlMessage, now: float) -> list[Action]:
         """Take a control message from the peer that we reached at ``address``."""
+        self._peers.hear(address, now)
+        if isinstance(message, HandshakeReply | HandshakeRefused | LeaseState):
+            if self._ask_anew(address, message.incarnation, now):
+                return self._take_actions(now)
+            self._peers.note_answer(address, message.incarnation)
         match message:
             case HandshakeReply() if self._peers.is_shaking_hands(address):
                 self._on_handshake_reply(address, message, now)
             case HandshakeRefused() if self._peers.is_shaking_hands(address):
                 self._note_incarnation(address, message.incarnation, now)
-                self._fail_handshake(address, peer_error(message.code, message.message), now)
+                error = peer_error(message.code, message.message)
+                self._peers.note_refusal(address, error, now)
+                self._fail_handshake(address, error, now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
             case ControlError() if self._peers.is_shaking_hands(address):
-                self._fail_handshake(address, peer_error(message.code, message.message), now)
+                error = peer_error(message.code, message.message)
+                self._peers.note_refusal(address, error, now)
+                self._fail_handshake(address, error, now)
             case _:
                 self._counts.unexpected_messages += 1
-        return self._take_actions()
+        return self._take_actions(now)
 
     def on_disconnected(self, address: str, now: float) -> list[Action]:
         """The control connection is lost or was refused: the process behind it is gone, or cannot be reached.
@@ -165,8 +196,8 @@ class PullProtocol:
         """
         if self._peers.end_handshake(address):
             self._counts.failed_handshakes += 1
-        self.leases.on_disconnected(address)
-        self._emit(CloseControl(address))
+        self._peers.health.forget_at(address)
+        self._close_control(address)
         error = PeerUnreachable(f"the control connection to {address} was lost")
         lost = self._peers.at(address)
         for peer_id in lost:
@@ -176,7 +207,7 @@ class PullProtocol:
                 self._connect(load, now)
             else:
                 self._end(load, error, now)
-        return self._take_actions()
+        return self._take_actions(now)
 
     def on_transfer(self, event: TransferEvent, now: float, at: float | None = None) -> list[Action]:
         """Take a report of the transfer thread. ``at``: when it happened, on the same clock; None = now."""
@@ -187,7 +218,11 @@ class PullProtocol:
                 if not event.has_no_room:
                     self._offer_room(now)
                 self._on_read_ended(event, now, now if at is None else at)
-        return self._take_actions()
+            case PeerProgress():
+                self._on_progress(event, now)
+            case ProbeEnded():
+                self._on_probe_ended(event, now)
+        return self._take_actions(now)
 
     def on_timer(self, now: float) -> list[Action]:
         """Do what is due: handshake timeouts, deadlines, fences, renewals."""
@@ -196,14 +231,18 @@ class PullProtocol:
             error = PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s")
             self._fail_handshake(address, ErrorInfo.of(error), now)
             if not self._peers.at(address):
-                self._emit(CloseControl(address))
+                self._close_control(address)
         for load in [load for load in self._loads.values() if load.deadline <= now]:
             if load.request.request_id in self._loads:
                 self._on_deadline(load, now)
         for peer_id in self._quarantine.overdue(now):
             self._fence(peer_id, now)
+        for peer_id in self._stalls.due(now):
+            self._emit(AskProgress(peer_id))
+            self.leases.ask_owner(peer_id, now)
+        self._peers.health.on_timer(now)
         self.leases.on_timer(now)
-        return self._take_actions()
+        return self._take_actions(now)
 
     def next_timer(self) -> float | None:
         """Return when ``on_timer`` has something to do, or None."""
@@ -211,6 +250,8 @@ class PullProtocol:
             self._peers.next_timeout(),
             min((load.deadline for load in self._loads.values()), default=math.inf),
             self._quarantine.next_fence(),
+            self._stalls.next_timer(),
+            self._peers.health.next_timer(),
             self.leases.next_timer(),
         )
         return None if earliest == math.inf else earliest
@@ -220,10 +261,42 @@ class PullProtocol:
     def _connect(self, load: Load, now: float) -> None:
         """Go on to the blocks if the peer is open, else find out who it is."""
         peer = self._peers.get(load.owner)
+        if peer is not None and peer.is_retiring:
+            return  # it goes on when the loads by the old transport are over
         if peer is not None:
-            self._begin_reading(load, peer, now)
+            self._reader.begin(load, peer, now)
+            return
+        if (refusal := self._peers.why_not_asked(load.owner, now)) is not None:
+            self._end(load, refusal, now)
+            return
+        if (unreadable := self._peers.why_unreadable(load.owner)) is not None:
+            self._counts.loads_without_transport += 1
+            self._end(load, unreadable, now)
         elif self._peers.shake_hands(load.owner, now):
             self._counts.handshakes += 1
+
+    def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
+        """Ask over a new connection if loads wait for another life than the one that answers on this connection all along.
+
+        A process that was replaced may live on, and the connections to it stay; at its address another one listens. The first
+        answer over the new connection decides. Returns False if there is nothing to ask.
+        """
+        waiting = [load for load in self._connecting_to(address) if load.owner.incarnation != incarnation]
+        if not waiting or not self._peers.is_answering(address, incarnation):
+            return False
+        self._peers.end_handshake(address)
+        self._close_control(address)
+        for owner in dict.fromkeys(load.owner for load in waiting):
+            self.leases.ask_owner(owner, now)
+        for load in self._connecting_to(address):
+            self._connect(load, now)
+        return True
+
+    def _close_control(self, address: str) -> None:
+        """End the control connection; what was asked over it is not answered."""
+        self._peers.forget_answers(address)
+        self.leases.on_disconnected(address)
+        self._emit(CloseControl(address))
 
     def _on_handshake_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
         self._note_incarnation(address, reply.incarnation, now)
@@ -234,16 +307,51 @@ class PullProtocol:
             return
         for load in self._connecting_to(address):
             if not load.is_reading:  # else its reads, posted in vain, are about to end
-                self._begin_reading(load, peer, now)
+                self._reader.begin(load, peer, now)
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
         """Let the loads that wait go over to the next transport; without one they fail."""
-        waiting = [load for load in self._loads_at(failed.peer.address) if load.owner == failed.peer and load.is_untouched]
         is_left = self._peers.avoid(failed.peer, failed.transport, failed.error.message)
-        if is_left and self._peers.get(failed.peer) is not None:
+        self._leave(failed.peer, failed.error, now, is_left=is_left)
+
+    def _on_progress(self, progress: PeerProgress, now: float) -> None:
+        """Give a transport up by which nothing comes from a peer that answers; do not wait for the deadlines of its loads."""
+        peer = self._peers.get(progress.peer)
+        if peer is not None and self._stalls.on_progress(progress, peer.heard_at, now):
+            where = f"{progress.peer.address} by {peer.transport}"
+            self._break_transport(peer, TransferTimeout(f"no byte came from {where} in {self._stalls.stall_s:g} s"), now)
+
+    def _on_probe_ended(self, ended: ProbeEnded, now: float) -> None:
+        """Use a transport again that works again, once the loads by a less preferred one are over."""
+        restored = self._peers.health.on_probe_ended(ended, now)
+        if restored is not None and self._peers.retire_if_worse(restored):
+            self._close_if_retired(restored.peer, now)
+
+    def _close_if_retired(self, peer_id: PeerId, now: float) -> None:
+        peer = self._peers.get(peer_id)
+        is_needed = any(load.owner == peer_id and load.phase is not LoadPhase.CONNECTING for load in self._loads.values())
+        if peer is not None and peer.is_retiring and not is_needed:
+            self._lose(peer_id, PeerUnreachable(f"{peer_id.address} is read by another transport from now on"), now)
+
+    def _on_read_failed(self, peer_id: PeerId, error: PeerUnreachable, now: float) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            self._peers.health.count_failure(peer.how_to_open, error, now)
+            self._lose(peer_id, error, now)
+
+    def _break_transport(self, peer: Peer, error: KVFerryError, now: float) -> None:
+        """Use the transport of a peer no more until a probe finds that it works. Fences the peer."""
+        self._counts.fenced_peers += 1
+        self._peers.health.open_breaker(peer.how_to_open, error, now)
+        self._leave(peer.peer_id, error, now, is_left=self._peers.why_unreadable(peer.peer_id) is None)
+
+    def _leave(self, peer_id: PeerId, error: KVFerryError, now: float, *, is_left: bool) -> None:
+        """Close a peer; loads that have got nothing of it yet go over to another transport if one ``is_left``."""
+        waiting = [load for load in self._loads_at(peer_id.address) if load.owner == peer_id and load.is_untouched]
+        if is_left and self._peers.get(peer_id) is not None:
             for load in waiting:
                 load.start_over()
-        self._lose(failed.peer, failed.error, now)
+        self._lose(peer_id, error, now)
         for load in waiting:
             if load.request.request_id in self._loads:
                 self._connect(load, now)
@@ -258,6 +366,7 @@ class PullProtocol:
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
         """Whoever lived at this address before is dead: its blocks, leases and memory are worth nothing."""
         self.leases.forget_others(address, incarnation)
+        self._peers.health.forget_at(address, but_for=incarnation)
         others = [peer_id for peer_id in self._peers.at(address) if peer_id.incarnation != incarnation]
         for peer_id in others:
             self._lose(peer_id, _other_life(peer_id, incarnation), now)
@@ -267,12 +376,19 @@ class PullProtocol:
 
     def _lose(self, peer_id: PeerId, error: KVFerryError, now: float) -> None:
         """Fence a peer and fail its loads; its open reads become terminal by that."""
-        if not self._peers.close(peer_id):
+        peer = self._peers.close(peer_id)
+        if peer is None:
             return
+        self._stalls.forget(peer_id)
         self._fence_late_reads(peer_id)
-        for load in self._loads_at(peer_id.address):
-            if load.owner == peer_id and load.phase is not LoadPhase.CONNECTING:
+        waiting = []
+        for load in [load for load in self._loads_at(peer_id.address) if load.owner == peer_id]:
+            if load.phase is not LoadPhase.CONNECTING:
                 self._end(load, error, now)
+            elif peer.is_retiring:
+                waiting.append(load)
+        for load in waiting:
+            self._connect(load, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
         self._counts.fenced_peers += 1
@@ -286,147 +402,19 @@ class PullProtocol:
             self._emit(PeerFenced(peer_id, num_late_blocks))
         self._quarantine.fence(peer_id)
 
-    # ---- reads -------------------------------------------------------------------------------------------------------
+    # ---- reads and leases --------------------------------------------------------------------------------------------
 
-    def _begin_reading(self, load: Load, peer: Peer, now: float) -> None:
-        last = max(load.request.remote_rows, default=0)
-        if last >= peer.num_blocks:
-            self._end(load, ProtocolError(f"the hand-over names block {last} of {peer.num_blocks}"), now)
-            return
-        if peer.layout != self._layout_of(load.request):
-            self._end(load, LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}"), now)
-            return
-        larger = {} if load.is_converted else self._settings.max_read_bytes_by  # converted blocks land in the staging area
-        read_bytes = larger.get(peer.transport, self._settings.max_read_bytes)
-        load.begin_reading(now, read_bytes // peer.layout.block_bytes)
-        self._go_on_reading(load, now)
-
-    def _go_on_reading(self, load: Load, now: float, max_reads: int | None = None) -> None:
-        """Post what may be in flight; with the last of it, order the seals."""
-        transfer_id = load.request.handoff.transfer_id
-        while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
-            if transfer_id not in self.leases:
-                error = LeaseExpired(f"{load.owner.address} no longer holds the hand-over {transfer_id}")
-                load.spoil_waiting(ErrorInfo.of(error))
-            elif not load.wants_room and self.leases.may_start_read(transfer_id, now):
-                rows = load.next_slice()
-                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.owner, rows))
-            else:
-                return
-        if not load.is_waiting:
-            self._read_seals(load, now)
+    def _on_read_ended(self, read: ReadEnded, now: float, ended_at: float) -> None:
+        load = self._reads.end(read.read_id)
+        if load is not None:
+            self._stalls.begin_again(load.owner, now)
+            self._reader.on_read_ended(load, read, now, ended_at)
 
     def _offer_room(self, now: float) -> None:
         """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
         for load in [load for load in self._loads.values() if load.wants_room]:
             load.offer_room(now)
-            self._go_on_reading(load, now, len(load.open_reads) + 1)
-
-    def _post_read(self, read_id: int, owner: PeerId, rows: RowSlice) -> PostRead:
-        peer = self._peers.get(owner)
-        wants_digests = bool(rows.copies) and peer is not None and peer.verifies_digests
-        return PostRead(read_id, owner, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
-
-    def _read_seals(self, load: Load, now: float) -> None:
-        """Order the seals of all that has arrived or is about to; without anything, the load is over.
-
-        Blocks that are converted may be read in vain, for want of room: their seals are ordered when they are here.
-        """
-        if load.seal_read is not None or (load.open_reads and load.is_converted):
-            return
-        rows = load.to_seal()
-        if not rows.indices:
-            self._end(load, None, now)
-            return
-        peer = self._peers.get(load.owner)
-        assert peer is not None, "a lost peer ends its loads"
-        after = tuple(load.open_reads)
-        read_id = self._reads.open_seals(load, rows)
-        wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
-        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests, after))
-        if not after:
-            load.begin_sealing()
-
-    def _on_read_ended(self, read: ReadEnded, now: float, ended_at: float) -> None:
-        load = self._reads.end(read.read_id)
-        if load is None:
-            return
-        if load.phase is LoadPhase.CONNECTING:  # posted in vain, to a peer that could not be opened
-            self._on_read_in_vain(load, read, now)
-            return
-        peer = self._peers.get(load.owner)
-        assert peer is not None, "a lost peer ends its loads"
-        if read.error is None and not read.has_no_room:
-            peer.last_progress_at = now
-        if read.read_id == load.seal_read:
-            load.seals_ended_at = ended_at
-            self._on_seals_read(load, peer, read, now)
-        else:
-            load.last_ended_at = ended_at
-            self._on_blocks_read(load, peer, read, now)
-
-    def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
-        """Ask for the blocks again, by another transport; for their seals when it comes to that."""
-        if read.read_id == load.seal_read:
-            load.end_sealing()
-        else:
-            load.want_again(load.open_reads.pop(read.read_id))
-        if not load.is_reading:
-            self._connect(load, now)
-
-    def _on_blocks_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
-        rows = load.open_reads.pop(read.read_id)
-        if read.has_no_room:
-            load.want_again(rows)
-            load.wants_room = True
-            return
-        if read.error is None:
-            load.arrive(rows)
-            load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
-        else:
-            load.spoil(rows.indices, ErrorInfo.of(read.error))
-        if isinstance(read.error, PeerUnreachable):
-            self._lose(load.owner, read.error, now)
-        elif load.seal_read is None:
-            self._go_on_reading(load, now)
-        elif load.open_reads:
-            load.seal_check(peer.seal_terms)  # while more is on the way
-        else:
-            self._on_bytes_here(load, now)
-
-    def _on_bytes_here(self, load: Load, now: float) -> None:
-        """The seals are being read by now. If no block has come there is nothing to prove."""
-        if load.has_arrived:
-            load.begin_sealing()
-        else:
-            self._end(load, None, now)
-
-    def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
-        """Decide about the rows; bytes that do not fit their seal are read once more."""
-        check = load.seal_check(peer.seal_terms)
-        rows = load.end_sealing()
-        if read.error is not None:
-            load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
-            if isinstance(read.error, PeerUnreachable):
-                self._lose(load.owner, read.error, now)
-            self._end(load, read.error, now)
-            return
-        assert not load.open_reads, "seals are read when the blocks have been"
-        load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
-        verdict = check.verdict(read.seals, load.digests)
-        load.verify(load.arrived_of(verdict.good))
-        for index in load.arrived_of(verdict.stale):
-            load.spoil([index], verdict.stale[index])
-        corrupt = load.arrived_of(verdict.corrupt)
-        if corrupt and not load.has_read_again:
-            self._counts.blocks_read_again += len(corrupt)
-            load.read_again(corrupt)
-            load.phase = LoadPhase.READING
-            self._go_on_reading(load, now)
-            return
-        for index in corrupt:
-            load.spoil([index], verdict.corrupt[index])
-        self._end(load, None, now)
+            self._reader.go_on(load, now, len(load.open_reads) + 1)
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
@@ -434,7 +422,7 @@ class PullProtocol:
         news = {*going_on, *ending}
         for load in self._loads_at(address):
             if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:
-                self._go_on_reading(load, now)
+                self._reader.go_on(load, now)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -446,7 +434,10 @@ class PullProtocol:
         fence_at = max(now, load.asked_since + patience_s) if is_frozen else now + patience_s
         budget = f"{load.deadline - load.started_at:g} s"
         error = TransferTimeout(f"the load from {load.owner.address} did not end in {budget}: {load.phase.value}")
+        was_reading = load.is_reading
         self._end(load, error, now, fence_at)
+        if peer is not None and was_reading and fence_at <= now and self._peers.get(load.owner) is peer:
+            self._break_transport(peer, error, now)
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
         """Report a load: what is verified of it may be used. ``error`` is why the rest may not, as far as that is not known."""
@@ -454,10 +445,13 @@ class PullProtocol:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
         peer = self._peers.get(load.owner)
+        if peer is not None and load.is_loaded:
+            self._peers.health.count_success(peer.peer_id, peer.transport)
         report = load.report(info, peer.transport if peer else "", self._layout_of(load.request).block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at)
         self._emit(report)
         self._reads.hurry_if_full(self._served_by(), now)
+        self._close_if_retired(load.owner, now)
 
     def _forget(self, load: Load, fence_at: float) -> None:
         """Let go of a load, and of its reads."""
@@ -482,7 +476,11 @@ class PullProtocol:
     def _emit(self, action: Action) -> None:
         self._actions.append(action)
 
-    def _take_actions(self) -> list[Action]:
+    def _take_actions(self, now: float | None = None) -> list[Action]:
+        """Return what is to be done. ``now`` is given where reads may have been posted or ended."""
+        if now is not None:
+            readable = [peer for peer in self._reads.awaited_peers() if self._peers.get(peer) is not None]
+            self._stalls.watch(readable, now)
         actions, self._actions = self._actions, []
         return actions
 

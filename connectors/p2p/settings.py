@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from connectors.p2p.leases import LeaseTerms
+from connectors.p2p.transport_health import BreakerTerms
 from core.config import ConnectorSection
 from core.wire.kv import KVVerify
 
@@ -27,6 +28,8 @@ class PullSettings:
     """
 
     transfer_deadline_s: float
+    transfer_stall_s: float = 5.0
+    breaker: BreakerTerms = field(default_factory=BreakerTerms)
     handshake_timeout_s: float
     lease_renew_interval_s: float
     lease_margin_s: float = 0.0
@@ -53,6 +56,12 @@ def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bo
     return NodeSettings(
         pull=PullSettings(
             transfer_deadline_s=config.transfer_deadline_s,
+            transfer_stall_s=config.transfer_stall_s,
+            breaker=BreakerTerms(
+                retry_s=config.transport_retry_s,
+                retry_max_s=config.transport_retry_max_s,
+                probe_timeout_s=config.transfer_stall_s,
+            ),
             handshake_timeout_s=config.handshake_timeout_s,
             lease_renew_interval_s=config.lease_renew_interval_s,
             lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),

@@ -20,22 +20,27 @@ from typing import NamedTuple
 import zmq
 
 from connectors.p2p.actions import (
+    AskProgress,
     CancelRead,
     ClosePeer,
+    EndProbe,
     OpenPeer,
     PeerFailed,
     PeerOpened,
+    PeerProgress,
     PostRead,
     PostSealRead,
     ReadEnded,
+    StartProbe,
     TransferCommand,
     TransferEvent,
 )
 from connectors.p2p.staging import StagedRows, StagingArea
+from connectors.p2p.transport_probe import Probes
 from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import DigestBlocks, SealTable
 from core.log import event
-from core.transport import POOL_REGION, SEAL_REGION, PeerId, Transport
+from core.transport import POOL_REGION, SEAL_REGION, PeerId, ReadResult, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +99,8 @@ class TransferExecutor:
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
         self._next: dict[int, _OpenRead] = {}  # reads of seals that wait for the reads of their blocks
+        self._probes = Probes(self._transports, seals.probe_row)
+        self._bytes_seen: dict[PeerId, int | None] = {}  # received of a peer when a read of it ended or it was asked about
 
     def execute(self, command: TransferCommand) -> None:
         """Carry out one command. Failures become events."""
@@ -106,6 +113,14 @@ class TransferExecutor:
                 self._post(command)
             case CancelRead():
                 self._cancel(command.read_id)
+            case AskProgress():
+                self._tell_progress(command.peer)
+            case StartProbe():
+                failed = self._probes.start(command)
+                if failed is not None:
+                    self._report(failed)
+            case EndProbe():
+                self._probes.end(command)
 
     def poll(self) -> bool:
         """Let every transport progress and report the reads that ended; True if any did.
@@ -153,6 +168,7 @@ class TransferExecutor:
             return
         self._peers[command.peer] = transport
         self._block_bytes[command.peer] = command.block_bytes
+        self._bytes_seen[command.peer] = transport.bytes_received(command.peer)
         self._report(PeerOpened(command.peer, command.transport, command.instead_of))
 
     def _close_peer(self, peer: PeerId) -> None:
@@ -160,7 +176,19 @@ class TransferExecutor:
         transport = self._peers.pop(peer, None)
         if transport is not None:
             del self._block_bytes[peer]
+            del self._bytes_seen[peer]
             transport.remove_peer(peer)
+
+    def _tell_progress(self, peer: PeerId) -> None:
+        """Compare what has come of a peer with the last look, once what is here has been taken in. Closed ones are ignored."""
+        self.poll()
+        transport = self._peers.get(peer)
+        if transport is None:
+            return
+        received = transport.bytes_received(peer)
+        has_advanced = None if received is None else received != self._bytes_seen[peer]
+        self._bytes_seen[peer] = received
+        self._report(PeerProgress(peer, has_advanced))
 
     def _is_open(self, read_ids: Iterable[int]) -> bool:
         return any(read_id in self._reads for read_id in read_ids)
@@ -170,12 +198,22 @@ class TransferExecutor:
         ended = []
         for transport in self._transports.values():
             for result in transport.poll():
+                if self._probes.is_one(transport.name, result.handle):
+                    self._end_probe(transport, result)
+                    continue
                 read = self._reads.pop(self._read_ids.pop((transport.name, result.handle)))
                 error = result.error or self._why_too_early(read)
                 has_seals = error is None and read.region == SEAL_REGION
                 seals = self._seals.rows(read.local_rows) if has_seals else b""
                 ended.append(_EndedRead(read, error, seals, self._now()))
+                if self._peers.get(read.command.peer) is transport:
+                    self._bytes_seen[read.command.peer] = transport.bytes_received(read.command.peer)
         return ended
+
+    def _end_probe(self, transport: Transport, result: ReadResult) -> None:
+        ended = self._probes.take(transport.name, result)
+        if ended is not None:
+            self._report(ended)
 
     def _why_too_early(self, read: _OpenRead) -> ProtocolError | None:
         """Return what is wrong with seals that have come before their blocks: they would prove nothing."""

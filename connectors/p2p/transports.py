@@ -57,7 +57,7 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
         case "tcp":
             return TcpTransport(settings.ids, settings.bind_address, settings.advertise_host, settings.keys)
         case "nixl":
-            return NixlTransport(settings.ids, settings.engine_id)
+            return NixlTransport(settings.ids, settings.engine_id, settings.bind_address)
     raise ConfigError(f"connector.transports: {name!r} is not one of shm, nixl, tcp", param="connector.transports")
 
 

@@ -13,6 +13,8 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
 - Over TCP, UCX may end the process of an owner that was stopped (SIGSTOP) while a reader with open reads went away: once
   it goes on it aborts with "unexpected error: Endpoint timeout". Killing readers of a running owner never did that in tests.
+- UCX listens with TCP on every interface unless it is told which to use, has no authentication, and may end the process
+  (SIGSEGV) on bytes that it does not understand. So the agents of a worker at a loopback address use the device ``lo`` alone.
 - The library's Python logger writes INFO lines to stdout unless ``NIXL_LOG_LEVEL`` says otherwise.
 - The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
 
@@ -28,6 +30,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -37,10 +40,12 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, decode_metadata, landing_of, region_at
-from core.config import set_default_environment
-from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
+from core.config import set_default_environment, ucx_net_devices
+from core.errors import ConfigError, ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
+from core.log import event
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
+from core.wire.sockets import is_loopback, split_tcp
 
 BACKEND = "UCX"
 MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
@@ -49,12 +54,18 @@ BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first, an
 DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
 
+LOOPBACK = "lo"
+ONLY_LOOPBACK = {"engine_config": f"NET_DEVICES={LOOPBACK}"}  # of no effect if UCX_NET_DEVICES is set
+
 MemoryType = Literal["DRAM", "VRAM"]
 
 # The library has no types.
 Agent = Any
 XferHandle = Any
 DescriptorList = Any
+
+
+_log = logging.getLogger(__name__)
 
 
 class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,14 +106,24 @@ class _Read:
 class NixlTransport(Transport):
     """Reads rows with one NIXL agent per peer.
 
-    ``name_prefix`` starts the names of agents, which are never reused; ``backend_params`` goes to the UCX backend (strings).
+    ``name_prefix`` starts the names of agents, which are never reused; ``backend_params`` goes to the UCX backend
+    (strings). If the host of ``bind_address`` is loopback, agents listen there only, except those for peers at other addresses;
+    ``$UCX_NET_DEVICES`` goes before that.
     """
 
     name = "nixl"
 
-    def __init__(self, ids: IdSource, name_prefix: str, backend_params: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ids: IdSource,
+        name_prefix: str,
+        bind_address: str = "tcp://127.0.0.1:0",
+        backend_params: Mapping[str, str] | None = None,
+    ) -> None:
         self._ids = ids
         self._name_prefix = name_prefix
+        self._is_local = _is_local(bind_address)
+        self._has_warned = False
         self._backend_params = {"ucx_error_handling_mode": "peer", **(backend_params or {})}
         self._api: Any = None
         self._errors: tuple[type[Exception], ...] = ()
@@ -128,14 +149,14 @@ class NixlTransport(Transport):
         self._regions, self._staging = tuple(regions), staging
         self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
         try:
-            self._spare = self._new_agent()
+            self._spare = self._new_agent(self._is_local)
         except self._errors as error:
             raise ConnectorUnavailable(f"nixl transport: {type(error).__name__}: {error}") from None
 
     def describe(self) -> bytes:
         """Return the owner agent's metadata; its progress thread serves from now on."""
         if self._owner is None:
-            self._owner = self._take_agent()
+            self._owner = self._take_agent(self._is_local)
         regions = tuple(
             RemoteRegion(
                 base_address=region.base_address,
@@ -154,7 +175,7 @@ class NixlTransport(Transport):
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = self._connect(owner, landing)
+            self._peers[peer] = self._connect(self._is_local and _is_local(peer.address), owner, landing)
         except self._errors as error:
             gc.collect()
             kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
@@ -220,25 +241,39 @@ class NixlTransport(Transport):
         self._errors = tuple(getattr(bindings, name) for name in names)
         self._refusals = (bindings.nixlMismatchError, bindings.nixlInvalidParamError, bindings.nixlNotAllowedError)
 
-    def _take_agent(self) -> Agent:
-        """Return an agent that nobody uses yet."""
+    def _take_agent(self, is_local: bool) -> Agent:
+        """Return an agent that nobody uses yet; one ``is_local`` cannot be reached from other machines."""
         agent, self._spare = self._spare, None
-        return agent if agent is not None else self._new_agent()
+        if agent is not None and is_local == self._is_local:
+            return agent
+        del agent
+        gc.collect()  # an agent is in a cycle, and would go on listening
+        return self._new_agent(is_local)
 
-    def _new_agent(self) -> Agent:
+    def _new_agent(self, is_local: bool) -> Agent:
         """Return an agent with all our regions registered. Its progress thread serves asynchronous transfers."""
+        if ucx_net_devices() not in (("", LOOPBACK) if is_local else (LOOPBACK,)):
+            self._warn_exposed()
         config = self._api.nixl_agent_config(enable_prog_thread=True, backends=[])
         with sleeping_progress(self._api.nixlBind):
             agent = self._api.nixl_agent(new_hex_id(self._ids, f"{self._name_prefix}-"), config)
-        agent.create_backend(BACKEND, self._backend_params)
+        agent.create_backend(BACKEND, self._backend_params | (ONLY_LOOPBACK if is_local else {}))
         staging = [] if self._staging is None else [self._staging]
         for region in [*self._regions, *staging]:
             entry = (region.base_address, region.num_bytes, device_id(region), "")
             agent.register_memory([entry], memory_type(region), backends=[BACKEND])
         return agent
 
-    def _connect(self, owner: NixlMetadata, landing: tuple[RowRegion, ...]) -> _Peer:
-        agent = self._take_agent()
+    def _warn_exposed(self) -> None:
+        """Say once that UCX can be reached from other machines; a cluster key does not change that."""
+        if not self._has_warned:
+            self._has_warned = True
+            reason = "UCX (transport nixl) has no authentication, with a cluster key or without: keep it on a closed network"
+            address = ucx_net_devices() or "every interface"
+            _log.warning(event("exposed_socket", setting="connector.transports", address=address, reason=reason))
+
+    def _connect(self, is_local: bool, owner: NixlMetadata, landing: tuple[RowRegion, ...]) -> _Peer:
+        agent = self._take_agent(is_local)
         remote_name = agent.add_remote_agent(owner.agent)
         if isinstance(remote_name, bytes):
             remote_name = remote_name.decode()
@@ -299,6 +334,14 @@ class NixlTransport(Transport):
         owner.agent = None
         gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
         self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
+
+
+def _is_local(address: str) -> bool:
+    """Say whether this address is for this machine only; what is no address of ours is not."""
+    try:
+        return is_loopback(split_tcp(address)[0])
+    except ConfigError:
+        return False
 
 
 def installed_module() -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -34,10 +35,12 @@ from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferEr
 from core.ids import IdSource
 from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 from core.wire.curve import ClusterKeys, secure_client
+from core.wire.key_rotation import is_refusal, next_keys
 from core.wire.sockets import LOST_EVENTS
 
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
+WINDOW_CHUNKS = 256  # as well; an owner drops what it cannot queue, and it queues SNDHWM = 1000 answers for a reader
 MAX_HEADER_BYTES = 4 << 10
 CHUNKS_PER_POLL = 4
 MAX_QUEUED_ANSWERS = 1024  # an owner that sends more than it was asked for waits on its own side
@@ -64,6 +67,8 @@ class _Read:
 class _Peer:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    address: str
+    keys: ClusterKeys | None  # that the socket was made with
     token: int
     shapes: tuple[RowShape, ...]
     landing: tuple[RowRegion, ...]  # where its rows go
@@ -71,6 +76,7 @@ class _Peer:
     waiting: deque[_Chunk] = field(default_factory=deque)
     in_flight: dict[int, _Chunk] = field(default_factory=dict)
     in_flight_bytes: int = 0
+    bytes_received: int = 0
     lost: str = ""  # why nothing can be read any more
 
 
@@ -133,6 +139,17 @@ class TcpTransport(Transport):
         landing = landing_of(self._regions, self._staging, owner.shapes)
         if peer in self._peers:
             return
+        socket, monitor = self._connect(owner.address, owner.shapes, self._keys)
+        access = tuple(
+            ours if region is mine else access_to(region)
+            for region, mine, ours in zip(landing, self._regions, self._access, strict=True)
+        )
+        self._peers[peer] = _Peer(socket, monitor, owner.address, self._keys, owner.token, owner.shapes, landing, access)
+
+    def _connect(
+        self, address: str, shapes: Sequence[RowShape], keys: ClusterKeys | None
+    ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return a socket that connects to an owner, and its monitor."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.ipv6 = True  # beside IPv4
@@ -140,23 +157,23 @@ class TcpTransport(Transport):
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
         socket.rcvbuf = SOCKET_BUFFER_BYTES
-        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in owner.shapes)])
-        secure_client(socket, self._keys)
+        socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in shapes)])
+        secure_client(socket, keys)
         monitor = socket.get_monitor_socket(LOST_EVENTS)
         try:
-            socket.connect(owner.address)
+            socket.connect(address)
         except (zmq.ZMQError, ValueError) as error:
             _close_connection(socket, monitor)
-            raise ProtocolError(f"the peer's data address {owner.address!r} is unusable: {error}") from None
-        access = tuple(
-            ours if region is mine else access_to(region)
-            for region, mine, ours in zip(landing, self._regions, self._access, strict=True)
-        )
-        self._peers[peer] = _Peer(socket, monitor, owner.token, owner.shapes, landing, access)
+            raise ProtocolError(f"the peer's data address {address!r} is unusable: {error}") from None
+        return socket, monitor
 
     def num_rows(self, peer: PeerId) -> int | None:
         """Return what it says of its pool."""
         return self._peers[peer].shapes[POOL_REGION].num_rows
+
+    def bytes_received(self, peer: PeerId) -> int | None:
+        """Count answers as a whole: at most 4 MiB of rows each."""
+        return self._peers[peer].bytes_received if peer in self._peers else None
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Cut the read into chunks and send as many requests as the window allows."""
@@ -182,12 +199,27 @@ class TcpTransport(Transport):
             self._owner.poll()
         for peer_id, peer in list(self._peers.items()):
             self._receive(peer)
-            if not peer.lost and _connection_is_lost(peer.monitor):
+            news = None if peer.lost else _next_event(peer.monitor)
+            if news is None:
+                continue
+            if is_refusal(news) and next_keys(peer.keys) is not None:
+                self._try_next_key(peer)
+            else:
                 while self._receive_chunk(peer):
                     pass  # what had arrived before the loss is taken in first; it may complete reads
                 self._lose(peer_id, f"the data connection to {peer_id.address} was lost")
         ended, self._ended = self._ended, []
         return ended
+
+    def _try_next_key(self, peer: _Peer) -> None:
+        """Connect again with the next key that the owner may hold, and ask again for what was asked for."""
+        _close_connection(peer.socket, peer.monitor)
+        peer.keys = next_keys(peer.keys)
+        peer.socket, peer.monitor = self._connect(peer.address, peer.shapes, peer.keys)
+        peer.waiting.extendleft(reversed(peer.in_flight.values()))
+        peer.in_flight.clear()
+        peer.in_flight_bytes = 0
+        self._fill_window(peer)
 
     def cancel(self, handle: int) -> None:
         """Forget the read: frames that still arrive for it are thrown away, not written."""
@@ -235,7 +267,7 @@ class TcpTransport(Transport):
         return self._last_id
 
     def _fill_window(self, peer: _Peer) -> None:
-        while peer.waiting and (not peer.in_flight or peer.in_flight_bytes + peer.waiting[0].num_bytes <= WINDOW_BYTES):
+        while peer.waiting and _fits_window(peer, peer.waiting[0]):
             chunk = peer.waiting[0]
             chunk_id = self._next_id()
             request = ChunkRequest(FORMAT_VERSION, peer.token, chunk_id, chunk.region, chunk.remote_rows)
@@ -274,6 +306,7 @@ class TcpTransport(Transport):
             discard_frames(peer.socket)
             return
         peer.in_flight_bytes -= chunk.num_bytes
+        peer.bytes_received += chunk.num_bytes
         read = self._reads.get(chunk.handle)
         if read is None:  # cancelled, or failed by an earlier chunk
             discard_frames(peer.socket)
@@ -305,12 +338,19 @@ class TcpTransport(Transport):
         self._ended.append(ReadResult(handle, error))
 
 
-def _connection_is_lost(monitor: zmq.Socket[bytes]) -> bool:
+def _fits_window(peer: _Peer, chunk: _Chunk) -> bool:
+    """Say whether a chunk may be asked for now; a single one always may."""
+    if not peer.in_flight:
+        return True
+    return len(peer.in_flight) < WINDOW_CHUNKS and peer.in_flight_bytes + chunk.num_bytes <= WINDOW_BYTES
+
+
+def _next_event(monitor: zmq.Socket[bytes]) -> dict[str, Any] | None:
+    """Return the monitor's next message, which is one of ``LOST_EVENTS``; None if there is none."""
     try:
-        recv_monitor_message(monitor, zmq.NOBLOCK)
+        return dict(recv_monitor_message(monitor, zmq.NOBLOCK))
     except zmq.Again:
-        return False
-    return True
+        return None
 
 
 def _close_connection(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:

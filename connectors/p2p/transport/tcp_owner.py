@@ -26,7 +26,7 @@ from core.ids import IdSource
 from core.transport import RowRegion
 from core.wire.curve import ClusterKeys, secure_server
 from core.wire.limits import Text
-from core.wire.sockets import advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
+from core.wire.sockets import CLOSE_LINGER_MS, advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
 
 FORMAT_VERSION = 3
 MAX_REQUEST_BYTES = 64 << 10
@@ -92,7 +92,7 @@ class TcpOwner:
         self._request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self.socket = context.socket(zmq.ROUTER)
-        self.socket.linger = 0
+        self.socket.linger = CLOSE_LINGER_MS
         self.socket.ipv6 = binds_ipv6(bind_address)
         self.socket.maxmsgsize = MAX_REQUEST_BYTES
         secure_server(self.socket, keys)
@@ -130,7 +130,7 @@ class TcpOwner:
 
     def close(self) -> None:
         """Serve no more."""
-        self.socket.close(linger=0)
+        self.socket.close(linger=CLOSE_LINGER_MS)
         self._regions, self._access = (), ()
         self._held_back.clear()
         self._sending.clear()

@@ -23,6 +23,7 @@ from core.wire.codec import (
 )
 from core.wire.kv import ControlError, ControlMessage, LeaseRelease, LeaseRenew, LeaseState
 from core.wire.sockets import AsyncContext, AsyncSocket, join_tcp, split_tcp
+from core.wire.version import encode_refusal
 
 WAIT_S = 20.0
 ANY = "tcp://127.0.0.1:0"
@@ -34,8 +35,6 @@ BAD_FRAMES = [
     b"",
     b"\x00",
     HEADER,
-    b"GET / HTTP/1.1\r\n\r\n",
-    bytes((WIRE_VERSION + 1, KIND_CONTROL)) + encode_control_message(QUESTION)[2:],
     bytes((WIRE_VERSION, KIND_ROUTER)) + encode_control_message(QUESTION)[2:],
     encode_control_message(QUESTION)[:-1],
     encode_control_message(QUESTION) + b"\x00",
@@ -134,9 +133,35 @@ async def test_random_frames_harm_nobody(server, connect):
         frame = bytearray(good if source.random() < 0.5 else source.randbytes(source.randrange(60)))
         if frame:
             frame[source.randrange(len(frame))] = source.randrange(256)
+            frame[0] = WIRE_VERSION  # of another version not every frame is answered
         assert isinstance(await ask(socket, bytes(frame)), ControlError | LeaseState)
     assert server.num_bad_frames > 100
     assert await ask(socket, good) == ANSWER
+
+
+@pytest.mark.parametrize("frame", [b"GET / HTTP/1.1\r\n\r\n", encode_control_message(QUESTION, WIRE_VERSION + 1)])
+async def test_frames_of_another_version_are_refused_once_and_logged_once(server, connect, caplog, frame):
+    address = server.start(ANY)
+    socket, good = connect(address), connect(address)
+    for _ in range(500):
+        await socket.send(frame)
+    async with asyncio.timeout(WAIT_S):
+        assert await socket.recv() == encode_refusal(WIRE_VERSION, frame[0])
+        while server.num_bad_frames < 500:
+            assert await ask(good, encode_control_message(QUESTION)) == ANSWER
+    await socket.send(encode_control_message(QUESTION))
+    async with asyncio.timeout(WAIT_S):
+        assert decode_control_frame(await socket.recv()) == ANSWER  # nothing was in between
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"other_wire_version ours={WIRE_VERSION} theirs={frame[0]}" in line
+
+
+async def test_a_refusal_is_never_answered(server, connect):
+    socket = connect(server.start(ANY))
+    for _ in range(20):
+        await socket.send(encode_refusal(2, WIRE_VERSION))
+    assert await ask(socket, encode_control_message(QUESTION)) == ANSWER
+    assert server.num_bad_frames == 20
 
 
 async def test_message_for_somebody_else_is_told(server, connect):
@@ -293,6 +318,19 @@ async def test_first_message_opens_the_connection_and_answers_come_with_their_ad
     assert await reader.next() == (address, ANSWER)
 
 
+async def test_a_reader_is_told_that_the_owner_speaks_another_version(bare_owner, reader):
+    owner, address = bare_owner
+    reader.clients.send(address, QUESTION)
+    async with asyncio.timeout(WAIT_S):
+        identity, _ = await owner.recv_multipart()
+        for frame in (encode_refusal(9, WIRE_VERSION), encode_control_message(ANSWER, 9)):
+            await owner.send_multipart([identity, frame])
+            found_at, message = await reader.next()
+            assert (found_at, message.code) == (address, "version_mismatch")
+            assert "version 9" in message.message
+    assert not await owner.poll(50)  # it answers neither
+
+
 @pytest.mark.parametrize(("bound", "host"), [("tcp://[::1]:0", "::1"), ("tcp://[::]:0", "::1"), ("tcp://[::]:0", "127.0.0.1")])
 async def test_question_is_answered_over_ipv6(needs_ipv6, server, reader, bound, host):
     address = join_tcp(host, split_tcp(server.start(bound))[1])
@@ -402,6 +440,27 @@ async def test_closed_connection_says_nothing_and_the_next_message_opens_another
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, ANSWER)
     assert reader.news.empty()
+
+
+async def test_connection_that_an_answer_ends_is_closed_without_an_error(context, bare_owner):
+    owner, address = bare_owner
+    heard: list[ControlMessage] = []
+
+    def hear(address: str, message: ControlMessage) -> None:
+        heard.append(message)
+        clients.close(address)
+
+    clients = ControlClients(context, hear, lambda address: None, unexpected)
+    clients.send(address, QUESTION)
+    async with asyncio.timeout(WAIT_S):
+        identity, _ = await owner.recv_multipart()
+        (task, *_) = clients._links[address].tasks
+        for _ in range(50):
+            await owner.send_multipart([identity, encode_control_message(ANSWER)])
+        await asyncio.wait([task])
+    await clients.stop()
+    assert heard == [ANSWER]
+    assert task.cancelled() or task.exception() is None
 
 
 async def test_closed_connections_leave_no_descriptor_open(server, reader, eventually):

@@ -63,6 +63,15 @@ def test_other_model_is_refused_with_both_fingerprints(responder, question):
     assert b"model".hex() in answer.message
 
 
+def test_a_refused_reader_does_not_learn_the_fingerprint_that_it_lacks(make_identity, question):
+    fingerprint = bytes(range(100, 116))
+    responder = HandshakeResponder(make_identity(model_fingerprint=fingerprint), 8, {}, False)
+    answer = responder.answer(question(model_fingerprint=b"\xab\xcd"))
+    assert isinstance(answer, HandshakeRefused)
+    assert fingerprint.hex()[:12] in answer.message
+    assert fingerprint.hex()[:16] not in answer.message
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

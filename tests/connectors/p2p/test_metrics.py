@@ -46,7 +46,7 @@ def test_failures_are_counted_by_the_reason_that_clients_are_told(metrics, regis
 def test_aborted_load_is_neither_success_nor_failure(metrics, registry):
     metrics.count_load(LoadEnded("r", None))
     names = ("kvferry_kv_transfers_total", "kvferry_kv_transfer_failures_total")
-    assert [sample.name for family in registry.collect() for sample in family.samples if sample.name in names] == []
+    assert not any(sample.value for family in registry.collect() for sample in family.samples if sample.name in names)
 
 
 def test_transport_in_use_reads_one(metrics, registry):
@@ -65,3 +65,12 @@ def test_gauges_and_events_are_read_at_each_scrape(metrics, registry):
     blocks["leased"], events["lease_expired"] = 0, 2
     assert registry.get_sample_value("kvferry_kv_leased_blocks") == 0
     assert registry.get_sample_value("kvferry_kv_handover_events_total", {"event": "lease_expired"}) == 2
+
+
+def test_broken_transports_are_counted_by_transport_at_each_scrape(metrics, registry):
+    broken = {"tcp": 2}
+    metrics.read_broken_transports(("shm", "tcp"), lambda: broken)
+    assert registry.get_sample_value("kvferry_kv_broken_transports", {"transport": "tcp"}) == 2
+    assert registry.get_sample_value("kvferry_kv_broken_transports", {"transport": "shm"}) == 0
+    broken.clear()
+    assert registry.get_sample_value("kvferry_kv_broken_transports", {"transport": "tcp"}) == 0

@@ -20,6 +20,7 @@ from core.wire.kv import (
     LeaseRenew,
 )
 from core.wire.messages import TransferUsage
+from core.wire.version import MAX_RETRY_S
 
 ADDRESS = "tcp://10.0.0.1:5600"
 OTHER = "tcp://10.0.0.2:5600"
@@ -151,6 +152,33 @@ def test_load_after_a_failed_handshake_tries_again(pull):
     pull.accept()
     pull.grant(60_000, "u")
     assert pull.reads_of("b")
+
+
+def refuse_version(pull):
+    pull.receive(ControlError(code="version_mismatch", message="the peer refuses ours and speaks wire version 2"))
+
+
+def test_a_peer_of_another_version_is_asked_less_and_less_often(pull):
+    for second in range(600):
+        num_asked = len(pull.messages(Handshake))
+        pull.start(f"r{second}", transfer_id=f"t{second}")
+        if len(pull.messages(Handshake)) > num_asked:
+            refuse_version(pull)
+        assert pull.failed[f"r{second}"] == "version_mismatch"
+        pull.tick(1.0)
+    assert 20 < len(pull.messages(Handshake)) < 6 + 600 / MAX_RETRY_S + 2
+
+
+def test_the_next_life_of_a_peer_of_another_version_is_asked_at_once(pull):
+    for _ in range(3):
+        pull.start(f"a{pull.now}")
+        refuse_version(pull)
+        pull.tick(MAX_RETRY_S)
+    num_asked = len(pull.messages(Handshake))
+    pull.start("b", transfer_id="u", incarnation=2)
+    assert len(pull.messages(Handshake)) == num_asked + 1
+    pull.accept(incarnation=2)
+    assert "b" not in pull.failed
 
 
 def test_refusal_fails_waiting_loads_with_the_peers_words(pull, address):

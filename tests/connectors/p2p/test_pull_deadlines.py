@@ -142,14 +142,18 @@ def test_peer_that_serves_another_load_is_slow_not_frozen(pull):
     assert pull.open_peers
 
 
-def test_fence_takes_the_other_loads_of_the_peer_along(pull):
+def test_fence_at_a_deadline_sends_other_loads_to_the_next_transport(pull):
     pull.start_reading("a")
     pull.tick(10)
     pull.start("b")
     pull.tick(20)
-    assert pull.failed == {"a": "deadline", "b": "peer_lost"}
+    assert pull.failed == {"a": "deadline"}
     pull.end_reads(PeerUnreachable("closed"))
     assert not pull.quarantined
+    pull.accept(transport="shm")
+    pull.grant()
+    pull.end_reads()
+    assert pull.usable_rows("b") == {3, 4, 5}
 
 
 def test_late_reads_that_end_in_time_keep_their_peer(pull):
@@ -184,7 +188,7 @@ def test_peer_is_shaken_hands_with_again_after_a_fence(pull, address):
     pull.tick(30)
     pull.start("b")
     assert len(pull.messages(Handshake)) == 2
-    pull.accept()
+    pull.accept(transport="shm")
     pull.grant()
     assert pull.reads_of("b")
     for read_id in pull.reads_of("a"):

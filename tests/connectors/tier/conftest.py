@@ -187,7 +187,10 @@ class TierEngine:
         )
 
     def step(self):
-        for output in self.core.step():
+        self.note(self.core.step())
+
+    def note(self, outputs):
+        for output in outputs:
             self.tokens[output.request_id] += output.new_token_ids
             if output.prefill_stats is not None:
                 self.stats[output.request_id] = output.prefill_stats
@@ -207,10 +210,14 @@ class TierEngine:
 
     def run(self, max_steps=3000):
         """Go on until nothing is left to do."""
+        self.drive(self.note, max_steps)
+
+    def drive(self, on_outputs, max_steps=3000):
+        """Go on until nothing is left to do; ``on_outputs`` is given what each step puts out."""
         for _ in range(max_steps):
             self.store.answer()
             self.move()
-            self.step()
+            on_outputs(self.core.step())
             if not self.core.has_requests() and not self.scheduler.num_saving_blocks and not self.mover.is_waiting:
                 return
         raise AssertionError(f"no end: {self.core.scheduler.requests}")

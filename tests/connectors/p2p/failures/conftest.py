@@ -15,8 +15,8 @@ from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
     LeaseGrant,
+    LogEntry,
     P2PConnectorMetadata,
-    PeerFenced,
     PullRequest,
     QuarantineEnded,
     Reply,
@@ -230,7 +230,7 @@ class World:
                 self.sent.append(action.message)
                 self.deliver(worker, action.message)
             else:
-                assert isinstance(action, CloseControl | PeerFenced | Reply)
+                assert isinstance(action, CloseControl | LogEntry | Reply)
 
     def deliver(self, sender: Worker, message: ControlMessage) -> None:
         if self.is_frozen:

@@ -129,6 +129,7 @@ def test_owner_that_thaws_is_a_peer_again(world):
     world.freeze()
     world.wait(world.deadline_s)
     world.thaw()
+    world.wait(1.0)  # a probe finds that it can be read again
     again = world.hand_over("again")
     world.load(again)
     assert world.reason("again") == ""

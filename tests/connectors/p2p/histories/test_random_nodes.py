@@ -24,12 +24,15 @@ from connectors.p2p.actions import (
     QuarantineEnded,
     SendControl,
     TransferCommand,
+    TransportBroken,
+    TransportRestored,
 )
 from connectors.p2p.leases import LeaseTerms
 from connectors.p2p.node import P2PNode
 from connectors.p2p.settings import NodeSettings, PullSettings
 from connectors.p2p.staging import map_staging_area
 from connectors.p2p.transfer import TransferExecutor
+from connectors.p2p.transport_health import BreakerTerms
 from connectors.p2p.units import Extent, group_units
 from connectors.reporting import LoadEnded
 from core.digest import BlockDigester
@@ -46,7 +49,10 @@ ADDRESSES = ("tcp://10.0.0.1:5600", "tcp://10.0.0.2:5600")
 NUM_BLOCKS = 48
 NUM_STEPS = 1200
 NUM_LAST_ROUNDS = 2000
-SHOWN = ("loads", "accepted blocks", "aborts", "peer_lost", "deadline", "stale", "protocol_error", "quarantined_blocks")
+SHOWN = (
+    *("loads", "accepted blocks", "aborts", "peer_lost", "deadline", "stale", "protocol_error", "quarantined_blocks"),
+    *("broken_transports", "restored_transports"),
+)
 
 
 def by_token(content):
@@ -74,6 +80,8 @@ class History:
         self.settings = NodeSettings(
             pull=PullSettings(
                 transfer_deadline_s=rng.choice((3.0, 10.0)),
+                transfer_stall_s=rng.choice((1.0, 5.0)),
+                breaker=BreakerTerms(retry_s=0.5, retry_max_s=4.0, probe_timeout_s=1.0),
                 handshake_timeout_s=2.0,
                 lease_renew_interval_s=1.0,
                 lease_margin_s=0.2,
@@ -287,7 +295,7 @@ class History:
         """Nothing is kept of reads that have ended, nor of peers that are closed."""
         executor = self.executor
         assert [*executor._reads, *executor._next, *executor._read_ids] == []
-        assert executor._block_bytes.keys() == executor._peers.keys()
+        assert executor._block_bytes.keys() == executor._bytes_seen.keys() == executor._peers.keys()
         assert self.staging.num_taken_bytes == 0
 
     # ---- what the reader wants, and what must hold
@@ -310,6 +318,8 @@ class History:
                     self.give_back(action.block_ids)
                 case PeerFenced():
                     assert action.num_blocks
+                case TransportBroken() | TransportRestored():
+                    pass  # counted by the node
                 case _:
                     self.command(action)
 

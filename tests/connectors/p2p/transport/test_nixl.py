@@ -94,7 +94,7 @@ def test_a_reader_has_an_agent_per_peer_and_none_beside_them(agents, transports)
     assert [name.partition("-")[0] for name in agents] == ["owner", "owner"]
     reader = transports("reader")
     for incarnation, metadata in enumerate(owners):
-        reader.add_peer(PeerId("owner", incarnation), metadata)
+        reader.add_peer(PeerId("tcp://127.0.0.1:1", incarnation), metadata)
     assert [name.partition("-")[0] for name in agents[2:]] == ["reader", "reader"]
     assert len(set(agents)) == 4
 
@@ -102,7 +102,7 @@ def test_a_reader_has_an_agent_per_peer_and_none_beside_them(agents, transports)
 def test_an_owner_that_reads_as_well_has_an_agent_for_each(agents, transports):
     other = transports("other").describe()
     both = transports("both")
-    both.add_peer(PeerId("other", 1), other)
+    both.add_peer(PeerId("tcp://127.0.0.1:1", 1), other)
     both.describe()
     assert both.describe() == both.describe()
     assert sum(name.startswith("both") for name in agents) == 2
@@ -205,13 +205,26 @@ def test_a_pool_on_a_gpu_is_video_memory_on_both_sides_and_seals_are_not(library
     reader.register(on_device("cuda:0", 0x9000))
     owning, reading = (agent() for agent in library.agents)
     assert owning.registered == [("VRAM", (0x7000, 1024, 1, "")), ("DRAM", (0x1000, 8 * SEAL_BYTES, 0, ""))]
-    reader.add_peer(PeerId("owner", 1), owner.describe())
+    reader.add_peer(PeerId("tcp://127.0.0.1:1", 1), owner.describe())
     ours, theirs, our_seals, their_seals = reading.lists
     assert ours == ("", "VRAM", [(0x9000 + 256 * row, 256, 0) for row in range(4)])
     assert theirs == ("owner", "VRAM", [(0x7000 + 256 * row, 256, 1) for row in range(4)])
     assert (our_seals[1], their_seals[1]) == ("DRAM", "DRAM")
     owner.close()
     reader.close()
+
+
+def test_agent_for_loopback_is_gone_when_one_for_the_network_takes_its_place(library):
+    transport = NixlTransport(RandomIds(), "reader")
+    transport.register(on_device("cpu", 0x7000))
+    (spare,) = library.agents
+    metadata = transport.describe()
+    assert spare() is not None, "the owner has it"
+    transport.close()
+    transport.register(on_device("cpu", 0x7000))
+    transport.add_peer(PeerId("tcp://10.0.0.7:5600", 1), metadata)
+    assert [agent() is None for agent in library.agents] == [True, True, False]
+    transport.close()
 
 
 def test_reads_between_gpus_are_looked_at_sooner(library):

@@ -18,6 +18,7 @@ from core.kv.seals import SEAL_BYTES
 from core.testing.rewritten_rows_suite import RewrittenRowsSuite
 from core.testing.transport_owner import HostRegions, load_factory
 from core.testing.transport_suite import PEER, ROW_BYTES, Reader, TransportSuite
+from core.wire.curve import derive_keys
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 NUM_OWNER_ROWS = 8
@@ -121,6 +122,30 @@ def assert_serves(owner, reader):
     reader.assert_rows(1, [3], [5])
 
 
+# ---- change of the cluster key -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner_key", ["the old key of a cluster, long enough", "the new key of a cluster, long enough"])
+def test_reads_from_owners_that_hold_either_key_while_it_changes(owner_key):
+    old, new = (derive_keys(f"the {age} key of a cluster, long enough") for age in ("old", "new"))
+    transport = TcpTransport(RandomIds(), "tcp://127.0.0.1:0", keys=old.with_others([new]))
+    owner = LocalOwner(transport=TcpTransport(RandomIds(), "tcp://127.0.0.1:0", keys=derive_keys(owner_key)))
+    reader = Reader(transport, NUM_OWNER_ROWS)
+    assert_serves(owner, reader)
+    reader.close()
+    owner.close()
+
+
+def test_owner_that_holds_a_third_key_is_lost():
+    old, new, third = (derive_keys(f"the {age} key of a cluster, long enough") for age in ("old", "new", "third"))
+    owner = LocalOwner(transport=TcpTransport(RandomIds(), "tcp://127.0.0.1:0", keys=third))
+    reader = Reader(TcpTransport(RandomIds(), "tcp://127.0.0.1:0", keys=old.with_others([new])), NUM_OWNER_ROWS)
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert isinstance(read_from(owner, reader), PeerUnreachable)
+    reader.close()
+    owner.close()
+
+
 # ---- pools on devices ----------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +229,15 @@ def ask(owner, context, frames):
     answer = dealer.recv_multipart() if dealer.poll(50) else None
     dealer.close(linger=0)
     return answer
+
+
+def test_reader_counts_what_it_has_received(local_owner, reader):
+    assert reader.transport.bytes_received(PEER) is None
+    assert_serves(local_owner, reader)
+    received = reader.transport.bytes_received(PEER)
+    assert received > 0
+    assert_serves(local_owner, reader)
+    assert reader.transport.bytes_received(PEER) > received
 
 
 def test_owner_answers_a_proper_request_with_a_header_and_the_rows(local_owner, context):

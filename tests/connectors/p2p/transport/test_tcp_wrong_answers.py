@@ -5,7 +5,7 @@ import pytest
 import zmq
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.tcp import TcpTransport
+from connectors.p2p.transport.tcp import WINDOW_CHUNKS, TcpTransport
 from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata
 from core.errors import PeerUnreachable, ProtocolError
 from core.ids import RandomIds
@@ -152,3 +152,15 @@ def test_reader_refuses_a_data_address_that_makes_no_sense(reader, address):
     shapes = (RowShape(NUM_OWNER_ROWS, ROW_BYTES), RowShape(2 * NUM_OWNER_ROWS, SEAL_BYTES))
     with pytest.raises(ProtocolError, match="unusable"):
         reader.transport.add_peer(PEER, msgspec.msgpack.encode(TcpMetadata(address=address, token=1, shapes=shapes)))
+
+
+def test_reader_asks_for_no_more_answers_than_an_owner_can_queue(context, reader):
+    owner = LyingOwner(context)
+    reader.transport.add_peer(PEER, owner.metadata)
+    for _ in range(3 * WINDOW_CHUNKS):
+        reader.transport.post_read(PEER, 1, [1], [2])
+    num_asked = 0
+    while owner.socket.poll(200 if num_asked >= WINDOW_CHUNKS else 5000):
+        owner.take()
+        num_asked += 1
+    assert num_asked == WINDOW_CHUNKS < owner.socket.sndhwm
