@@ -18,10 +18,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from core.clock import Clock
 from core.config import KVStoreSection
-from core.errors import ConfigError, KVFerryError, ProtocolError
+from core.errors import ConfigError, KVFerryError, ProtocolError, VersionMismatch
 from core.ids import IdSource, new_hex_id
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
 from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
@@ -46,14 +48,15 @@ class StoreClient(StoreFront):
         self._wakeup = Wakeup()
         self._is_closing = False
         self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
-        self._num_bad_frames = 0
+        self._limited_log = LimitedLog(_log, clock.now)
         self._last_refusal = ""  # told once
+        self._was_refused = False  # by the last event of the monitor
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
         self._socket = dealer_socket(self._context, limits)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED_EVENTS)
         try:
-            self._socket.connect(address)
+            connect_with_each_key(self._socket, address, keys)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigError(f"kvstore.address = {address!r} is unusable: {error}", param="kvstore.address") from None
@@ -103,8 +106,7 @@ class StoreClient(StoreFront):
     def _turn(self, ready: dict[object, int]) -> None:
         now = self._clock.now()
         if self._monitor in ready:
-            recv_monitor_message(self._monitor)
-            self._lose_link()
+            self._take_link_event(is_refusal(recv_monitor_message(self._monitor)))
         if ready.get(self._socket, 0) & zmq.POLLOUT:
             with self._lock:
                 self._machine.on_link_up(now)
@@ -117,6 +119,12 @@ class StoreClient(StoreFront):
             self._progress.notify_all()
         self._follow_all()
 
+    def _take_link_event(self, is_refused: bool) -> None:
+        """Notice the end of a link. The end that directly follows a failed handshake is that of a link that never was."""
+        if not is_refused and not self._was_refused:
+            self._lose_link()
+        self._was_refused = is_refused
+
     def _receive(self) -> bool:
         try:
             frame, *blocks = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -124,18 +132,31 @@ class StoreClient(StoreFront):
             return False
         try:
             message = decode_to_client(frame)
+        except VersionMismatch as error:
+            self._on_other_version(error)
+            return True
         except ProtocolError as error:
-            self._num_bad_frames += 1
-            if self._num_bad_frames == 1:
-                _log.warning(event("kvstore_bad_frame", address=self._address, error=error.message))
+            self._limited_log.warning("kvstore_bad_frame", address=self._address, error=error.message)
             return True
         if isinstance(message, Refused) and message.message != self._last_refusal:
             self._last_refusal = message.message
-            _log.warning(event("kvstore_refused", address=self._address, code=message.code, reason=message.message))
+            self._limited_log.warning("kvstore_refused", address=self._address, code=message.code, reason=message.message)
         with self._progress:
+            was_other_version = self._machine.is_other_version
             self._machine.on_parcel(message, blocks, self._clock.now())
             self._progress.notify_all()
+        if was_other_version:
+            _log.info(event("kvstore_understood", address=self._address))
         return True
+
+    def _on_other_version(self, error: VersionMismatch) -> None:
+        """Back off, without an answer; say so once, and once more when the store is understood again."""
+        with self._progress:
+            is_news = self._machine.on_other_version(self._clock.now())
+            self._progress.notify_all()
+        if is_news:
+            name = "other_wire_version"
+            self._limited_log.warning(name, address=self._address, ours=error.ours, theirs=error.theirs)
 
     def _follow_all(self) -> None:
         while True:

@@ -22,6 +22,7 @@ from functools import partial
 from core.errors import KVFerryError, ProtocolError, Unavailable
 from core.ids import IdSource
 from core.kv.seals import SEAL_BYTES
+from core.wire.version import RetryBackoff
 from kvstore import messages
 from kvstore.arena import ArenaView
 from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock, StoreStatistics, Ticket
@@ -101,6 +102,7 @@ class ClientMachine:
         self.state = LinkState.DOWN
         self._session = 0
         self._is_unreachable = True
+        self._other_version = RetryBackoff()
         self._incarnation = 0
         self._arena: ArenaView | None = None  # mapped and attached
         self._mapped: ArenaView | None = None  # not attached yet
@@ -194,6 +196,7 @@ class ClientMachine:
     def on_parcel(self, message: ToClient, blocks: Sequence[memoryview | bytes], now: float) -> None:
         """Follow one message of the store. Whatever does not fit is ignored: its call has ended."""
         self._last_heard = now
+        self._other_version.end()
         match message:
             case messages.Welcome():
                 self._on_welcome(message)
@@ -242,6 +245,19 @@ class ClientMachine:
         self._is_unreachable = True
         self._next_beat = now + self._options.heartbeat_interval_s
 
+    @property
+    def is_other_version(self) -> bool:
+        """Whether the store speaks another wire version, as far as is known."""
+        return self._other_version.is_active
+
+    def on_other_version(self, now: float) -> bool:
+        """The store speaks another wire version: greet it less and less often. Returns True if that is news."""
+        self._lose("other_version")
+        is_news = self._other_version.start()
+        if is_news:
+            self._next_beat = now + self._other_version.next_delay_s()
+        return is_news
+
     def on_link_up(self, now: float) -> None:
         """The carrier has a connection: no need to wait for the timer."""
         if self.waits_for_link:
@@ -278,7 +294,8 @@ class ClientMachine:
         self.state = LinkState.GREETING
         self._is_unreachable = False
         self._last_heard = now
-        self._next_beat = now + self._options.heartbeat_interval_s
+        is_other = self._other_version.is_active
+        self._next_beat = now + (self._other_version.next_delay_s() if is_other else self._options.heartbeat_interval_s)
         hello = messages.Hello(client_id=self._options.client_id, session=self._session, block_bytes=self._options.block_bytes)
         self._send(hello)
 

@@ -2,8 +2,8 @@
 
 Owns what is said and how it becomes bytes: one frame of version byte, kind byte and msgpack as in ``core.wire.codec``, then one
 frame for each block, where a message brings blocks. Fields are checked while they are decoded; a malformed or oversized message
-is a ``ProtocolError`` and nothing else. Keys and seals travel packed, one after another. Called by the carriers; the state
-machines (``kvstore.machine``, ``kvstore.client_machine``) see messages only.
+is a ``ProtocolError`` and nothing else, one of another version a ``VersionMismatch``. Keys and seals travel packed, one after
+another. Called by the carriers; the state machines (``kvstore.machine``, ``kvstore.client_machine``) see messages only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import msgspec
 from core.errors import ProtocolError
 from core.kv.seals import SEAL_BYTES
 from core.wire.limits import Count, Name, Positive, Text, Unsigned64
+from core.wire.version import check_version
 from kvstore.key import PACKED_KEY_BYTES
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 1  # counted apart from that of core.wire.codec
 KIND_TO_STORE: Final = 16  # beyond the kinds of core.wire.codec
 KIND_TO_CLIENT: Final = 17
 HEADER_BYTES: Final = 2
@@ -229,32 +230,32 @@ _to_store: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 
 
-def encode_to_store(message: ToStore) -> bytes:
+def encode_to_store(message: ToStore, version: int = WIRE_VERSION) -> bytes:
     """Return the first frame of a client's message."""
-    return _encode(KIND_TO_STORE, message)
+    return _encode(version, KIND_TO_STORE, message)
 
 
-def encode_to_client(message: ToClient) -> bytes:
+def encode_to_client(message: ToClient, version: int = WIRE_VERSION) -> bytes:
     """Return the first frame of a store's message."""
-    return _encode(KIND_TO_CLIENT, message)
+    return _encode(version, KIND_TO_CLIENT, message)
 
 
-def decode_to_store(frame: bytes | memoryview) -> ToStore:
+def decode_to_store(frame: bytes | memoryview, version: int = WIRE_VERSION) -> ToStore:
     """Return a client's message.
 
     Raises:
         ProtocolError: the frame is none.
     """
-    return _decode(_to_store, KIND_TO_STORE, frame)
+    return _decode(_to_store, KIND_TO_STORE, frame, version)
 
 
-def decode_to_client(frame: bytes | memoryview) -> ToClient:
+def decode_to_client(frame: bytes | memoryview, version: int = WIRE_VERSION) -> ToClient:
     """Return a store's message.
 
     Raises:
         ProtocolError: the frame is none.
     """
-    return _decode(_to_client, KIND_TO_CLIENT, frame)
+    return _decode(_to_client, KIND_TO_CLIENT, frame, version)
 
 
 def split_seals(packed: bytes) -> list[bytes]:
@@ -268,19 +269,18 @@ def split_seals(packed: bytes) -> list[bytes]:
     return [packed[start : start + SEAL_BYTES] for start in range(0, len(packed), SEAL_BYTES)]
 
 
-def _encode(kind: int, message: object) -> bytes:
-    frame = bytearray((WIRE_VERSION, kind))
+def _encode(version: int, kind: int, message: object) -> bytes:
+    frame = bytearray((version, kind))
     _encoder.encode_into(message, frame, HEADER_BYTES)
     if len(frame) > MAX_CONTROL_BYTES:
         raise ProtocolError(f"{type(message).__name__} takes {len(frame)} bytes on the wire, more than {MAX_CONTROL_BYTES}")
     return bytes(frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], kind: int, frame: bytes | memoryview) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], kind: int, frame: bytes | memoryview, version: int) -> T:
     if not HEADER_BYTES < len(frame) <= MAX_CONTROL_BYTES:
         raise ProtocolError(f"a message of {len(frame)} bytes; allowed are {HEADER_BYTES + 1} to {MAX_CONTROL_BYTES}")
-    if frame[0] != WIRE_VERSION:
-        raise ProtocolError(f"version {frame[0]} of the store's protocol is not supported, this process speaks {WIRE_VERSION}")
+    check_version(frame, version)
     if frame[1] != kind:
         raise ProtocolError(f"frame kind {frame[1]} instead of {kind}")
     try:

@@ -29,7 +29,7 @@ _COUNTS = {
     "refused_messages": "Messages that could not be followed.",
     "bad_frames": "Frames that could not be understood.",
 }
-_TIER_COUNTS = ("loaded_blocks", "missing_blocks", "saved_blocks", "failed_saves", "corrupt_blocks", "errors")
+_TIER_COUNTS = ("loaded_blocks", "missing_blocks", "saved_blocks", "failed_saves", "corrupt_blocks", "lost_blocks", "errors")
 
 
 def register_store_metrics(registry: CollectorRegistry, machine: StoreMachine, workers: Sequence[TierWorker]) -> None:
@@ -94,11 +94,13 @@ def _register_tiers(registry: CollectorRegistry, workers: Sequence[TierWorker]) 
             _tier_reader(workers, name),
         )
     used = Gauge(f"{PREFIX}kvstore_tier_used_bytes", "Size of what a tier holds.", ["tier"], registry=registry)
+    limit = Gauge(f"{PREFIX}kvstore_tier_limit_bytes", "Bytes that a tier may hold now.", ["tier"], registry=registry)
     blocks = Gauge(f"{PREFIX}kvstore_tier_blocks", "Blocks that a tier holds.", ["tier"], registry=registry)
     for worker in workers:
         if worker.tier.occupancy() != (None, None):
             blocks.labels(worker.tier.name).set_function(_occupancy(worker, 0))
             used.labels(worker.tier.name).set_function(_occupancy(worker, 1))
+            limit.labels(worker.tier.name).set_function(_limit(worker))
 
 
 def _reader(machine: StoreMachine, name: str) -> Callable[[], float]:
@@ -112,6 +114,10 @@ def _tier_reader(workers: Sequence[TierWorker], name: str) -> Callable[[], Itera
             yield (worker.tier.name,), getattr(statistics, name)
 
     return read
+
+
+def _limit(worker: TierWorker) -> Callable[[], float]:
+    return lambda: float(worker.tier.limit_bytes() or 0)
 
 
 def _occupancy(worker: TierWorker, index: int) -> Callable[[], float]:

@@ -120,6 +120,11 @@ def read_record(fd: int, nonce: bytes, offset: int, key: bytes, target: memoryvi
     return record
 
 
+def has_record(fd: int, nonce: bytes, record: Record) -> bool:
+    """Return whether the header of this record is where it was written; the block itself is not read."""
+    return decode_record_header(nonce, record.offset, os.pread(fd, RECORD_HEADER_BYTES, record.offset)) == record
+
+
 def _is_intact(fd: int, record: Record, verifier: BlockVerifier) -> bool:
     block = os.pread(fd, record.num_bytes, record.offset + RECORD_HEADER_BYTES)
     try:

@@ -10,6 +10,9 @@ number of files has nothing to do with how many descriptors this process may hav
 
 Room is made by the oldest file: what has been read since it was written is copied to the end of the log, up to half of the
 file, and the file is deleted. That is a second chance as in CLOCK, and every round frees at least half a segment.
+
+A file that cannot be read any more (it was deleted, or the device fails) takes its blocks along at the first failure: they are
+misses then, and can be written again. A file that cannot be deleted still counts, and its deletion is tried again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +29,8 @@ from pathlib import Path
 
 from core.errors import ConfigError, CorruptBlock, Unavailable
 from core.ids import IdSource
+from core.log import event
+from kvstore.disk_space import MIN_SEGMENTS, DiskSpace
 from kvstore.segment_file import (
     NONCE_BYTES,
     PAGE_BYTES,
@@ -33,13 +39,17 @@ from kvstore.segment_file import (
     decode_file_header,
     encode_file_header,
     encode_record_header,
+    has_record,
     read_record,
     record_bytes,
     scan_records,
 )
 
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"segment-([0-9]{12})\.kv")
-_MIN_SEGMENTS = 4  # that the capacity is cut into at least
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, and no fault of the file
 
 
 @dataclass(slots=True)
@@ -66,17 +76,18 @@ class SegmentLog:
 
     def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int, ids: IdSource, *, sync: bool = False) -> None:
         self._folder = folder
-        self._capacity_bytes = capacity_bytes
-        self._segment_bytes = min(segment_bytes, capacity_bytes // _MIN_SEGMENTS)
+        self._space = DiskSpace(folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
         self._ids = ids
         self._sync = sync
         self._index: dict[bytes, _Location] = {}
         self._segments: list[_Segment] = []  # the oldest first
+        self._undeleted: list[_Segment] = []  # have no blocks any more, but could not be deleted
         self._active: _Segment | None = None
         self._active_fd = -1
         self._last_number = 0
         self.num_torn_bytes = 0  # cut off at the start
         self.num_dropped = 0  # blocks that went to make room
+        self.num_lost = 0  # blocks whose file could not be read
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock_fd = self._take_lock()
@@ -84,6 +95,7 @@ class SegmentLog:
             raise self._unusable(error) from None
         try:
             self._recover()
+            self._space.measure(self.used_bytes)
         except OSError as error:
             os.close(self._lock_fd)
             raise self._unusable(error) from None
@@ -97,7 +109,12 @@ class SegmentLog:
     @property
     def used_bytes(self) -> int:
         """Size of all files, at most the capacity."""
-        return sum(segment.end for segment in list(self._segments))
+        return sum(segment.end for segment in [*self._segments, *self._undeleted])
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the files may take: the capacity, or what the file system can hold if that is less."""
+        return self._space.limit_bytes
 
     def append(self, key: bytes, seal: bytes, block: memoryview) -> bool:
         """Write a block; when this returns True, it survives the death of this process. False if there is no room.
@@ -105,26 +122,29 @@ class SegmentLog:
         Raises:
             Unavailable: the disk fails.
         """
-        if key in self._index:
+        if self._still_has(key):
             return True
         if not self._make_room(record_bytes(block.nbytes)):
             return False
-        return self._write(key, seal, block)
+        return self._write(key, seal, block) or (self._give_way() and self._write(key, seal, block))
 
     def read(self, key: bytes, target: memoryview) -> Record | None:
-        """Read a block into the beginning of ``target``; None if it is not there or does not fit.
+        """Read a block into the beginning of ``target``; None if it is not there.
 
         Raises:
-            CorruptBlock: there is no such record where it was written.
-            Unavailable: the disk fails.
+            CorruptBlock: there is no such record where it was written, or it does not fit.
+            Unavailable: the disk fails; the blocks of a file that cannot be read are gone from then on.
         """
         location = self._index.get(key)
-        if location is None or location.record.num_bytes > target.nbytes:
+        if location is None:
             return None
+        if location.record.num_bytes > target.nbytes:
+            raise CorruptBlock(f"a block of {location.record.num_bytes} bytes, and a slot has {target.nbytes}")
         location.is_used = True
         try:
             return _read(location.segment, location.record, target)
         except OSError as error:
+            self._lose(location.segment, error)
             raise Unavailable(f"{location.segment.path} cannot be read: {error}") from None
 
     def remove(self, key: bytes) -> None:
@@ -137,6 +157,7 @@ class SegmentLog:
         """Close the files and let others use the folder."""
         self._leave_active()
         self._segments.clear()
+        self._undeleted.clear()
         self._index.clear()
         os.close(self._lock_fd)
 
@@ -159,7 +180,19 @@ class SegmentLog:
         found = sorted((int(match[1]), path) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name)))
         for position, (number, path) in enumerate(found):
             self._last_number = number
-            self._recover_file(number, path, is_last=position == len(found) - 1)
+            try:
+                self._recover_file(number, path, is_last=position == len(found) - 1)
+            except OSError as error:  # of this file alone: the others serve
+                if error.errno in _OUR_OWN_LACK:
+                    raise
+                self._lose(self._stub(number, path), error)
+
+    def _stub(self, number: int, path: Path) -> _Segment:
+        """Return a file of which nothing but its size is known."""
+        try:
+            return _Segment(number, path, b"", path.stat().st_size)
+        except OSError:
+            return _Segment(number, path, b"", 0)
 
     def _recover_file(self, number: int, path: Path, *, is_last: bool) -> None:
         with _opened(path, os.O_RDWR) as fd:
@@ -170,11 +203,11 @@ class SegmentLog:
                 segment.end = record.end
                 self._enter(segment, record)
             self.num_torn_bytes += max(0, size - segment.end)
-            if not segment.records:
-                path.unlink()
-                return
-            os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
-            self._segments.append(segment)
+            if segment.records:
+                os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
+                self._segments.append(segment)
+            else:
+                self._delete(segment)
 
     def _enter(self, segment: _Segment, record: Record) -> None:
         earlier = self._index.get(record.key)
@@ -189,7 +222,7 @@ class SegmentLog:
             record = Record(segment.end, block.nbytes, key, seal)
             self._write_record(segment, record, block)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in _NO_ROOM:
                 return False
             raise Unavailable(f"{self._folder} cannot be written: {error}") from None
         segment.end = record.end
@@ -214,9 +247,13 @@ class SegmentLog:
     def _segment_for(self, num_bytes: int) -> _Segment:
         """Return the file that is written; a full one is followed by a new one."""
         active = self._active
-        if active is not None and active.end + num_bytes <= max(self._segment_bytes, PAGE_BYTES + num_bytes):
+        if active is not None and os.fstat(self._active_fd).st_nlink == 0:
+            self._lose(active, OSError(errno.ENOENT, "it was deleted while it was written"))
+            active = None
+        if active is not None and active.end + num_bytes <= max(self._space.segment_bytes, PAGE_BYTES + num_bytes):
             return active
         self._leave_active()
+        self._space.measure(self.used_bytes)
         self._last_number += 1
         path = self._folder / f"segment-{self._last_number:012}.kv"
         segment = _Segment(self._last_number, path, self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little"), PAGE_BYTES)
@@ -246,13 +283,91 @@ class SegmentLog:
             os.fsync(folder)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete the oldest files until a record fits, with room for what they hand on; False if it never fits."""
-        reserve = 3 * PAGE_BYTES + self._segment_bytes // 2  # first pages of new files; survivors
-        if num_bytes + reserve > self._capacity_bytes:
+        """Delete the oldest files until a record fits, with room for what they hand on; False if it does not."""
+        for segment in list(self._undeleted):
+            self._undeleted.remove(segment)
+            self._delete(segment)
+        if num_bytes + self._reserve_bytes > self.limit_bytes:
+            self._measure_again()
+        reserve = self._reserve_bytes
+        if num_bytes + reserve > self.limit_bytes:
             return False
-        while self.used_bytes + num_bytes + reserve > self._capacity_bytes:
+        while self.used_bytes + num_bytes + reserve > self.limit_bytes:
+            if self._undeleted or not self._segments:
+                return False  # it would drive out block after block for nothing
             self._reclaim(self._segments[0])
         return True
+
+    @property
+    def _reserve_bytes(self) -> int:
+        """Room that is left for the first pages of new files, and for survivors."""
+        return 3 * PAGE_BYTES + self._space.segment_bytes // 2
+
+    def _measure_again(self) -> None:
+        """Look whether others have left room on a disk that had none for a single record."""
+        try:
+            self._space.measure(self.used_bytes)
+        except OSError as error:
+            raise Unavailable(f"{self._folder} cannot be measured: {error}") from None
+
+    def _give_way(self) -> bool:
+        """Adapt to a file system that is full before the capacity is reached; True if a file was deleted, so try again.
+
+        The file that is written may hold all there is; it is only closed then, and goes when the next block finds no room.
+        """
+        self._space.on_full(self.used_bytes)
+        oldest = self._segments[0] if self._segments else None
+        if oldest is None or oldest is self._active:
+            self._leave_active()
+            return False
+        self._reclaim(oldest)
+        return not self._undeleted
+
+    def _still_has(self, key: bytes) -> bool:
+        """Look whether a known block is in its file, or else forget what the file had, so that it can be written again."""
+        location = self._index.get(key)
+        if location is None:
+            return False
+        segment = location.segment
+        try:
+            with _opened(segment.path, os.O_RDONLY) as fd:
+                is_there = has_record(fd, segment.nonce, location.record)
+        except OSError as error:
+            self._lose(segment, error)
+            if key in self._index:
+                raise Unavailable(f"{segment.path} cannot be read: {error}") from None
+            return False
+        if not is_there:
+            self.remove(key)
+        return is_there
+
+    def _lose(self, segment: _Segment, error: OSError) -> None:
+        """Forget the blocks of a file that cannot be read."""
+        if error.errno in _OUR_OWN_LACK:
+            return
+        num_blocks = len(segment.records)
+        _log.warning(event("kvstore_segment_lost", path=segment.path, blocks=num_blocks, error=error.strerror or error))
+        self.num_lost += num_blocks
+        if segment is self._active:
+            self._leave_active()
+        self._forget(segment)
+
+    def _forget(self, segment: _Segment) -> None:
+        """Take a file and its blocks out of the index, and delete it."""
+        if segment in self._segments:
+            self._segments.remove(segment)
+        for key in segment.records:
+            del self._index[key]
+        segment.records.clear()
+        self._delete(segment)
+
+    def _delete(self, segment: _Segment) -> None:
+        """Delete a file without blocks; one that cannot be deleted still takes room, and is tried again."""
+        try:
+            segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning(event("kvstore_segment_not_deleted", path=segment.path, error=error.strerror or error))
+            self._undeleted.append(segment)
 
     def _reclaim(self, segment: _Segment) -> None:
         """Hand on what was used, then delete the file. A crash in between leaves some blocks twice, which does no harm."""
@@ -261,15 +376,12 @@ class SegmentLog:
         for block, record in self._survivors(segment):
             if not self._write(record.key, record.seal, block):
                 break
-        self._segments.remove(segment)
-        for key in segment.records:
-            del self._index[key]
-            self.num_dropped += 1
-        segment.path.unlink(missing_ok=True)
+        self.num_dropped += len(segment.records)
+        self._forget(segment)
 
     def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
         """Yield what is handed on, the newest first, up to half of a segment."""
-        num_left = min(self._segment_bytes, segment.end) // 2
+        num_left = min(self._space.segment_bytes, segment.end) // 2
         for record in reversed(list(segment.records.values())):
             num_left -= record_bytes(record.num_bytes) if self._index[record.key].is_used else 0
             if not self._index[record.key].is_used or num_left < 0:

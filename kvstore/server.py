@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from core.clock import Clock
-from core.errors import ProtocolError
+from core.errors import ProtocolError, VersionMismatch
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.curve import ClusterKeys
-from core.wire.sockets import SocketOptions, bind, router_socket, warn_if_exposed
+from core.wire.sockets import CLOSE_LINGER_MS, SocketOptions, bind, router_socket, warn_if_exposed
+from core.wire.version import VersionRefuser
 from kvstore.client import process_start_ticks
 from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.messages import MAX_BLOCK_BYTES, Refused, decode_to_store, encode_to_client
@@ -50,6 +52,8 @@ class StoreServer:
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
         self._clock = clock
         self._on_death = on_death
+        self._refuser = VersionRefuser()
+        self._limited_log = LimitedLog(_log, clock.now)
         self._timer_interval_s = options.client_timeout_s / 4
         self._next_timer = 0.0
         self._wakeup = Wakeup()
@@ -92,7 +96,7 @@ class StoreServer:
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._wakeup.close()
-        self._socket.close(linger=0)
+        self._socket.close(linger=CLOSE_LINGER_MS)
         self._context.term()
         if self.machine.memory is not None:
             self.machine.memory.arena.close()
@@ -139,12 +143,22 @@ class StoreServer:
             return True
         try:
             message = decode_to_store(frame)
+        except VersionMismatch as error:
+            self.machine.counts["bad_frames"] += 1
+            self._refuse_version(client, error)
+            return True
         except ProtocolError as error:
             self.machine.counts["bad_frames"] += 1
             self._send(client, [encode_to_client(Refused(code=error.code, message=error.message[:1000]))])
             return True
         self._follow(self.machine.on_parcel(client, message, blocks, self._clock.now()))
         return True
+
+    def _refuse_version(self, client: bytes, error: VersionMismatch) -> None:
+        self._limited_log.warning("other_wire_version", key=error.theirs, ours=error.ours, theirs=error.theirs)
+        refusal = self._refuser.answer(client, error, self._clock.now())
+        if refusal is not None:
+            self._send(client, [refusal])
 
     def _follow(self, actions: Sequence[Action]) -> None:
         for action in actions:

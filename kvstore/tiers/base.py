@@ -30,6 +30,7 @@ class TierStatistics:
     failed_saves: int = 0
     corrupt_blocks: int = 0
     errors: int = 0
+    lost_blocks: int = 0  # the tier could not read them any more, and has forgotten them
     num_blocks: int | None = None
     used_bytes: int | None = None
 
@@ -52,7 +53,11 @@ class Tier(ABC):
 
     @abstractmethod
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:
-        """Read a block into the target; None if it is not there or does not fit. The bytes have not been checked."""
+        """Read a block into the target; None if it is not there. The bytes have not been checked.
+
+        Raises:
+            CorruptBlock: what is there is no block, or does not fit; the caller removes it.
+        """
 
     @abstractmethod
     def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
@@ -65,6 +70,14 @@ class Tier(ABC):
     def occupancy(self) -> tuple[int | None, int | None]:
         """Return the number of blocks and bytes held, from any thread; None where only the tier itself knows."""
         return None, None
+
+    def limit_bytes(self) -> int | None:
+        """Return what the tier may hold at the moment, from any thread; None where only the tier itself knows."""
+        return None
+
+    def num_lost_blocks(self) -> int:
+        """Return how many blocks the tier has forgotten because it could not read them, from any thread."""
+        return 0
 
     @abstractmethod
     def close(self) -> None:

@@ -57,6 +57,14 @@ class DiskTier(Tier):
         """Return the number of blocks and the size of the files."""
         return len(self._log), self._log.used_bytes
 
+    def limit_bytes(self) -> int:
+        """Return the capacity, or what the file system can hold if that is less."""
+        return self._log.limit_bytes
+
+    def num_lost_blocks(self) -> int:
+        """Return the number of blocks whose file could not be read."""
+        return self._log.num_lost
+
     def close(self) -> None:
         """Close the files."""
         self._log.close()

@@ -48,6 +48,7 @@ class RedisTier(Tier):
         except ValueError:
             raise _bad_url() from None
         self._failures = (redis.RedisError, OSError)
+        self._refusal = redis.ResponseError
         self._ttl_ms = round(1000 * ttl_s) or None
         self._clock = clock or SystemClock()
         self._resume_at = 0.0
@@ -68,16 +69,24 @@ class RedisTier(Tier):
 
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:
         """Get a value."""
-        value = self._try(lambda: self._redis.get(PREFIX + key))
+        value = self._try(lambda: self._get(key))
         if value is None:
             return None
         if not isinstance(value, bytes) or len(value) <= SEAL_BYTES:
             raise CorruptBlock(f"the value of {key.hex()} is no block")
         num_bytes = len(value) - SEAL_BYTES
-        if num_bytes > target.nbytes:
-            return None
+        if num_bytes > target.nbytes:  # it would stay for ever: a value that is there is never replaced
+            raise CorruptBlock(f"the value of {key.hex()} has {num_bytes} bytes, and a slot {target.nbytes}")
         target[:num_bytes] = memoryview(value)[SEAL_BYTES:]
         return TierBlock(num_bytes, value[:SEAL_BYTES])
+
+    def _get(self, key: bytes) -> object:
+        try:
+            return self._redis.get(PREFIX + key)
+        except self._refusal as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise CorruptBlock(f"the value of {key.hex()} is no string") from None
+            raise
 
     def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
         """Set a value that is not there yet."""

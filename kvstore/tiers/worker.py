@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from core.errors import CorruptBlock, StaleBlock, StoreError
 from core.log import event
+from core.rate_limit import LimitedLog
 from kvstore.key import StoreKey
 from kvstore.seal_check import BlockVerifier
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob, TierStatistics
@@ -79,6 +81,7 @@ class TierRunner:
         self._verifier = BlockVerifier()
         self._counts = TierStatistics()
         self._is_failing = False
+        self._limited_log = LimitedLog(_log, time.monotonic)  # a bad disk can fail every block
 
     def run(self, job: TierJob) -> None:
         """Do it and put the result into it, unless nobody wants it any more. Never raises."""
@@ -95,11 +98,12 @@ class TierRunner:
             self._is_failing = True
         except Exception:  # a transfer boundary: a tier that breaks has nothing
             self._counts.errors += 1
-            _log.exception(event("kvstore_tier_broke", tier=self._tier.name))
+            self._limited_log.exception("kvstore_tier_broke", tier=self._tier.name)
 
     def statistics(self) -> TierStatistics:
         """Return what has been counted, and what the tier holds."""
         self._counts.num_blocks, self._counts.used_bytes = self._tier.occupancy()
+        self._counts.lost_blocks = self._tier.num_lost_blocks()
         return self._counts
 
     def _do(self, job: TierJob) -> None:
@@ -120,7 +124,8 @@ class TierRunner:
                 self._verifier.check(StoreKey.unpack(job.key), loaded.seal, job.target[: loaded.num_bytes])
         except (CorruptBlock, StaleBlock) as error:
             self._counts.corrupt_blocks += 1
-            _log.warning(event("kvstore_corrupt_block", tier=self._tier.name, key=job.key.hex(), error=error.message))
+            key = job.key.hex()
+            self._limited_log.warning("kvstore_corrupt_block", block_key=key, tier=self._tier.name, error=error.message)
             self._tier.remove(job.key)
             return
         self._counts.loaded_blocks += loaded is not None

@@ -6,15 +6,28 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from core.clock import SystemClock
 from core.config import KVStoreSection
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.version import encode_refusal
 from kvstore.build import machine_options, make_tiers
 from kvstore.client import StoreClient, connect_store, own_process, process_start_ticks
 from kvstore.client_machine import ClientOptions
+from kvstore.messages import (
+    WIRE_VERSION,
+    Goodbye,
+    Heartbeat,
+    UnknownClient,
+    Welcome,
+    decode_to_client,
+    decode_to_store,
+    encode_to_client,
+    encode_to_store,
+)
 from kvstore.server import StoreServer
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, put, read
@@ -65,6 +78,21 @@ def test_only_holders_of_the_key_get_in():
             assert server.machine.num_clients == 1
 
 
+@pytest.mark.parametrize("age", ["old", "new"])
+def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
+    refusals, taken = [], StoreClient._take_link_event
+    monkeypatch.setattr(StoreClient, "_take_link_event", lambda self, it: refusals.append(it) or taken(self, it))
+    keys = {name: derive_keys(new_cluster_key(RandomIds())) for name in ("old", "new")}
+    ring = keys["old"].with_others([keys["new"]])
+    block = make_block(1)
+    with serving(keys[age]) as (_, address), client_at(address, ring) as member:
+        assert member.wait_until_connected(DEADLINE_S)
+        assert put(member, [block]).stored == [True]
+        eventually(lambda: refusals.count(True) >= 3, "the other key was never tried")  # none of it is a lost link
+        assert member.is_connected
+        assert read(member, [block.key]) == [bytes(block.content)]
+
+
 def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_told_once(caplog):
     with serving() as (_, address), client_at(address) as fitting:
         assert fitting.wait_until_connected(DEADLINE_S)
@@ -72,6 +100,41 @@ def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_told_once(caplog):
             eventually(lambda: "kvstore.block_bytes" in caplog.text, "nobody is told")
             assert not large.wait_until_connected(0.3)
         assert caplog.text.count("kvstore_refused") == 1
+
+
+def test_frames_of_another_version_are_refused_once_and_logged_once(caplog):
+    with serving() as (server, address), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(address)
+        frame = encode_to_store(Goodbye(), WIRE_VERSION + 1)
+        for _ in range(300):
+            stranger.send(frame)
+        eventually(lambda: server.machine.counts["bad_frames"] == 300, "they did not arrive")
+        stranger.send(encode_to_store(Heartbeat(last=0)))
+        assert stranger.poll(1000 * DEADLINE_S)
+        assert stranger.recv() == encode_refusal(WIRE_VERSION, WIRE_VERSION + 1)
+        assert stranger.poll(1000 * DEADLINE_S)
+        assert isinstance(decode_to_client(stranger.recv()), UnknownClient)
+        stranger.linger = 0
+    assert caplog.text.count("other_wire_version") == 1
+
+
+def test_a_client_backs_off_from_a_store_of_another_version_until_it_is_understood(caplog):
+    caplog.set_level(logging.INFO)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as store:
+        store.linger = 0
+        port = store.bind_to_random_port("tcp://127.0.0.1")
+        with client_at(f"tcp://127.0.0.1:{port}") as client:
+            for number in range(3):
+                assert store.poll(1000 * DEADLINE_S)
+                identity, frame = store.recv_multipart()
+                if number < 2:
+                    store.send_multipart([identity, encode_refusal(2, WIRE_VERSION)])
+            hello = decode_to_store(frame)
+            welcome = Welcome(session=hello.session, incarnation=1, slot_bytes=BLOCK_BYTES)
+            store.send_multipart([identity, encode_to_client(welcome)])
+            assert client.wait_until_connected(DEADLINE_S)
+            eventually(lambda: "kvstore_understood" in caplog.text, "nobody is told")
+    assert caplog.text.count("other_wire_version") == 1
 
 
 def test_an_arena_that_cannot_be_mapped_means_frames(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from core.errors import ProtocolError
 from core.ids import SeededIds
+from core.wire.version import FIRST_RETRY_S, MAX_RETRY_S
 from kvstore import messages as m
 from kvstore.arena import NONCE_BYTES, ArenaView, arena_bytes, write_header
 from kvstore.client_machine import ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
@@ -93,6 +94,42 @@ def test_a_client_that_is_refused_asks_again_by_its_timer_only():
     client.after(0.02)
     client.greet()
     assert client.machine.state is LinkState.UP
+
+
+@pytest.mark.parametrize("answers", [lambda number: True, lambda number: number % 3 == 0], ids=["always", "at times"])
+def test_a_store_of_another_version_is_greeted_less_and_less_often(answers):
+    client, num_hellos, news = Client(), 0, []
+    for _ in range(6000):
+        client.after(0.1)
+        for message in client.said():
+            assert isinstance(message, m.Hello)
+            num_hellos += 1
+            if answers(num_hellos):
+                news.append(client.machine.on_other_version(client.now))
+    assert news == [True] + [False] * (len(news) - 1)
+    assert 20 < num_hellos < 7 + 600 / MAX_RETRY_S + 2
+    assert client.machine.is_other_version
+
+
+def test_a_store_that_is_understood_again_is_greeted_as_usual():
+    client = Client()
+    client.after(0)
+    client.said()
+    client.machine.on_other_version(client.now)
+    client.after(FIRST_RETRY_S)
+    client.greet()
+    assert (client.machine.state, client.machine.is_other_version) == (LinkState.UP, False)
+    client.hear(m.UnknownClient(incarnation=3))
+    assert [type(message) for message in client.said()] == [m.Hello]
+    client.after(BEAT_S + TIMEOUT_S + 0.01)
+    client.after(BEAT_S)
+    assert m.Hello in {type(message) for message in client.said()}
+
+
+def test_calls_to_a_store_that_turns_out_to_be_of_another_version_end(client):
+    ticket = client.machine.lookup(KEYS, client.now)
+    client.machine.on_other_version(client.now)
+    assert (ticket.is_done, ticket.failure) == (True, "other_version")
 
 
 def test_an_arena_that_cannot_be_mapped_means_frames():

@@ -251,10 +251,11 @@ def test_removed_blocks_are_gone(tmp_path):
     log.close()
 
 
-def test_a_target_that_is_too_small_is_a_miss(tmp_path):
+def test_block_that_does_not_fit_is_corrupt(tmp_path):
     log, block = open_log(tmp_path), make_block(1, 4000)
     append(log, block)
-    assert log.read(block.key.pack(), memoryview(bytearray(3999))) is None
+    with pytest.raises(CorruptBlock, match="4000 bytes, and a slot has 3999"):
+        log.read(block.key.pack(), memoryview(bytearray(3999)))
     log.close()
 
 

@@ -43,11 +43,15 @@ def test_a_block_comes_back_with_its_seal(tier):
     assert tier.knows(block.key.pack()) is None
 
 
-def test_what_is_not_there_or_does_not_fit_is_a_miss(tier):
+def test_what_is_not_there_is_a_miss(tier):
+    assert load(tier, make_block(1)) is None
+
+
+def test_value_that_does_not_fit_is_corrupt(tier):
     block = make_block(1)
-    assert load(tier, block) is None
     save(tier, block)
-    assert load(tier, block, BLOCK_BYTES - 8) is None
+    with pytest.raises(CorruptBlock, match=f"a slot {BLOCK_BYTES - 8}"):
+        load(tier, block, BLOCK_BYTES - 8)
 
 
 def test_first_writer_wins(tier):
@@ -165,3 +169,20 @@ def test_an_address_that_is_none_or_holds_a_password_is_refused_without_showing_
         RedisTier(url, timeout_s=1.0)
     assert "hunter" not in str(refusal.value)
     assert "KVFERRY_REDIS_PASSWORD" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["long", "list"])
+def test_value_that_can_never_be_loaded_is_replaced(redis_process, embedded_store, kind):
+    block = make_block(1)
+    name = PREFIX + block.key.pack()
+    with redis.Redis.from_url(redis_process.url) as client, embedded_store(redis_url=redis_process.url) as store:
+        if kind == "long":
+            client.set(name, block.seal + bytes(block.content) + bytes(8))
+        else:
+            client.rpush(name, "no block")
+        assert read(store, [block.key]) == [None]
+        assert client.exists(name) == 0
+        put(store, [block])
+        assert store.flush()
+        assert client.get(name) == block.seal + bytes(block.content)
+        assert store.workers[0].statistics().corrupt_blocks == 1

@@ -1,0 +1,253 @@
+"""A disk tier heals itself: lost files, failing reads, file systems that are too small, files that cannot be deleted."""
+
+import errno
+import logging
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from core.errors import Unavailable
+from core.ids import SeededIds
+from kvstore.segment_file import record_bytes
+from kvstore.segments import SegmentLog
+from kvstore.testing.blocks import make_block
+
+BLOCK = 4000
+RECORD = record_bytes(BLOCK)
+SEGMENT = 4 * RECORD  # three blocks beside the first page
+
+
+def blocks_of(count, first=0):
+    return [make_block(number, BLOCK) for number in range(first, first + count)]
+
+
+def open_log(folder, capacity=64 << 20, segment_bytes=SEGMENT):
+    return SegmentLog(folder, capacity, segment_bytes, SeededIds(1))
+
+
+@pytest.fixture
+def log(tmp_path):
+    log = open_log(tmp_path)
+    yield log
+    log.close()
+
+
+def append(log, block):
+    return log.append(block.key.pack(), block.seal, block.content)
+
+
+def read(log, block):
+    target = memoryview(bytearray(BLOCK))
+    record = log.read(block.key.pack(), target)
+    return None if record is None else bytes(target)
+
+
+def knows(log, blocks):
+    return [block.key.pack() in log for block in blocks]
+
+
+def files_of(folder):
+    return sorted(folder.glob("segment-*.kv"))
+
+
+def fail(monkeypatch, owner, name, number, condition=lambda *_: True):
+    """Let a call to the system fail where the condition holds."""
+    real = getattr(owner, name)
+
+    def failing(*arguments, **options):
+        if condition(*arguments):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_blocks_of_a_deleted_file_are_misses_after_the_first_failure(log, tmp_path):
+    blocks = blocks_of(9)
+    assert all(append(log, block) for block in blocks)
+    files_of(tmp_path)[0].unlink()
+    with pytest.raises(Unavailable, match="cannot be read"):
+        read(log, blocks[0])
+    assert knows(log, blocks) == [False] * 3 + [True] * 6
+    assert read(log, blocks[1]) is None
+    assert read(log, blocks[3]) == bytes(blocks[3].content)
+    assert (log.num_lost, log.used_bytes) == (3, sum(path.stat().st_size for path in files_of(tmp_path)))
+
+
+def test_saved_means_written_also_when_the_file_has_gone(tmp_path):
+    log, blocks = open_log(tmp_path), blocks_of(5)
+    assert all(append(log, block) for block in blocks)
+    for path in files_of(tmp_path):  # the one that is being written included
+        path.unlink()
+    assert all(append(log, block) for block in blocks)
+    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
+    log.close()
+    again = open_log(tmp_path)
+    assert knows(again, blocks) == [True] * 5
+    again.close()
+
+
+def test_no_block_goes_into_a_deleted_file(tmp_path):
+    log, (first, second) = open_log(tmp_path), blocks_of(2)
+    append(log, first)
+    files_of(tmp_path)[0].unlink()
+    assert append(log, second)
+    log.close()
+    log = open_log(tmp_path)
+    assert knows(log, [first, second]) == [False, True]
+    log.close()
+
+
+def test_saved_means_written_also_when_the_record_was_overwritten(log, tmp_path):
+    (block,) = blocks_of(1)
+    append(log, block)
+    files_of(tmp_path)[0].write_bytes(bytes(files_of(tmp_path)[0].stat().st_size))
+    assert append(log, block)
+    assert read(log, block) == bytes(block.content)
+
+
+def test_blocks_of_a_file_that_fails_to_read_are_misses(log, tmp_path, monkeypatch):
+    blocks = blocks_of(6)
+    assert all(append(log, block) for block in blocks)
+    fail(monkeypatch, os, "preadv", errno.EIO)
+    with pytest.raises(Unavailable):
+        read(log, blocks[0])
+    monkeypatch.undo()
+    assert knows(log, blocks) == [False] * 3 + [True] * 3
+    assert len(files_of(tmp_path)) == 1
+    assert append(log, blocks[0])
+    assert read(log, blocks[0]) == bytes(blocks[0].content)
+
+
+def test_lack_of_descriptors_loses_no_block(log, monkeypatch):
+    (block,) = blocks_of(1)
+    append(log, block)
+    fail(monkeypatch, os, "open", errno.EMFILE)
+    with pytest.raises(Unavailable):
+        read(log, block)
+    with pytest.raises(Unavailable):
+        append(log, block)
+    monkeypatch.undo()
+    assert read(log, block) == bytes(block.content)
+
+
+def test_file_that_cannot_be_opened_at_the_start_costs_its_blocks_only(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path), blocks_of(6)
+    assert all(append(log, block) for block in blocks)
+    log.close()
+    first = files_of(tmp_path)[0]
+    fail(monkeypatch, os, "open", errno.EIO, lambda path, *_: path == first)
+    log = open_log(tmp_path)
+    assert knows(log, blocks) == [False] * 3 + [True] * 3
+    log.close()
+
+
+# ---- no room ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "kvferry-test", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def kept_after(folder, num_blocks, fill=0):
+    """Save blocks into a store that may hold more than its disk, and return which are there, and the log's limit."""
+    log = open_log(folder, capacity=64 << 20, segment_bytes=16 << 20)
+    if fill:
+        (folder / "of-somebody-else").write_bytes(bytes(fill))
+    blocks = blocks_of(num_blocks)
+    saved = [append(log, block) for block in blocks]
+    kept = [read(log, block) == bytes(block.content) for block in blocks]
+    limit = log.limit_bytes
+    log.close()
+    return saved, kept, limit
+
+
+def test_file_system_smaller_than_the_capacity_keeps_the_newest(small_disk, caplog):
+    saved, kept, limit = kept_after(small_disk, 1000)
+    assert all(saved)
+    assert kept == sorted(kept)
+    assert (1 << 20) * 0.5 < sum(kept) * RECORD < limit <= 1 << 20
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "kvstore_disk_too_small" in line.getMessage()
+    assert "lower kvstore.disk_bytes" in line.getMessage()
+
+
+def test_room_that_others_take_is_given_up(small_disk, caplog):
+    saved, kept, limit = kept_after(small_disk, 1000, fill=700 << 10)
+    assert sum(saved) >= 990, "a block or two finds no room before older ones have gone"
+    assert kept[-1]
+    assert limit <= (1 << 20) - (700 << 10)
+    assert len([record for record in caplog.records if "kvstore_disk_too_small" in record.getMessage()]) == 1
+
+
+def test_limit_grows_again_when_others_leave_room(small_disk):
+    other = small_disk / "of-somebody-else"
+    other.write_bytes(bytes(700 << 10))
+    log = open_log(small_disk)
+    assert log.limit_bytes <= 324 << 10
+    other.unlink()
+    assert all(append(log, block) for block in blocks_of(150))
+    assert log.used_bytes > 324 << 10
+    log.close()
+
+
+def test_disk_that_was_full_at_the_start_is_used_once_others_leave_room(tmp_path, monkeypatch):
+    free_pages = 0
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_pages, f_frsize=4096))
+    log, (first, second) = open_log(tmp_path), blocks_of(2)
+    assert not append(log, first)
+    free_pages = 1024
+    assert append(log, second)
+    log.close()
+
+
+def test_disk_that_cannot_be_measured_is_unavailable(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    log, (block,) = open_log(tmp_path), blocks_of(1)
+    fail(monkeypatch, os, "statvfs", errno.EIO)
+    with pytest.raises(Unavailable):
+        append(log, block)
+    log.close()
+
+
+def test_quota_that_the_file_system_does_not_tell_is_lived_with(tmp_path, monkeypatch):
+    quota, real = 60 * RECORD, os.pwritev
+
+    def within_quota(fd, pieces, offset):
+        if sum(path.stat().st_size for path in files_of(tmp_path)) + sum(map(len, map(bytes, pieces))) > quota:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(fd, pieces, offset)
+
+    monkeypatch.setattr(os, "pwritev", within_quota)
+    saved, kept, _ = kept_after(tmp_path, 400)
+    assert sum(saved) >= 395
+    assert sum(kept) >= 30
+    assert kept[-1]
+
+
+def test_file_that_cannot_be_deleted_stays_counted_and_is_tried_again(tmp_path, monkeypatch):
+    capacity = 40 * RECORD
+    log, blocks = open_log(tmp_path, capacity), blocks_of(60)
+    fail(monkeypatch, Path, "unlink", errno.EBUSY)
+    saved = [append(log, block) for block in blocks]
+    first = saved.index(False)
+    assert not any(saved[first:])
+    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
+    assert knows(log, blocks[3:first]) == [True] * (first - 3), "one file was given up, and no other for nothing"
+    monkeypatch.undo()
+    assert all(append(log, block) for block in blocks[first:])
+    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
+    log.close()
