@@ -40,14 +40,17 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverReport:
-    """What the hand-over of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
+    """What loading the KV of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
 
-    ``num_refusals`` by decode workers without room are no retries.
+    ``num_refusals`` by decode workers without room are no retries. Both times are None if one worker served alone.
+    ``outcome`` of the handoff is ``loaded``, or the reason why not. It is None without a handoff, and before it is over: then
+    the report is about tiers that have lost blocks.
     """
 
     cost: TransferUsage
-    first_token: FirstTokenTiming
-    second_token: SecondTokenTiming
+    first_token: FirstTokenTiming | None
+    second_token: SecondTokenTiming | None
+    outcome: str | None = None
     num_retries: int = 0
     num_replays: int = 0
     num_refusals: int = 0

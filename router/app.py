@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
+from litestar.config.cors import CORSConfig
 from litestar.connection import ASGIConnection
 from litestar.dto import MsgspecDTO
 from litestar.exceptions import HTTPException, InternalServerException, NotAuthorizedException, ValidationException
@@ -23,21 +25,21 @@ from litestar.params import Body, Parameter
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, ExceptionHandler, Guard
 from litestar.typing import FieldDefinition
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from core.engine.ops_http import OpsResponse
 from core.errors import Cancelled, DeadlineUnreachable, InvalidRequest, KVFerryError
 from core.log import event
 from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
+from router.api_keys import bearer_key
 from router.edge import Edge, client_id
 from router.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http_errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.key_limit import KeyLimit
 from router.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.params import parse_body
+from router.probes import Probes
 from router.responses import ChatCompletion, Completion
-from router.status import status_of
-from router.status_page import CONTENT_SECURITY_POLICY, PAGE
 from router.uploads import UploadLimit, hold_of
 
 if TYPE_CHECKING:
@@ -48,7 +50,6 @@ logger = logging.getLogger(__name__)
 _HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _GONE = "client disconnected prematurely"  # all that tells Litestar's exception for it from other failures
 _OPEN = "is_open"  # handler option: served without the API key
-_encoder = msgspec.json.Encoder()
 
 
 class StrictBody(MsgspecDTO[msgspec.Struct]):
@@ -83,11 +84,24 @@ class BodyLimits:
     max_requests_per_key: int = 0  # open at once; 0 = any number
 
 
-def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits: BodyLimits | None = None) -> ASGIApp:
-    """Return the ASGI application. An empty ``api_key`` leaves it open; several are separated by commas."""
+def create_app(
+    endpoints: Endpoints,
+    *,
+    version: str,
+    api_key: str = "",
+    limits: BodyLimits | None = None,
+    has_metrics: bool = True,
+    cors_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the ASGI application. An empty ``api_key`` leaves it open; several are separated by commas.
+
+    Without ``has_metrics`` metrics and status are on a port of their own. Pages of ``cors_origins`` may call the API.
+    """
     limits = limits or BodyLimits()
+    probes = Probes(endpoints, version)
+    routes = [*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, probes)]
     app = Litestar(
-        route_handlers=[*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, version)],
+        route_handlers=[*routes, *(_operator_routes(probes) if has_metrics else [])],
         request_max_body_size=limits.max_body_bytes,
         guards=[_guard(api_key)] if api_key else [],
         exception_handlers={
@@ -103,6 +117,7 @@ def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits:
             render_plugins=[JsonRenderPlugin(path="/", media_type=MediaType.JSON)],
         ),
         logging_config=None,
+        cors_config=_cors(cors_origins),
     )
     paths = frozenset(route.path for route in app.routes)
     uploads = UploadLimit(app, limits.max_upload_bytes)
@@ -111,6 +126,18 @@ def create_app(endpoints: Endpoints, *, version: str, api_key: str = "", limits:
     if limits.max_requests_per_key and api_key:
         app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
     return Edge(app_with_limits, endpoints.metrics, paths)
+
+
+def _cors(origins: Sequence[str]) -> CORSConfig | None:
+    if not origins:
+        return None
+    # No credentials: the key is a header that the page's script sends, and cookies mean nothing here.
+    return CORSConfig(
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
@@ -146,7 +173,7 @@ def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     return [tokenize, detokenize]
 
 
-def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]:
+def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandler]:
     @get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the served model."""
@@ -161,43 +188,43 @@ def _status_routes(endpoints: Endpoints, version: str) -> list[BaseRouteHandler]
     @get(["/health", "/ping"], opt={_OPEN: True})
     async def health() -> ASGIResponse:
         """Say whether the process does its work."""
-        is_alive = endpoints.service.is_alive
-        return _status(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
+        return _answer(probes.health())
 
     @get(["/ready", "/readyz"], opt={_OPEN: True})
     async def ready() -> ASGIResponse:
         """Say whether a request could be served now, and if not, why."""
-        reason = endpoints.not_ready_reason
-        return _status(200 if reason is None else 503, {"status": "ready" if reason is None else "not ready", "reason": reason})
-
-    @get("/metrics", opt={_OPEN: True})
-    async def metrics() -> ASGIResponse:
-        """Return all metrics in Prometheus's text format."""
-        media_type, _, _ = CONTENT_TYPE_LATEST.partition("; charset=")  # which Litestar adds
-        return ASGIResponse(body=generate_latest(endpoints.metrics.registry), media_type=media_type)
+        return _answer(probes.ready())
 
     @get("/version", opt={_OPEN: True})
-    async def show_version() -> dict[str, str]:
+    async def version() -> ASGIResponse:
         """Return the version of kvferry."""
-        return {"version": version}
+        return _answer(probes.version())
 
     @get("/load")
     async def load() -> dict[str, int]:
         """Return the number of requests in flight."""
         return {"server_load": endpoints.service.num_requests}
 
+    return [models, model, health, ready, version, load]
+
+
+def _operator_routes(probes: Probes) -> list[BaseRouteHandler]:
+    @get("/metrics", opt={_OPEN: True})
+    async def metrics() -> ASGIResponse:
+        """Return all metrics in Prometheus's text format."""
+        return _answer(probes.metrics())
+
     @get("/status", opt={_OPEN: True})
     async def status_page() -> ASGIResponse:
         """Show the cluster to a person."""
-        headers = {"content-security-policy": CONTENT_SECURITY_POLICY, "cache-control": "no-store"}
-        return ASGIResponse(body=PAGE.encode(), media_type=MediaType.HTML, headers=headers)
+        return _answer(probes.status_page())
 
     @get("/status.json", opt={_OPEN: True})
     async def status() -> ASGIResponse:
         """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
-        return ASGIResponse(body=_encoder.encode(status_of(endpoints, version)), media_type="application/json")
+        return _answer(probes.status())
 
-    return [models, model, health, ready, metrics, show_version, load, status_page, status]
+    return [metrics, status_page, status]
 
 
 def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
@@ -208,16 +235,18 @@ def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Calle
     )
 
 
-def _status(status: int, content: dict[str, Any]) -> ASGIResponse:
-    return ASGIResponse(body=_encoder.encode(content), status_code=status, media_type="application/json")
+def _answer(response: OpsResponse) -> ASGIResponse:
+    media_type, _, _ = response.content_type.partition("; charset=")  # which Litestar adds to texts
+    headers = dict(response.headers)
+    return ASGIResponse(body=response.body, status_code=response.status, media_type=media_type, headers=headers)
 
 
 def _guard(api_key: str) -> Guard:
     """Let through who sends one of the keys, which are separated by commas; how long that takes tells nothing of them."""
-    expected = [f"Bearer {key.strip()}".encode() for key in api_key.split(",") if key.strip()]
+    expected = [key.strip().encode() for key in api_key.split(",") if key.strip()]
 
     def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-        given = connection.headers.get("authorization", "").encode()
+        given = bearer_key(connection.headers.get("authorization", "").encode())
         num_matches = sum(hmac.compare_digest(given, known) for known in expected)  # all of them, whichever it is
         if not handler.opt.get(_OPEN) and not num_matches:
             raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")

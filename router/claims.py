@@ -5,8 +5,8 @@ Owns the counts in ``Member.num_inflight``. Knows nothing of messages: ``router.
 
 from __future__ import annotations
 
-from router.cluster import Member, WorkerKey
 from router.flow import Claim, Flow
+from router.members import Member, WorkerKey
 
 
 class Claims:

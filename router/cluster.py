@@ -1,7 +1,8 @@
-"""Which workers are alive: a synchronous state machine without I/O.
+"""Which workers are alive, and which of them make progress: a synchronous state machine without I/O.
 
 Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.flows``) or of which
-worker suits one (``router.policy``). ``router.machine`` feeds it messages and carries out its actions.
+worker suits one (``router.policy``). ``router.machine`` feeds it messages and carries out its actions. Nobody is judged, as
+silent, stalled or unreachable, while the router itself has just stood still (``router.pauses``).
 
 A worker is known by (engine_id, incarnation). A new incarnation of a name replaces the one before it at once: whatever the old
 process was doing is lost. If the old process turns out to be alive, two processes share a name: the older is refused for good.
@@ -9,12 +10,9 @@ process was doing is lost. If the old process turns out to be alive, two process
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from core.errors import EngineDead, NoWorker, Overloaded
 from core.wire.messages import (
     ErrorInfo,
     Goodbye,
@@ -23,153 +21,18 @@ from core.wire.messages import (
     Register,
     Registered,
     RegisterEncoder,
-    Role,
     RouterMessage,
 )
+from router.members import Encoder, Member, Worker, WorkerKey
+from router.pauses import OwnPauses
+from router.progress import Standing
 
 NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
 
-_CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died: room has nothing to do with it
-
 _MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
 _MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
-
-
-class WorkerKey(NamedTuple):
-    """One process of one instance."""
-
-    engine_id: str
-    incarnation: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Member(ABC):
-    """A live process of the cluster as the router sees it.
-
-    ``num_inflight`` counts what it was given for this router's own requests (choices, or images) and is moved by the flows.
-    ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are, and so does
-    ``closed_because`` from a failure by which it said, and why, that it takes nothing at all.
-    """
-
-    key: WorkerKey
-    peer: bytes  # ZeroMQ identity that messages to it are addressed to
-    last_seen: float
-    peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
-    is_draining: bool = False
-    is_refusing: bool = False
-    closed_because: str = ""
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    num_leased_blocks: int = 0
-    num_inflight: int = 0
-    last_picked: int = 0
-
-    @property
-    @abstractmethod
-    def role(self) -> Role:
-        """What the process does."""
-
-    @property
-    @abstractmethod
-    def num_slots(self) -> int:
-        """How much of what it holds it works on at a time, or may hold where that is not said."""
-
-    @property
-    @abstractmethod
-    def transports(self) -> tuple[str, ...]:
-        """How others read what it has."""
-
-    @abstractmethod
-    def has_room(self, count: int) -> bool:
-        """Say whether it would admit so much more, as far as is known here."""
-
-    @property
-    def why_closed(self) -> str:
-        """Why it takes no new requests, whatever room it has; empty if it does."""
-        return self.closed_because or (f"worker {self.key.engine_id} is draining" if self.is_draining else "")
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it takes no new requests, whatever room it has."""
-        return bool(self.why_closed)
-
-    def note_failure(self, error: ErrorInfo) -> None:
-        """Note what its failure of one request, if anything, says of all others."""
-        if error.code == Overloaded.code:
-            self.is_refusing = True
-        elif error.code in _CLOSED:
-            self.closed_because = error.message or error.code
-
-    @property
-    def num_held(self) -> int:
-        """What it holds: our own count is never late, the heartbeat's includes that of other routers."""
-        return max(self.num_inflight, self.num_running + self.num_waiting)
-
-
-@dataclass(slots=True, kw_only=True)
-class Worker(Member):
-    """A prefill, decode or aggregated worker; it holds choices."""
-
-    facts: Register
-
-    @property
-    def role(self) -> Role:
-        """What the worker does."""
-        return self.facts.role
-
-    @property
-    def num_slots(self) -> int:
-        """Choices in its batch."""
-        return self.facts.max_num_seqs
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """Of KV blocks."""
-        return self.facts.transports
-
-    @property
-    def load(self) -> float:
-        """Choices per slot."""
-        return self.num_held / self.num_slots
-
-    def may_hold(self, num_choices: int) -> bool:
-        """Say whether so many choices would fit if it had no others."""
-        limit = self.facts.max_num_choices
-        return not limit or num_choices <= limit
-
-    def has_room(self, count: int) -> bool:
-        """Say whether it would admit so many choices more, as far as is known here."""
-        limit = self.facts.max_num_choices
-        return not self.is_refusing and (not limit or self.num_held + count <= limit)
-
-
-@dataclass(slots=True, kw_only=True)
-class Encoder(Member):
-    """An encode worker; it holds images."""
-
-    facts: RegisterEncoder
-
-    @property
-    def role(self) -> Role:
-        """What the worker does."""
-        return "encode"
-
-    @property
-    def num_slots(self) -> int:
-        """Images that it holds at most."""
-        return self.facts.max_num_images
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The connector that embeddings are read by."""
-        return (self.facts.ec_connector,)
-
-    def has_room(self, count: int) -> bool:
-        """Say whether it would admit so many images more, as far as is known here."""
-        return not self.is_refusing and self.num_held + count <= self.num_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +60,21 @@ class Left:
     is_back: bool = False
 
 
-ClusterAction = Reply | Joined | Left
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The worker's engine makes no progress: it gets nothing until that returns."""
+
+    worker: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A stalled worker makes progress again; it is on probation."""
+
+    worker: Member
+
+
+ClusterAction = Reply | Joined | Left | Stalled | Resumed
 
 
 class Cluster:
@@ -209,15 +86,15 @@ class Cluster:
 
     def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
         self._model = model
-        self._interval_s = heartbeat_interval_s
         self._timeout_s = heartbeat_timeout_s
-        self._last_tick: float | None = None
+        self.pauses = OwnPauses(heartbeat_interval_s, settle_s=heartbeat_timeout_s)
         self.welcome = Registered(
             router_id=router_id,
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
         )
         self._members: dict[str, Member] = {}  # by engine_id
+        self._has_met_prefill = False
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
 
@@ -273,6 +150,7 @@ class Cluster:
             member = _new_member(key, peer, facts, now)
             self._members[facts.engine_id] = member
             self._by_peer[peer] = member
+            self._note_role(member)
             actions.append(Joined(member))
         return [*actions, Reply(peer, self.welcome)]
 
@@ -292,6 +170,7 @@ class Cluster:
         worker.is_draining = heartbeat.is_draining
         worker.is_refusing = False
         worker.closed_because = ""
+        worker.progress.on_heartbeat(heartbeat, now)
         return [*actions, Reply(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
@@ -303,19 +182,41 @@ class Cluster:
         """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
         return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
 
+    def on_unreachable(self, worker: Member, now: float) -> list[ClusterAction]:
+        """Drop a worker whose connection is gone.
+
+        If the router has stood still, the worker may just have given the connection up: it has time to come by another one.
+        """
+        if not self.pauses.is_settling(now):
+            return self.on_broken(worker, "its connection is gone")
+        worker.cut_peer = worker.peer
+        return []
+
     def on_timer(self, now: float) -> list[ClusterAction]:
-        """Drop the workers that have been silent for too long.
+        """Drop the workers that have been silent for too long, and note which make no progress.
 
         A tick counts as one heartbeat interval of silence at most. If more has passed since the one before, this router
         stood still: what the workers said meanwhile may lie unread, and is no silence of theirs.
         """
-        lateness = 0.0 if self._last_tick is None else now - self._last_tick - self._interval_s
-        self._last_tick = now
-        if lateness > 0:
-            for worker in self._members.values():
-                worker.last_seen = min(now, worker.last_seen + lateness)
+        lateness = self.pauses.on_tick(now)
+        for worker in self._members.values() if lateness else ():
+            worker.last_seen = min(now, worker.last_seen + lateness)
         silent = [worker for worker in self._members.values() if now - worker.last_seen > self._timeout_s]
-        return [self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s") for worker in silent]
+        actions: list[ClusterAction] = []
+        for worker in silent:
+            actions.append(self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s"))
+        return actions if self.pauses.is_settling(now) else actions + self._judge(now)
+
+    def _judge(self, now: float) -> list[ClusterAction]:
+        """Drop the workers that have not come back by another connection; note who has stalled, or makes progress again."""
+        actions: list[ClusterAction] = []
+        for worker in list(self._members.values()):
+            if worker.cut_peer is not None:
+                actions.append(self._remove(worker, "its connection is gone"))
+            elif worker.progress.judge(now):
+                has_stalled = worker.progress.standing is Standing.STALLED
+                actions.append(Stalled(worker) if has_stalled else Resumed(worker))
+        return actions
 
     def touch(self, worker: Member, now: float) -> None:
         """Count any message as a sign of life."""
@@ -324,6 +225,8 @@ class Cluster:
     def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[ClusterAction]:
         """Note a sign of life; on a new connection, what the old one still carried may be lost."""
         worker.last_seen = now
+        if peer != worker.cut_peer:
+            worker.cut_peer = None
         if peer in worker.peers:
             return []
         actions: list[ClusterAction] = []
@@ -335,6 +238,11 @@ class Cluster:
         while len(worker.peers) > _MAX_PEERS:
             self._forget_peer(worker, worker.peers.pop(0))
         return actions
+
+    def _note_role(self, member: Member) -> None:
+        self._has_met_prefill |= member.role == "prefill"
+        for worker in self.workers if self._has_met_prefill else ():
+            worker.may_serve_alone = worker.role == "decode"
 
     def _forget_peer(self, worker: Member, peer: bytes) -> None:
         if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since

@@ -1,31 +1,39 @@
-"""Clients' connections with deadlines, so that none can hold a descriptor, memory or a request by doing nothing.
+"""Clients' connections with bounds, so that none can hold a descriptor, memory or a request by doing nothing or too much.
 
-Owns what uvicorn leaves open: how long a request may take to arrive, how long an answer may wait for its reader, and how many
-connections there may be. Knows nothing of routes. ``router.server`` gives ``HttpConfig`` to uvicorn.
+Owns what uvicorn leaves open: how long a request may take to arrive, how large its head may be, how long an answer may wait for
+its reader, and how many connections there may be. Knows nothing of routes. ``router.server`` gives ``HttpConfig`` to uvicorn.
 
     connected ──first byte──► head ──► body ──► answer ──► idle (uvicorn's keep-alive)
     └───── receive_timeout_s ────┘└ the same ┘ └ send_timeout_s without progress
+    └──────── max_head_bytes ────┘
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import httptools
 import msgspec
 import uvicorn
 from litestar.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from core.wire.messages import ErrorInfo
+from router.client_table import ClientTable
 from router.http_errors import error_body
 
-CutReason = Literal["limit", "receive", "send"]
-_KEEP_ALIVE_S = 75
+CutReason = Literal["address", "head", "idle", "limit", "pipeline", "receive", "send"]
+MAX_HEADERS = 256
+MAX_PIPELINED = 32  # requests of one connection that wait for an earlier one's answer
+ACCEPT_BATCH = 128  # connections that one callback of the event loop may accept
+_SLICE_BYTES = 16 << 10  # so much is parsed between two looks at the bounds
+_LINGER_S = 2.0  # how long a refused client may go on sending before the answer is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +43,18 @@ class ClientLimits:
     max_connections: int
     receive_timeout_s: float  # for the head of a request, and again for its body
     send_timeout_s: float  # for a reader that takes nothing
+    idle_timeout_s: float = 75.0  # between an answer and the next request
+    max_head_bytes: int = 64 << 10  # of a request's head; also between two pieces of a body, where trailers are
+    max_connections_per_address: int = 0  # 0 = any number
+    proxies: tuple[str, ...] = ()  # whose connections the bound per address leaves alone
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's settings for the router. ``count_cut`` is told of every connection that is ended by a limit."""
+    """uvicorn's settings for the router. ``count_cut`` is told of every connection that is ended by a limit.
+
+    Raises:
+        ConfigError: ``limits.proxies`` are no addresses.
+    """
 
     def __init__(self, app: ASGIApp, limits: ClientLimits, count_cut: Callable[[CutReason], None]) -> None:
         super().__init__(
@@ -49,11 +65,19 @@ class HttpConfig(uvicorn.Config):
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            backlog=ACCEPT_BATCH,
+            timeout_keep_alive=math.ceil(limits.idle_timeout_s),
             timeout_graceful_shutdown=1,
         )
         self.limits = limits
         self.count_cut = count_cut
+        self.clients: ClientTable[GuardedConnection] = ClientTable(
+            limits.max_connections, limits.max_connections_per_address, limits.proxies
+        )
+
+
+class _Refused(Exception):
+    """What the parser has found is beyond a bound. It ends the parsing of the connection."""
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -69,29 +93,64 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, HttpConfig)
         self._limits = config.limits
-        self._count_cut = config.count_cut
+        self._clients = config.clients
+        self._tell_cut = config.count_cut
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._is_in_request = False  # from the end of a head to the end of its body
+        self._num_head_bytes = 0  # since the parser last gave out a head or a piece of a body
+        self._num_headers = 0
+        self._served: RequestResponseCycle | None = None
+        self._is_refused = False
+        self._reason: CutReason | None = None  # of a refusal that the parser's callback has found
 
     # ---- what the event loop tells -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, unless there are too many."""
+        """Take the connection, unless there are too many: of its address, or of all, and none of them idle."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._cut("limit")
+        is_within = self._clients.add(self, self.client[0] if self.client else "")
+        if not is_within:
+            self._cut("address")
             return
         self._expect_request()
+        if self._clients.is_overfull:
+            idle = self._clients.longest_idle()
+            idle._cut("limit" if idle is self else "idle")
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came. Whatever comes between requests is the start of one."""
+        """Parse what came, a slice at a time. Whatever comes between requests is the start of one."""
+        if self._is_refused:
+            return
         if self._receiving is None and not self._is_in_request:
             self._expect_request()
-        super().data_received(data)
+        view = memoryview(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            piece = view[start : start + _SLICE_BYTES]
+            self._num_head_bytes += len(piece)
+            self._parse(bytes(piece))
+            if self._is_refused or self.transport.is_closing():
+                return
+            if self._num_head_bytes > self._limits.max_head_bytes:
+                self._refuse_head(f"it has more than {self._limits.max_head_bytes} bytes")
+                return
+
+    def _parse(self, piece: bytes) -> None:
+        """Feed the parser, which calls what follows. In place of uvicorn's, which logs whatever a client gets wrong."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserError:
+            self._refuse_unparsed()
+        except httptools.HttpParserUpgrade:
+            return  # to nothing that we speak: the answer to the request is all there is
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all clocks."""
+        """Stop all clocks, and the request that is being served: uvicorn tells only the last one that was sent ahead."""
+        self._clients.remove(self)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
         self._stop_receiving()
         self._stop_sending()
         super().connection_lost(exc)
@@ -109,17 +168,51 @@ class GuardedConnection(HttpToolsProtocol):
 
     # ---- what the parser tells ---------------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        """Start to count the headers of a request."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reason = "pipeline"
+            raise _Refused
+        self._num_headers = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer behind a body, unless there are too many."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._reason = "head"
+            raise _Refused
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Give the body its time."""
+        self._num_head_bytes = 0
         self._is_in_request = True
+        self._clients.mark_busy(self)
         self._expect_request()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The request is here."""
+        self._num_head_bytes = 0
         self._is_in_request = False
         self._stop_receiving()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or go on with one that is here."""
+        if not self.pipeline:
+            self._clients.mark_idle(self)
+        super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - as uvicorn has it
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     # ---- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -129,10 +222,12 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _on_receive_timeout(self) -> None:
         self._receiving = None
-        if self.flow.read_paused:  # by us, until an earlier request is served: the client can do nothing about it
+        if self._is_refused:
+            self.transport.abort()
+        elif self.flow.read_paused:  # by us, until an earlier request is served: the client can do nothing about it
             self._expect_request()
         elif self._is_in_request and not self.cycle.response_started:
-            self._count_cut("receive")
+            self._tell_cut("receive")
             self.transport.write(_too_slow(self._limits.receive_timeout_s))
             self.transport.close()
         else:
@@ -148,8 +243,38 @@ class GuardedConnection(HttpToolsProtocol):
             self._sending.cancel()
             self._sending = None
 
+    # ---- refusals ----------------------------------------------------------------------------------------------------
+
+    def _refuse_unparsed(self) -> None:
+        """Refuse what the parser has given up: it is no HTTP, or beyond one of our bounds."""
+        if self._reason == "head":
+            self._refuse_head(f"it has more than {MAX_HEADERS} fields")
+        elif self._reason is not None:
+            self._cut(self._reason)
+        else:
+            self._refuse(ErrorInfo(code="invalid_request", message="this is no valid HTTP request", http_status=400))
+
+    def _refuse_head(self, why: str) -> None:
+        self._tell_cut("head")
+        message = f"the head of the request is too large: {why}"
+        self._refuse(ErrorInfo(code="head_too_large", message=message, http_status=431))
+
+    def _refuse(self, info: ErrorInfo) -> None:
+        """Send an error and take nothing more. What still comes is read for a while, or the client would lose the answer."""
+        self._is_refused = True
+        self._stop_receiving()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()  # it would stand in the middle of an earlier answer
+            return
+        self.transport.write(_response(info))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._receiving = self.loop.call_later(_LINGER_S, self._on_receive_timeout)
+
     def _cut(self, reason: CutReason) -> None:
-        self._count_cut(reason)
+        self._tell_cut(reason)
+        self._is_refused = True
+        self._clients.remove(self)
         self.transport.abort()
 
 
@@ -160,6 +285,13 @@ def limit_unread_answers(listening: socket.socket, send_timeout_s: float) -> Non
 
 def _too_slow(receive_timeout_s: float) -> bytes:
     message = f"the request's body did not arrive within {receive_timeout_s:g} s"
-    body = msgspec.json.encode(error_body(ErrorInfo(code="request_timeout", message=message, http_status=408)))
-    head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode() + b"connection: close\r\n\r\n" + body
+    return _response(ErrorInfo(code="request_timeout", message=message, http_status=408))
+
+
+_REASON_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+def _response(info: ErrorInfo) -> bytes:
+    body = msgspec.json.encode(error_body(info))
+    head = f"HTTP/1.1 {info.http_status} {_REASON_PHRASES[info.http_status]}\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from core.wire.media import MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeRequest
 from router.claims import Claims
-from router.cluster import Cluster, Encoder, Worker, WorkerKey
+from router.cluster import Cluster
 from router.flow import EncodeEnded, Encoding, Flow, Send
+from router.members import Encoder, Worker, WorkerKey
 
 MAX_KNOWN_IMAGES = 65536
 

@@ -6,7 +6,6 @@ Owns the order of the steps and the identity of a request. Knows nothing of rout
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,11 @@ from typing import Any
 import msgspec
 from litestar.types import ASGIApp, Receive
 
+from core.config import RouterSection
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.tracing import TraceContext
+from core.wire.sampling import SamplingParams
 from router.images import Hold, ImageReader
 from router.logprobs import TokenTexts
 from router.metrics import RouterMetrics
@@ -26,19 +27,22 @@ from router.output import RequestOutput
 from router.params import (
     ModelLimits,
     OutputOptions,
+    check_num_logprobs,
     check_ranges,
     check_supported,
     check_token_ids,
     load_failure_policy,
     output_options,
-    sampling_params,
+    params_of_prompt,
+    shared_params,
 )
 from router.policy import choose_weights
-from router.prompts import INLINE_CHARACTERS, Prompt, PromptReader, Sight
+from router.prompts import Prompt, PromptReader, Sight, check_messages, max_text_tokens
 from router.responses import ChatShaper, CompletionShaper, Envelope
 from router.served import ServedModel
 from router.service import RouterService
 from router.streaming import Answer, EventStream
+from router.text_pool import TextPool
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -76,7 +80,7 @@ class Endpoints:
         service: RouterService,
         metrics: RouterMetrics,
         ids: IdSource,
-        max_prompt_tokens: int = 0,
+        config: RouterSection,
         images: ImageReader | None = None,
     ) -> None:
         self.model = model.name
@@ -86,10 +90,11 @@ class Endpoints:
         self._defaults = model.defaults
         self._tokenizer = model.tokenizer
         sight = Sight(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
-        self._reader = PromptReader(model.tokenizer, sight)
+        self._pool = TextPool(model.tokenizer, config.text_threads)
+        self._reader = PromptReader(model.tokenizer, self._pool, sight)
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
-        self._max_prompt_tokens = max_prompt_tokens
+        self._max_prompt_tokens = config.max_prompt_tokens
         self.created = int(time.time())
 
     # ---- generation --------------------------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ class Endpoints:
     async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/completions``. Raises what refuses or ends the request."""
         options, limits = self._check(request)
-        prompts = await self._reader.read_completion(request, limits)
+        prompts = await self._reader.read_completion(request, limits, caller.hold)
         return await self._generate(request, options, prompts, limits, caller)
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
@@ -121,19 +126,20 @@ class Endpoints:
         limits: ModelLimits,
         caller: Caller,
     ) -> ASGIApp:
-        submissions = [self._submission(request, prompt, limits) for prompt in prompts]
+        shared = shared_params(request, limits, len(prompts))
+        check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
+        submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         is_chat = isinstance(request, ChatCompletionRequest)
         envelope = Envelope(
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
             created=int(time.time()),
             model=self.model,
-            system_fingerprint=self._fingerprint(prompts[0]),
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
         # Last: from here on, workers have to be stopped.
-        generation = self.service.open(caller.client_id, submissions, caller.trace)
-        answer = Answer(generation, output, shaper, caller.receive)
+        generation = await self.service.open(caller.client_id, submissions, caller.trace)
+        answer = Answer(generation, output, shaper, caller.receive, self._pool)
         try:
             if options.is_stream:
                 return EventStream(answer, await answer.first(), options, self.metrics)
@@ -145,12 +151,16 @@ class Endpoints:
         return response
 
     def _submission(
-        self, request: CompletionRequest | ChatCompletionRequest, prompt: Prompt, limits: ModelLimits
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        prompt: Prompt,
+        shared: SamplingParams,
+        limits: ModelLimits,
     ) -> Submission:
         return Submission(
             request_id=new_hex_id(self._ids),
             prompt_token_ids=prompt.token_ids,
-            sampling=sampling_params(request, len(prompt.token_ids), new_seed(self._ids), limits),
+            sampling=params_of_prompt(request, shared, len(prompt.token_ids), new_seed(self._ids), limits),
             n=request.n or 1,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
@@ -162,14 +172,12 @@ class Endpoints:
             timeout_s=request.timeout_s,
         )
 
-    def _fingerprint(self, prompt: Prompt) -> str | None:
-        """Return a name of the weights that serve, as OpenAI does."""
-        worker = next(iter(self.service.machine.cluster.workers), None)
-        fingerprint = prompt.model_fingerprint or (worker.facts.model_fingerprint if worker else b"")
-        return f"fp_{fingerprint.hex()[:12]}" if fingerprint else None
-
     def _choose_weights(self) -> bytes:
-        return choose_weights(self.service.machine.cluster.workers)
+        try:
+            return choose_weights(self.service.machine.cluster.workers)
+        except NoWorker as error:
+            error.retry_after_s = self.service.retry_after_s
+            raise
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
@@ -190,12 +198,13 @@ class Endpoints:
         """
         reason = self.not_ready_reason
         if reason is not None:
-            raise NoWorker(reason)
+            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.service.retry_after_s)
         return ModelLimits(
             max_model_len=self.service.machine.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
             vocab_size=self._tokenizer.vocab_size,
             defaults=self._defaults,
+            eos_token_ids=frozenset(self._tokenizer.eos_token_ids),
         )
 
     @property
@@ -208,25 +217,32 @@ class Endpoints:
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
+        check_messages(request.messages or ())
         max_model_len = self.service.machine.max_model_len
         if request.prompt is not None:
             text, add_special = request.prompt, request.add_special_tokens is not False
         else:
-            text, add_special = self._reader.render(request), bool(request.add_special_tokens)
-        tokens = list(await self._reader.encode(text, add_special_tokens=add_special))
-        strings = [self._tokenizer.token(token_id) or "" for token_id in tokens] if request.return_token_strs else None
+            text, add_special = await self._reader.render_in_time(request), bool(request.add_special_tokens)
+        found = await self._reader.tokenize(text, add_special_tokens=add_special, max_model_len=max_model_len)
+        tokens = list(found)
+        strings = await self._pool.run(lambda: self._spelled(tokens)) if request.return_token_strs else None
         return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
 
     async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
-        """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary."""
+        """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary, or too many."""
         self.check_model(request.model)
-        if len(request.tokens) <= INLINE_CHARACTERS:
-            return self._decoded(request.tokens)
-        return await asyncio.to_thread(self._decoded, request.tokens)
+        most = max_text_tokens(self.service.machine.max_model_len)
+        if len(request.tokens) > most:
+            raise InvalidRequest(f"there are {len(request.tokens)} tokens, at most {most} are taken here", param="tokens")
+        check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
+        return Detokenized(prompt=await self._pool.decode(request.tokens, skip_special_tokens=False))
 
-    def _decoded(self, token_ids: list[int]) -> Detokenized:
-        check_token_ids("tokens", token_ids, self._tokenizer.vocab_size)
-        return Detokenized(prompt=self._tokenizer.decode(token_ids, skip_special_tokens=False))
+    def _spelled(self, token_ids: list[int]) -> list[str]:
+        return [self._tokenizer.token(token_id) or "" for token_id in token_ids]
+
+    def close(self) -> None:
+        """Drop what waits for a thread."""
+        self._pool.close()
 
     def models(self) -> list[dict[str, Any]]:
         """Return the model card in a list."""

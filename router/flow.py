@@ -19,11 +19,12 @@ from typing import Literal
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
-from router.accounting import FirstTokenTiming, SecondTokenTiming
-from router.cluster import Member, WorkerKey
+from router.accounting import FirstTokenTiming, SecondTokenTiming, total_cost
+from router.members import Member, WorkerKey
 from router.news import Submission, Update
 
 RetryKind = Literal["prefill", "handover", "replay"]
+NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
 
 
 class Phase(Enum):
@@ -61,6 +62,17 @@ class Accounts:
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
     costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (try, what it reported)
+    prefill_loss: TransferUsage | None = None  # what the prefill worker had to compute as a tier had lost it
+
+    @property
+    def handoff_cost(self) -> TransferUsage:
+        """What decode and aggregated workers have reported."""
+        return total_cost(cost for _, cost in self.costs.values())
+
+    @property
+    def cost(self) -> TransferUsage:
+        """What all workers have reported. The reason of a handoff that failed comes before that of a tier."""
+        return total_cost([self.handoff_cost, self.prefill_loss or TransferUsage()])
 
 
 @dataclass(slots=True)
@@ -90,9 +102,13 @@ class Flow:
     fallback_reason: str = ""
     renew_at: float = 0.0
     waits_since: float = 0.0
+    judged_try: int = 0  # by whose report its two workers were judged last
+    has_own_deadline: bool = False  # the client has set it, not the router
+    pardoned_s: float = 0.0  # of its deadline, for which the router itself stood still
     num_tries: int = 1
-    num_retries: int = 0  # those that count against the budget
-    retried: list[RetryKind] = field(default_factory=list)  # of those, the ones after which it went on
+    blamed: list[WorkerKey] = field(default_factory=list)  # failures that count against its budget, by who failed
+    free_retries: dict[str, int] = field(default_factory=dict)  # others since its last token, by the error's code
+    retried: list[RetryKind] = field(default_factory=list)  # the retries after which it went on, refusals apart
     num_refusals: int = 0  # by decode workers without room; they cost nothing but time
     setback: ErrorInfo | None = None  # why the latest retry was needed
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
@@ -120,6 +136,11 @@ class Flow:
     def workers(self) -> set[WorkerKey | None]:
         """Everybody that it has, or will have, something from."""
         return {self.prefill, self.decode, *(self.encoding.waiting if self.encoding else ())}
+
+    @property
+    def is_degraded(self) -> bool:
+        """True if it was begun by a decode worker alone, for want of a prefill worker."""
+        return self.fallback_reason == NO_PREFILL
 
     @property
     def live_choices(self) -> list[int]:
@@ -201,6 +222,7 @@ def open_flow(submission: Submission, now: float, timeout_s: float) -> Flow:
     return Flow(
         submission=submission,
         deadline=now + submission.budget_s(timeout_s),
+        has_own_deadline=submission.timeout_s is not None and submission.timeout_s <= timeout_s,
         accounts=Accounts(arrival=now),
         output_token_ids=[[] for _ in range(submission.n)],
         finish_reasons=[None] * submission.n,

@@ -5,16 +5,16 @@ what the client is told. Knows nothing of text (``router.output``), HTTP or sock
 go out and ``router.machine`` passes them on. A request always ends with exactly one ``Ended``, and a failure is delivered
 before it.
 
-What becomes of a request whose worker is lost or fails it in a way that another may not (``router.retries``):
+What becomes of a request whose worker is lost, makes no progress, or fails it in a way that another may not:
 
 | the client has       | it goes on                                                                                     |
 |----------------------|------------------------------------------------------------------------------------------------|
-| nothing yet          | from the beginning on another pair, or ends with the error if there is none                    |
+| nothing yet          | from the beginning: on another pair, or a worker that serves alone                             |
 | the first token      | on another decode worker with the same hand-over, or without one if its prefill worker is lost |
 | more                 | on another decode worker, which computes prompt and output so far: a *replay*                  |
 
-With a token out, it waits for a decode worker if there is none at the moment: until its deadline if all are full, for
-``worker_wait_s`` if there is none at all that could ever hold it.
+If nobody can take it, it stays with a worker that has only stalled, and waits for a successor of one that was lost
+(``router.waiting``). What costs it one of its retries, and what does not, is said by ``router.retries``.
 """
 
 from __future__ import annotations
@@ -32,19 +32,25 @@ from core.errors import (
     ProtocolError,
     RequestError,
     TransferTimeout,
+    WorkerStalled,
     fallback_reason,
 )
 from core.wire.kv import KVHandoff
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
 from router import retries
 from router.claims import Claims
-from router.cluster import Cluster, Encoder, Left, Member, Worker, WorkerKey
+from router.cluster import Cluster, Left
 from router.encode_legs import EncodeLegs
-from router.flow import Deliver, EncodeEnded, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
+from router.flow import NO_PREFILL, Deliver, EncodeEnded, Ended, Flow, FlowAction, Phase, Retried, Send, open_flow
 from router.legs import TokensLost, apply_first_tokens, apply_tokens, find_problem, first_message, name_image, successor_message
+from router.members import Encoder, Member, Worker, WorkerKey
 from router.news import Submission, Update
-from router.policy import Demand, Route, choose_decode, choose_route, choose_successor, why_not_read
+from router.pair_health import PairHealth
+from router.placement import Placement
+from router.policy import Route, why_not_read
+from router.restarts import Restarts
 from router.tries import Tries
+from router.waiting import Waiting
 
 
 class Flows:
@@ -66,10 +72,12 @@ class Flows:
         self._request_timeout_s = request_timeout_s
         self._max_requests = max_requests
         self._max_retries = max_retries
-        self._worker_wait_s = worker_wait_s
         self._flows: dict[str, Flow] = {}
         self._tries = Tries()
-        self._waiting: dict[str, Flow] = {}  # for a decode worker, first come first served
+        self.restarts = Restarts(worker_wait_s)
+        self._waiting = Waiting(self.restarts)
+        self._pairs = PairHealth()
+        self._placement = Placement(cluster, self._claims, self._pairs)
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -80,7 +88,7 @@ class Flows:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many requests wait for a decode worker."""
+        """Return how many requests wait for a worker."""
         return len(self._waiting)
 
     def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
@@ -102,7 +110,7 @@ class Flows:
             raise Overloaded(f"the router serves {len(self._flows)} requests, its limit: try again later")
         flow = open_flow(submission, now, self._request_timeout_s)
         flow.avoid |= avoid
-        route = choose_route(self._cluster.workers, _demand(flow))
+        route = self._placement.route(flow, now)
         self._flows[flow.request_id] = flow
         return self._start(flow, route, now)
 
@@ -148,6 +156,7 @@ class Flows:
         problem = find_problem(message, sender, flow)
         if problem:
             return self._fail(flow, ProtocolError(f"prefill worker {sender.key.engine_id}: {problem}"), now)
+        sender.progress.on_success()
         actions: list[FlowAction] = [Deliver(flow.request_id, apply_first_tokens(flow, message, now))]
         if flow.is_finished:
             return [*actions, *_release(sender.key, message.kv_handoff), self._end(flow, now)]
@@ -169,16 +178,19 @@ class Flows:
             except TokensLost as error:
                 if flow.request_id in updates:
                     actions.append(Deliver(flow.request_id, updates.pop(flow.request_id)))
-                actions += self._retry(flow, ErrorInfo.of(error), now, is_gone=False)
+                is_free = self._cluster.pauses.is_settling(now)  # then the router may not have taken them in time
+                actions += self._retry(flow, ErrorInfo.of(error), now, is_gone=False, is_free=is_free)
             except ProtocolError as error:
                 updates.pop(flow.request_id, None)
                 actions += self._fail(flow, error, now)
             else:
+                self._pairs.learn(flow, item.usage.kv_transfer if item.usage else None, now)
                 updates[flow.request_id] = update
         for request_id, update in updates.items():
             actions.append(Deliver(request_id, update))
             flow = self._flows[request_id]
             if flow.is_finished:
+                sender.progress.on_success()
                 actions.append(self._end(flow, now))
             else:
                 self._claims.shrink(flow, flow.decode, len(flow.live_choices))
@@ -191,8 +203,11 @@ class Flows:
         flow = self._tries.get(message.request_id)
         if flow is None or sender.key != flow.current:
             return []
-        if retries.is_worth_a_retry(error):
-            return self._retry(flow, error, now, is_gone=True)
+        is_pause = retries.is_blameless(error) or retries.is_premature(flow, error, now)
+        if is_pause or retries.is_worth_a_retry(error):
+            return self._retry(flow, error, now, is_gone=True, is_free=is_pause)
+        if flow.is_leg_handed_over and flow.prefill is not None:  # the client wanted the error
+            self._pairs.note((flow.prefill, sender.key), fallback_reason(error.code), now)
         return self._fail_with(flow, name_image(flow.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[FlowAction]:
@@ -207,11 +222,32 @@ class Flows:
     def on_left(self, left: Left, now: float) -> list[FlowAction]:
         """Let the requests of a lost worker go on without it."""
         key = left.worker.key
+        if not left.is_back:
+            self._pairs.forget(key)
         flows = [flow for flow in self._flows.values() if key in flow.workers]
         return [action for flow in flows for action in self._lose(flow, left, now)]
 
+    def on_joined(self, member: Member, now: float) -> list[FlowAction]:
+        """Let requests that wait go on. A process that is back has not failed: what its loss has cost is given back."""
+        if isinstance(member, Worker):
+            self.restarts.on_joined(member, now)
+        for flow in self._flows.values():
+            flow.blamed = [key for key in flow.blamed if key != member.key]
+        return self.place_waiting(now)
+
+    def on_pause(self, lateness_s: float) -> None:
+        """The router stood still for so long: requests get that time back, but for what their clients have set themselves."""
+        self._waiting.pardon(lateness_s)
+        for flow in self._flows.values():
+            if flow.encoding is not None:
+                flow.encoding.deadline += lateness_s
+            if not flow.has_own_deadline:
+                flow.deadline += lateness_s
+                flow.pardoned_s += lateness_s
+
     def on_timer(self, now: float) -> list[FlowAction]:
         """End requests that are out of time; keep hand-overs alive until they are accepted; try those that wait again."""
+        self.restarts.look(self._cluster.workers, now)
         actions: list[FlowAction] = []
         for flow in list(self._flows.values()):
             if now >= flow.deadline:
@@ -220,6 +256,8 @@ class Flows:
             elif flow.phase is Phase.ENCODE and flow.encoding is not None and now >= flow.encoding.deadline:
                 actions += self._encode_legs.give_up_all(flow, TransferTimeout.code)
                 actions += self._end_encode_leg(flow, now)
+            else:
+                actions += self._leave_unresponsive(flow, now)
         return [*actions, *self._renewals(now), *self.place_waiting(now)]
 
     def _renewals(self, now: float) -> list[Send]:
@@ -231,11 +269,8 @@ class Flows:
         return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
 
     def place_waiting(self, now: float) -> list[FlowAction]:
-        """Give requests that wait to decode workers that have room by now; call it when there may be some."""
-        actions: list[FlowAction] = []
-        for flow in list(self._waiting.values()):
-            actions += self._hand_over(flow, now)
-        return actions
+        """Give requests that wait to workers that have room by now; call it when there may be some."""
+        return [action for flow in self._waiting.flows() for action in self._go_on(flow, now)]
 
     # ---- the two legs ------------------------------------------------------------------------------------------------
 
@@ -243,6 +278,7 @@ class Flows:
         """Give a request to a pair, or to an aggregated worker, from its beginning; its images first to who embeds them."""
         flow.prefill = route.prefill.key if route.prefill else None
         flow.decode = route.decode.key
+        flow.fallback_reason = NO_PREFILL if route.is_degraded else ""
         first = route.workers[0]
         flow.model_fingerprint = first.facts.model_fingerprint
         self._tries.begin(flow)
@@ -258,38 +294,38 @@ class Flows:
         assert flow.current is not None, f"{flow.request_id} has no route"
         return Send(flow.current, first_message(flow, now))
 
+    def _go_on(self, flow: Flow, now: float) -> list[FlowAction]:
+        """Give a request that has no worker to one, from where it is, or let it wait."""
+        return self._hand_over(flow, now) if flow.num_output_tokens else self._start_again(flow, now)
+
+    def _start_again(self, flow: Flow, now: float) -> list[FlowAction]:
+        """Begin from the start: the client has nothing yet."""
+        try:
+            route = self._placement.route(flow, now)
+        except (NoWorker, Overloaded) as error:
+            if flow.setback is not None and flow.setback.code == Overloaded.code:
+                return self._fail_with(flow, flow.setback, now)  # it was never let in
+            return self._wait(flow, error, now)
+        except RequestError as error:
+            return self._fail_with(flow, flow.setback or ErrorInfo.of(error), now)
+        self._waiting.leave(flow)
+        return self._start(flow, route, now)
+
     def _hand_over(self, flow: Flow, now: float) -> list[FlowAction]:
         """Give a request with its output so far to a decode worker, or let it wait for one."""
         if flow.phase is not Phase.HANDOVER and flow.handoff is not None:
             flow.renew_at = now + _renew_interval(flow.handoff)
         flow.phase = Phase.HANDOVER
         try:
-            decode = self._pick_decode(flow)
+            decode = self._placement.decode(flow, now)
         except (NoWorker, Overloaded) as error:
             return self._wait(flow, error, now)
-        self._waiting.pop(flow.request_id, None)
+        self._waiting.leave(flow)
         actions = self._keep_or_release_handoff(flow, decode)
         flow.decode = decode.key
         flow.is_leg_handed_over = flow.handoff is not None
         self._claims.take(flow, decode, len(flow.live_choices))
         return [*actions, Send(decode.key, successor_message(flow, now))]
-
-    def _pick_decode(self, flow: Flow) -> Worker:
-        """Return the worker that was reserved at submission, else one for the hand-over, else one that computes all itself."""
-        reserved = self._cluster.get(flow.decode)
-        if reserved is not None and not reserved.is_closed and not reserved.is_refusing:
-            return reserved
-        if flow.decode is not None:
-            self._claims.free(flow, flow.decode)
-            flow.decode = None
-        prefill = self._cluster.get(flow.prefill) if flow.handoff is not None else None
-        workers, demand = list(self._cluster.workers), _demand(flow)
-        try:
-            if prefill is not None:
-                return choose_decode(workers, prefill, demand)
-        except (NoWorker, Overloaded):
-            pass  # somebody else may do without the hand-over
-        return choose_successor(workers, flow.model_fingerprint, demand)
 
     def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
         """Release the hand-over if the worker that goes on cannot read it."""
@@ -305,15 +341,9 @@ class Flows:
 
     def _wait(self, flow: Flow, error: NoWorker | Overloaded, now: float) -> list[FlowAction]:
         """Keep a request until somebody can go on with it; end it if nobody has come for too long."""
-        if flow.request_id not in self._waiting:
-            self._waiting[flow.request_id] = flow
-            flow.waits_since = now
-        if isinstance(error, Overloaded):
-            flow.waits_since = now  # they are there, only busy
-        elif now >= flow.waits_since + self._worker_wait_s:
-            why = flow.setback.message if flow.setback else error.message
-            return self._fail(flow, NoWorker(f"{why}; nobody could go on with the request for {self._worker_wait_s:g} s"), now)
-        return []
+        is_only_busy = isinstance(error, Overloaded) or self._placement.may_resume(flow)
+        too_long = self._waiting.stay(flow, error, now, is_only_busy=is_only_busy)
+        return self._fail(flow, too_long, now) if too_long is not None else []
 
     # ---- the encode leg ----------------------------------------------------------------------------------------------
 
@@ -348,10 +378,8 @@ class Flows:
         if workers and all(worker is not None and not worker.is_closed for worker in workers):
             return [self._begin_prompt(flow, now)]
         self._claims.free_all(flow)
-        try:
-            return self._start(flow, choose_route(self._cluster.workers, _demand(flow)), now)
-        except RequestError as error:
-            return self._fail(flow, error, now)
+        flow.prefill = flow.decode = None
+        return self._start_again(flow, now)
 
     # ---- setbacks ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +391,7 @@ class Flows:
         if flow.current == key:
             role = "prefill" if flow.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
-            return self._retry(flow, ErrorInfo.of(error), now, is_gone=not left.is_back)
+            return self._retry(flow, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=left.is_back)
         if flow.decode == key and not left.is_back:  # another one is chosen when the prompt is computed
             flow.decode = None
             self._claims.free(flow, key)
@@ -379,10 +407,19 @@ class Flows:
             flow.prefill = flow.decode = None
         return []
 
-    def _retry(self, flow: Flow, error: ErrorInfo, now: float, *, is_gone: bool) -> list[FlowAction]:
+    def _leave_unresponsive(self, flow: Flow, now: float) -> list[FlowAction]:
+        """Take a request from a worker of which nothing can be expected now, if another one can go on with it."""
+        worker = self._cluster.get(flow.current)
+        why = worker.why_unresponsive if worker is not None else ""
+        if not why or not self._placement.can_move(flow, now):
+            return []
+        return self._retry(flow, ErrorInfo.of(WorkerStalled(why)), now, is_gone=False, is_free=True)
+
+    def _retry(self, flow: Flow, error: ErrorInfo, now: float, *, is_gone: bool, is_free: bool = False) -> list[FlowAction]:
         """Go on with a request that its present worker has failed: elsewhere, or once there is somebody; or end it.
 
-        ``is_gone`` says that the worker holds the request no more, and need not be told.
+        ``is_gone`` says that the worker holds the request no more, and need not be told; ``is_free`` that neither it nor the
+        request is at fault.
         """
         failed = flow.current
         assert failed is not None, f"{flow.request_id} has no worker that could have failed it"
@@ -390,38 +427,32 @@ class Flows:
         actions: list[FlowAction] = []
         if not is_gone:
             actions.append(Send(failed, Abort(request_ids=(flow.wire_id,), reason=error.code)))
-        is_setback = retries.counts(flow, error)
-        flow.num_retries += is_setback
-        self._begin_try(flow, failed, error, now)
-        if flow.num_retries > self._max_retries:
+        is_refusal = retries.is_free(flow, error)
+        is_blameless = is_free and retries.take_free_retry(flow, error)
+        if not is_refusal and not is_blameless:
+            flow.blamed.append(failed)
+        flow.avoid.add(failed)
+        self._begin_try(flow, error, now)
+        if len(flow.blamed) > self._max_retries:
             return actions + self._fail_with(flow, error, now)
-        next_actions = self._hand_over(flow, now) if flow.num_output_tokens else self._start_again(flow, error, now)
+        next_actions = self._go_on(flow, now)
         if flow.error is None:
-            if is_setback:
-                flow.retried.append(kind)
-            else:
+            if is_refusal:
                 flow.num_refusals += 1
+            else:
+                flow.retried.append(kind)
             actions.append(Retried(flow.request_id, kind, error, failed, flow.current))
         return actions + next_actions
 
-    def _begin_try(self, flow: Flow, failed: WorkerKey, error: ErrorInfo, now: float) -> None:
-        """Give the request a new name on the wire, and let go of the workers that have failed it."""
+    def _begin_try(self, flow: Flow, error: ErrorInfo, now: float) -> None:
+        """Give the request a new name on the wire, and let go of the workers that it had."""
         self._tries.begin_next(flow, now)
         flow.setback = error
-        flow.avoid.add(failed)
         flow.shown.clear()
         flow.decode = None
         if flow.phase is Phase.PREFILL:
             flow.prefill = None
         self._claims.free_all(flow)
-
-    def _start_again(self, flow: Flow, error: ErrorInfo, now: float) -> list[FlowAction]:
-        """Begin from the start on another pair: the client has nothing yet, and gets the error if there is none."""
-        try:
-            route = choose_route(self._cluster.workers, _demand(flow))
-        except RequestError:
-            return self._fail_with(flow, error, now)
-        return self._start(flow, route, now)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -450,19 +481,10 @@ class Flows:
 
     def _end(self, flow: Flow, now: float) -> Ended:
         del self._flows[flow.request_id]
-        self._waiting.pop(flow.request_id, None)
+        self._waiting.leave(flow)
         self._tries.end(flow, now)
         self._claims.free_all(flow)
         return Ended(flow, now)
-
-
-def _demand(flow: Flow) -> Demand:
-    return Demand(
-        num_tokens=flow.submission.num_tokens,
-        num_choices=len(flow.live_choices),
-        avoid=frozenset(flow.avoid),
-        model_fingerprint=flow.submission.model_fingerprint,
-    )
 
 
 def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:

@@ -14,6 +14,19 @@ from core.wire.messages import ErrorInfo
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WITH_RETRY = (429, 503)
+# What a client got wrong, or gave up: nothing here has failed.
+CLIENT_ERRORS = frozenset(
+    {
+        "invalid_request",
+        "context_length_exceeded",
+        "invalid_api_key",
+        "model_not_found",
+        "not_found",
+        "method_not_allowed",
+        "body_too_large",
+        "cancelled",
+    }
+)
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -48,7 +61,7 @@ def error_body(info: ErrorInfo) -> ErrorBody:
 def error_response(info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S) -> Response[ErrorBody]:
     """Return the response for an error; where it may pass, the client is told when to come back."""
     status = _status(info)
-    headers = {"retry-after": str(max(1, retry_after_s))} if info.retryable or status in _WITH_RETRY else {}
+    headers = {"retry-after": str(max(1, info.retry_after_s, retry_after_s))} if info.retryable or status in _WITH_RETRY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(info), status_code=status, media_type=MediaType.JSON, headers=headers)

@@ -25,6 +25,8 @@ from router.openai import ChatMessage, ImagePart
 
 Hold = Callable[[int], None]  # counts bytes that are kept until the answer ends; raises where there are too many
 
+_MAX_ESCAPES = 65_536  # to take them apart is Python's work, some ten milliseconds
+
 T = TypeVar("T")
 
 
@@ -134,6 +136,8 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     is_base64 = head.lower().endswith(";base64")
     if len(text) * 3 // 4 > max_bytes + 2 if is_base64 else len(text) > 3 * max_bytes:
         raise InvalidRequest(f"it has more than {max_bytes} bytes")
+    if text.count("%") > _MAX_ESCAPES:
+        raise InvalidRequest(f"its data: URL has more than {_MAX_ESCAPES} characters as %XX; send it as base64")
     try:
         content = base64.b64decode(unquote_to_bytes(text) if "%" in text else text, validate=True) if is_base64 else None
     except (binascii.Error, ValueError):

@@ -11,6 +11,7 @@ from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send, We
 
 from core.errors import Overloaded
 from core.wire.messages import ErrorInfo
+from router.api_keys import bearer_key
 from router.http_errors import RequestFailure
 
 
@@ -27,7 +28,7 @@ class KeyLimit:
         if scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        key = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        key = bearer_key(next((value for name, value in scope["headers"] if name == b"authorization"), b""))
         is_refused = self._num_open.get(key, 0) >= self._max_requests
 
         async def receive_or_refuse() -> HTTPReceiveMessage | WebSocketReceiveMessage:

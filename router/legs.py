@@ -12,9 +12,9 @@ import msgspec
 
 from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
-from router.accounting import HandoverReport, first_token_timing, second_token_timing, total_cost
-from router.cluster import Worker
+from router.accounting import HandoverReport, first_token_timing, second_token_timing
 from router.flow import Flow, Phase
+from router.members import Worker
 from router.news import ChoiceUpdate, PromptReport, Submission, Update
 
 _FEATURE = re.compile(r"images\[(\d{1,4})\]")
@@ -100,15 +100,21 @@ def apply_first_tokens(flow: Flow, message: PrefillDone, now: float) -> Update:
     accounts.first_token_at = now
     accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms, accounts.encode_s)
     flow.has_report = True
+    flow.free_retries.clear()
     updates = []
     for choice in message.choices:
         logprobs = (choice.logprobs,) if choice.logprobs is not None else None
         updates.append(ChoiceUpdate(choice.index, (choice.token_id,), logprobs, choice.finish_reason, choice.stop_reason))
         flow.output_token_ids[choice.index].append(choice.token_id)
         flow.finish_reasons[choice.index] = choice.finish_reason
-    return Update(
-        choices=updates, prompt=PromptReport(message.num_cached_tokens, message.prompt_logprobs, accounts.first_token)
+    if message.fallback_reason:
+        accounts.prefill_loss = TransferUsage(
+            recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason
+        )
+    report = PromptReport(
+        message.num_cached_tokens, message.prompt_logprobs, accounts.first_token, model_fingerprint=flow.model_fingerprint
     )
+    return Update(choices=updates, prompt=report, handover=_report(flow))
 
 
 # ---- the decode leg's tokens ---------------------------------------------------------------------------------------------
@@ -151,6 +157,7 @@ def _check(flow: Flow, item: Tokens) -> None:
 
 def _note_shown(flow: Flow, index: int) -> None:
     """Count the hand-over as read once every choice that goes on has shown a token: until then its lease is kept."""
+    flow.free_retries.clear()
     flow.shown.add(index)
     flow.has_decoded = True
     if flow.shown.issuperset(flow.live_choices):
@@ -163,35 +170,53 @@ def _apply_usage(flow: Flow, item: Tokens, update: Update, now: float) -> None:
         return
     if not flow.has_report:  # of an aggregated worker; with a pair, the prefill worker has said it
         flow.has_report = True
-        update.prompt = PromptReport(item.usage.num_cached_tokens, item.usage.prompt_logprobs)
-    if item.usage.kv_transfer is not None:
+        update.prompt = PromptReport(
+            item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=flow.model_fingerprint
+        )
+    if flow.is_degraded:
+        _account_alone(flow, item.index, item.usage)
+    elif item.usage.kv_transfer is not None:
         _account(flow, item.index, item.usage, item.usage.kv_transfer, now)
     update.handover = _report(flow)
 
 
 def _account(flow: Flow, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
-    """Add a choice's cost to the request's account; what an earlier try has reported of it stands."""
+    """Add a choice's cost to the request's account; what an earlier try has reported of it stands.
+
+    Of a request that began on an aggregated worker it counts only if a tier has lost something: there was no handoff.
+    """
     accounts = flow.accounts
-    if accounts.first_token is None or accounts.first_token_at is None:
-        return  # it began on an aggregated worker
+    has_handoff = accounts.first_token is not None
+    if not has_handoff and not cost.fallback_reason:
+        return
     if flow.fallback_reason and not flow.is_leg_handed_over:
         num_computed = max(0, len(flow.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = msgspec.structs.replace(cost, recomputed_tokens=num_computed, fallback_reason=flow.fallback_reason)
     if accounts.costs.get(index, (flow.num_tries,))[0] == flow.num_tries:
         accounts.costs[index] = (flow.num_tries, cost)
-    if accounts.second_token is None:
+    if has_handoff and accounts.first_token_at is not None and accounts.second_token is None:
         accounts.second_token = second_token_timing(now - accounts.first_token_at, cost)
 
 
+def _account_alone(flow: Flow, index: int, usage: Usage) -> None:
+    """Note, by the first choice that reports, that the prompt was computed where it should have been loaded."""
+    if not flow.accounts.costs:
+        num_computed = max(0, len(flow.submission.prompt_token_ids) - usage.num_cached_tokens)
+        cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=flow.fallback_reason)
+        flow.accounts.costs[index] = (flow.num_tries, cost)
+
+
 def _report(flow: Flow) -> HandoverReport | None:
-    """Return what is known of the hand-over by now; None if there was none, as on an aggregated worker."""
-    accounts = flow.accounts
-    if accounts.first_token is None or accounts.second_token is None:
+    """Return what is known by now; None without a handoff that is over, unless a tier has lost something."""
+    accounts, cost = flow.accounts, flow.accounts.cost
+    is_over = flow.is_degraded or accounts.second_token is not None
+    if not is_over and not cost.fallback_reason:
         return None
     return HandoverReport(
-        cost=total_cost(cost for _, cost in accounts.costs.values()),
+        cost=cost,
         first_token=accounts.first_token,
         second_token=accounts.second_token,
+        outcome=(accounts.handoff_cost.fallback_reason or "loaded") if is_over else None,
         num_retries=len(flow.retried),
         num_replays=flow.retried.count("replay"),
         num_refusals=flow.num_refusals,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.config import RouterSection
-from core.errors import KVFerryError, ProtocolError
+from core.errors import KVFerryError, NoWorker, ProtocolError, VersionMismatch
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
@@ -27,9 +27,11 @@ from core.wire.messages import (
     Tokens,
     WorkerMessage,
 )
-from router.cluster import Cluster, ClusterAction, Encoder, Joined, Left, Reply, Worker
+from core.wire.version import VersionRefuser
+from router.cluster import Cluster, ClusterAction, Joined, Left, Reply, Resumed, Stalled
 from router.flow import Deliver, EncodeEnded, Ended, FlowAction, Retried, Send
 from router.flows import Flows
+from router.members import Encoder, Worker
 from router.news import Submission
 from router.policy import Demand, max_model_len, why_not_ready
 from router.queues import PromptQueues
@@ -74,7 +76,15 @@ class Transmit:
     message: RouterMessage
 
 
-Action = Transmit | Deliver | EncodeEnded | Retried | Ended | Joined | Left
+@dataclass(frozen=True, slots=True)
+class RefuseVersion:
+    """Send a frame that is of no version (``core.wire.version``) to a connection."""
+
+    peer: bytes
+    frame: bytes
+
+
+Action = Transmit | RefuseVersion | Deliver | EncodeEnded | Retried | Ended | Joined | Left | Stalled | Resumed
 _RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | list[Tokens]
 
 
@@ -84,6 +94,7 @@ class RouterMachine:
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
         self.cluster = Cluster(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
         self.queues = PromptQueues()
+        self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
         self.flows = Flows(
             self.cluster,
@@ -103,6 +114,11 @@ class RouterMachine:
     def not_ready_reason(self) -> str | None:
         """What is missing to serve a request; None if nothing is."""
         return why_not_ready(self.cluster.workers)
+
+    def retry_after_s(self, now: float) -> int:
+        """Return when a client that finds no route had better come again."""
+        self.flows.restarts.look(self.cluster.workers, now)
+        return self.flows.restarts.retry_after_s(now)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -141,14 +157,17 @@ class RouterMachine:
         sender = self.cluster.by_peer(peer)
         actions: list[Action] = []
         if sender is not None:
-            actions = self._after(self.cluster.on_broken(sender, f"it sent a {error.message}"), now)
+            actions = self._after(self.cluster.on_broken(sender, f"it sent a bad frame: {error.message}"), now)
+        if isinstance(error, VersionMismatch):
+            frame = self._refuser.answer(peer, error, now)
+            return actions if frame is None else [*actions, RefuseVersion(peer, frame)]
         refusal = ErrorInfo(code=error.code, message=error.message, http_status=400)
         return [*actions, _refuse(peer, refusal)]
 
     def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
-        """Drop the worker behind a connection that no longer takes messages."""
+        """Give up the worker behind a connection that no longer takes messages."""
         worker = self.cluster.by_peer(peer)
-        return self._after(self.cluster.on_broken(worker, "its connection is gone"), now) if worker is not None else []
+        return self._after(self.cluster.on_unreachable(worker, now), now) if worker is not None else []
 
     def greet_all(self) -> list[Action]:
         """Say something harmless to every worker: a connection that is gone shows when a message cannot be sent."""
@@ -160,7 +179,11 @@ class RouterMachine:
         """Start a request. Raises the RequestError that refuses it."""
         demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
         late = self.queues.too_late(self.cluster.workers, demand, submission.budget_s(self._request_timeout_s), now)
-        return self._resolve(self.flows.submit(submission, now, late), now)
+        try:
+            return self._resolve(self.flows.submit(submission, now, late), now)
+        except NoWorker as error:
+            error.retry_after_s = self.retry_after_s(now)
+            raise
 
     def abort(self, request_id: str, reason: str, now: float) -> list[Action]:
         """End a request in whatever phase it is."""
@@ -180,20 +203,26 @@ class RouterMachine:
 
     def on_timer(self, now: float) -> list[Action]:
         """Do what is due: dead workers, deadlines, renewals. Call it several times per heartbeat."""
-        return self._after(self.cluster.on_timer(now), now) + self._resolve(self.flows.on_timer(now), now)
+        changes = self.cluster.on_timer(now)
+        if self.cluster.pauses.lateness_s:
+            self.flows.on_pause(self.cluster.pauses.lateness_s)
+            self.queues.on_pause(self.cluster.pauses.lateness_s)
+        return self._after(changes, now) + self._resolve(self.flows.on_timer(now), now)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def _on_worker_message(self, sender: Worker, message: _RequestMessage, now: float) -> list[FlowAction]:
         match message:
             case PrefillDone():
+                sender.progress.on_answer(now)
                 self.queues.on_first_token(message.request_id, now)
                 return self.flows.on_prefill_done(sender, message, now)
             case RequestFailed():
                 self.queues.drop(message.request_id, now)
                 return self.flows.on_request_failed(sender, message, now)
             case list():
-                for item in message if sender.role == "aggregated" else ():
+                sender.progress.on_answer(now)
+                for item in message:
                     self.queues.on_first_token(item.request_id, now)
                 return self.flows.on_tokens(sender, message, now)
             case _:
@@ -202,6 +231,8 @@ class RouterMachine:
     def _on_encoder_message(self, sender: Encoder, message: _RequestMessage, now: float) -> list[FlowAction]:
         match message:
             case EncodeDone():
+                sender.progress.on_answer(now)
+                sender.progress.on_success()
                 return self.flows.on_encode_done(sender, message, now)
             case EncodeFailed() | RequestFailed():
                 return self.flows.on_encode_failed(sender, message, now)
@@ -219,8 +250,9 @@ class RouterMachine:
             if isinstance(action, Left):
                 self.queues.forget(action.worker.key)
                 result += self._resolve(self.flows.on_left(action, now), now)
-        if any(isinstance(action, Joined) for action in actions):
-            result += self._resolve(self.flows.place_waiting(now), now)
+        for action in actions:
+            if isinstance(action, Joined):
+                result += self._resolve(self.flows.on_joined(action.worker, now), now)
         return result
 
     def _resolve(self, actions: Sequence[FlowAction], now: float) -> list[Action]:

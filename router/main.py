@@ -6,7 +6,6 @@ Owns what a process has once: the event loop and the signal handlers. Knows noth
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,8 +13,10 @@ from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.garbage import freeze_what_is_loaded
 from core.model.hub import resolve_model
+from core.process_signals import handled_signals
 from core.tracing import open_tracer
-from core.wire.curve import derive_keys
+from core.wire.key_rotation import keys_of
+from router.descriptors import raise_descriptor_limit
 from router.served import served_model
 from router.server import Router
 
@@ -23,13 +24,14 @@ from router.server import Router
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code, 1 after a bug of ours.
 
-    ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``.
+    ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``, and ``ops_address`` if there is one.
 
     Raises:
         ConfigError: the model cannot be found or used, or an address cannot be bound.
     """
-    files = resolve_model(config.model.name, Path(config.model.cache_dir))
-    keys = derive_keys(config.security.cluster_key)
+    raise_descriptor_limit(config.router.max_connections)
+    files = resolve_model(config.model.name, Path(config.model.cache_dir), needs_weights=False)
+    keys = keys_of(config.security)
     clock = SystemClock()
     router = Router(config.router, served_model(config.model, files), clock=clock, keys=keys)
     tracer = open_tracer(config.tracing, "router", router.service.machine.cluster.welcome.router_id, clock)
@@ -48,13 +50,18 @@ async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] |
     def on_signal() -> None:
         (must_hurry if must_stop.is_set() else must_stop).set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    with handled_signals(asyncio.get_running_loop(), on_signal):
+        return await _serve_until(router, announce, must_stop, must_hurry)
+
+
+async def _serve_until(
+    router: Router, announce: Callable[[Mapping[str, str]], None] | None, must_stop: asyncio.Event, must_hurry: asyncio.Event
+) -> int:
     await router.start()
     freeze_what_is_loaded()
     if announce is not None:
-        announce({"http_address": router.http_address, "worker_address": router.worker_address})
+        ops = {} if router.ops_address is None else {"ops_address": router.ops_address}
+        announce({"http_address": router.http_address, "worker_address": router.worker_address, **ops})
     dying, leaving = asyncio.create_task(router.service.wait_dead()), asyncio.create_task(must_stop.wait())
     await asyncio.wait((dying, leaving), return_when=asyncio.FIRST_COMPLETED)
     for waiting in (dying, leaving):

@@ -11,10 +11,14 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from core.errors import FALLBACK_REASONS, error_codes
+from core.metrics import start_at_zero
 from router.accounting import FirstTokenTiming, SecondTokenTiming
+from router.flow import NO_PREFILL
 
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -76,6 +80,17 @@ class RouterMetrics:
             f"{PREFIX}refused_handshakes", "Connections to the workers' port without the cluster key.", registry=registry
         )
         self._lost = Counter(f"{PREFIX}workers_lost", "Workers that left without a goodbye.", ["role"], registry=registry)
+        self._stalls = Counter(
+            f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry
+        )
+        self._start_at_zero()
+
+    def _start_at_zero(self) -> None:
+        for counter in (self._lost, self._stalls):
+            start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
+        start_at_zero(self._handovers, *((outcome,) for outcome in ("loaded", NO_PREFILL, *FALLBACK_REASONS)))
+        start_at_zero(self._failure, *((code,) for code in error_codes()))
+        start_at_zero(self._http, *((path, "429") for path in INFERENCE_PATHS))
 
     def watch(self, name: str, documentation: str, read: Callable[[], float], **labels: str) -> None:
         """Add a gauge that is read at scrape time."""
@@ -102,12 +117,17 @@ class RouterMetrics:
         self._prefill_s.observe(timing.prefill_ms / 1e3)
         _observe_parts(self._first_token_part_s, timing)
 
-    def observe_handover(self, timing: SecondTokenTiming, fallback_reason: str) -> None:
-        """Record a hand-over: where the time to the second token went, and what became of the transfer."""
+    def observe_handover(self, timing: SecondTokenTiming | None, outcome: str) -> None:
+        """Record a hand-over: where the time to the second token went, and what became of the transfer.
+
+        ``timing`` is None if there was none, as a decode worker has served alone.
+        """
+        self._handovers.labels(outcome).inc()
+        if timing is None:
+            return
         self._transfer_s.observe(timing.transfer_ms / 1e3)
         self._second_token_s.observe(timing.total_ms / 1e3)
         _observe_parts(self._second_token_part_s, timing)
-        self._handovers.labels(fallback_reason or "loaded").inc()
 
     def count_encodes(self, outcome: str, num_images: int, num_cached: int) -> None:
         """Count the images of one encode leg; ``num_cached`` of them had been embedded before."""
@@ -156,6 +176,10 @@ class RouterMetrics:
     def count_lost(self, role: str) -> None:
         """Count a worker that left without a goodbye."""
         self._lost.labels(role).inc()
+
+    def count_stalled(self, role: str) -> None:
+        """Count a worker whose engine makes no progress."""
+        self._stalls.labels(role).inc()
 
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S, label: str = ""

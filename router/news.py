@@ -57,11 +57,15 @@ class ChoiceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What is known once the prompt is computed. ``timing`` is there if a prefill worker has computed it."""
+    """What is known once the prompt is computed. ``timing`` is there if a prefill worker has computed it.
+
+    ``model_fingerprint`` is that of the workers that answer: whoever goes on with the request has the same weights.
+    """
 
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     timing: FirstTokenTiming | None = None
+    model_fingerprint: bytes = b""
 
 
 @dataclass(slots=True)

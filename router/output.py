@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs
 from router.accounting import HandoverReport
@@ -55,9 +55,11 @@ class PromptState:
 class ChoiceText:
     """The output of one choice as text."""
 
-    def __init__(self, tokenizer: Tokenizer, options: OutputOptions, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, options: OutputOptions, stops: StopStrings, prompt_token_ids: Sequence[int]
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
-        self._stops = StopStringMatcher(options.stop, include_stop_str_in_output=options.include_stop_str)
+        self._stops = StopStringMatcher(stops, include_stop_str_in_output=options.include_stop_str)
         self._options = options
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._num_characters = 0  # of the tokens so far; a character that is not whole yet does not count
@@ -116,7 +118,8 @@ class RequestOutput:
     def __init__(self, tokenizer: Tokenizer, options: OutputOptions, prompts: Sequence[Prompt], n: int) -> None:
         self.prompts = [PromptState(prompt) for prompt in prompts]
         self._n = n
-        self._choices = [ChoiceText(tokenizer, options, prompt.token_ids) for prompt in prompts for _ in range(n)]
+        stops = StopStrings(options.stop)
+        self._choices = [ChoiceText(tokenizer, options, stops, prompt.token_ids) for prompt in prompts for _ in range(n)]
 
     @property
     def is_finished(self) -> bool:

@@ -15,13 +15,19 @@ import msgspec
 
 from core.errors import ContextTooLong, InvalidRequest
 from core.wire.messages import LoadFailurePolicy
-from core.wire.sampling import SamplingParams
+from core.wire.sampling import SamplingParams, check_tokens_left
+from router.body_checks import check_num_values
 from router.openai import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
 from router.served import NEUTRAL_SAMPLING, SamplingDefaults
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of all stop strings of a request together
+MAX_LOGIT_BIAS = 8192
+MAX_LISTED_IDS = 1 << 20  # of one field, once for each prompt of the request
+MAX_PROMPT_LOGPROBS = 1 << 18  # of prompts' tokens with their alternatives, once for each choice
+MAX_ID_CHARACTERS = 128
 MAX_CHOICES = 128
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
@@ -49,6 +55,7 @@ class ModelLimits:
     vocab_size: int
     max_prompt_tokens: int = 0  # the operator's limit; 0 = none
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +81,10 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     """Decode a JSON body.
 
     Raises:
-        InvalidRequest: malformed JSON, an unknown field, a missing one, or one of a wrong type; ``param`` names it.
+        InvalidRequest: malformed JSON, an unknown field, a missing one, or one of a wrong type; ``param`` names it. Or it holds
+            too many values.
     """
+    check_num_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -136,33 +145,38 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
 def sampling_params(
     request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
 ) -> SamplingParams:
-    """Return the sampling parameters for a prompt; ``seed`` is used if the client gave none. ``check_ranges`` has passed.
+    """Return the sampling parameters for the only prompt of a request. ``check_ranges`` has passed.
 
     Raises:
-        InvalidRequest: a token id is outside the vocabulary, or two values contradict.
-        ContextTooLong: prompt and output together exceed the model's context.
+        InvalidRequest, ContextTooLong: as ``shared_params`` and ``params_of_prompt`` do.
     """
+    return params_of_prompt(request, shared_params(request, limits), num_prompt_tokens, seed, limits)
+
+
+def shared_params(
+    request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, num_prompts: int = 1
+) -> SamplingParams:
+    """Return what all prompts of a request have in common of their sampling parameters. ``check_ranges`` has passed.
+
+    Raises:
+        InvalidRequest: a token id is outside the vocabulary, two values contradict, or there are too many ids for all prompts.
+    """
+    _check_listed_ids(request, num_prompts)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(request, field) or (), limits.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty: no token could be generated", param="allowed_token_ids")
-    _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
-    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
-    if (request.min_tokens or 0) > max_tokens:
-        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
     options = output_options(request)
     defaults = limits.defaults
     prompt_logprobs = options.prompt_logprobs
     if prompt_logprobs is None and options.echo:
         prompt_logprobs = options.logprobs
-    return SamplingParams(
-        max_tokens=max(1, max_tokens),  # a worker ends a request by a token; with none asked for, ``router.output`` drops it
+    params = SamplingParams(
         min_tokens=request.min_tokens or 0,
         temperature=_default(request.temperature, defaults.temperature),
         top_p=_default(request.top_p, defaults.top_p),
         top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), limits.vocab_size),
         min_p=_default(request.min_p, defaults.min_p),
-        seed=seed if request.seed is None else request.seed % 2**63,
         repetition_penalty=_default(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_default(request.presence_penalty, 0.0),
         frequency_penalty=_default(request.frequency_penalty, 0.0),
@@ -173,6 +187,64 @@ def sampling_params(
         logprobs=options.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    ends = options.stop_token_ids if params.ignore_eos else options.stop_token_ids | limits.eos_token_ids
+    check_tokens_left(params, ends, limits.vocab_size)
+    return params
+
+
+def params_of_prompt(
+    request: CompletionRequest | ChatCompletionRequest,
+    shared: SamplingParams,
+    num_prompt_tokens: int,
+    seed: int,
+    limits: ModelLimits,
+) -> SamplingParams:
+    """Return the sampling parameters for one prompt; ``seed`` is used if the client gave none.
+
+    Raises:
+        InvalidRequest: ``min_tokens`` exceeds ``max_tokens``.
+        ContextTooLong: prompt and output together exceed the model's context.
+    """
+    _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
+    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
+    return msgspec.structs.replace(
+        shared,
+        max_tokens=max(1, max_tokens),  # a worker ends a request by a token; with none asked for, ``router.output`` drops it
+        seed=seed if request.seed is None else request.seed % 2**63,
+    )
+
+
+def check_num_logprobs(
+    request: CompletionRequest | ChatCompletionRequest, shared: SamplingParams, nums_prompt_tokens: Sequence[int]
+) -> None:
+    """Refuse log-probabilities of prompts that would be too many for one answer.
+
+    Raises:
+        InvalidRequest: says how many there would be.
+    """
+    if shared.prompt_logprobs is None:
+        return
+    num_entries = (request.n or 1) * sum(nums_prompt_tokens) * (1 + shared.prompt_logprobs)
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"{num_entries} log-probabilities of prompt tokens were to be in the answer, at most {MAX_PROMPT_LOGPROBS} are: "
+            "ask for fewer alternatives, choices or prompts",
+            param=field,
+        )
+
+
+def _check_listed_ids(request: CompletionRequest | ChatCompletionRequest, num_prompts: int) -> None:
+    """Refuse lists of ids that are too long for so many prompts: each goes to a worker with its own copy."""
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        num_ids = num_prompts * len(getattr(request, field) or ())
+        if num_ids > MAX_LISTED_IDS:
+            raise InvalidRequest(
+                f"{field}, once for each of {num_prompts} prompts, holds {num_ids} ids, at most {MAX_LISTED_IDS} are allowed",
+                param=field,
+            )
 
 
 def load_failure_policy(request: CommonRequest) -> LoadFailurePolicy | None:
@@ -198,9 +270,10 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     Raises:
         InvalidRequest: names the field and the id.
     """
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{field} holds {token_id}, the vocabulary ends at {vocab_size - 1}", param=field)
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(f"{field} holds {wrong}, the vocabulary ends at {vocab_size - 1}", param=field)
 
 
 def check_ranges(request: CommonRequest) -> None:
@@ -223,6 +296,10 @@ def check_ranges(request: CommonRequest) -> None:
     _check_range("seed", request.seed, -(2**63), 2**64 - 1)
     _check_range("priority", request.priority, -(2**31), 2**31 - 1)
     _check_range("timeout_s", request.timeout_s, 0, None, is_low_open=True)
+    for field in ("request_id", "session_id", "cache_salt"):
+        text = getattr(request, field) or ""
+        if len(text) > MAX_ID_CHARACTERS:
+            raise InvalidRequest(f"{field} has {len(text)} characters, at most {MAX_ID_CHARACTERS} are allowed", param=field)
     if request.cache_salt is not None and not request.cache_salt:
         raise InvalidRequest("cache_salt is empty: leave it out, or give it a value", param="cache_salt")
 
@@ -255,6 +332,11 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"stop holds {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    num_characters = sum(map(len, strings))
+    if num_characters > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop holds {num_characters} characters, at most {MAX_STOP_CHARACTERS} are allowed together", param="stop"
+        )
     if "" in strings:
         raise InvalidRequest("stop holds an empty string, which would match everywhere", param="stop")
     return strings
@@ -291,6 +373,8 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_t
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     result = {}
+    if bias and len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
     for key, value in (bias or {}).items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")

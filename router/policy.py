@@ -5,7 +5,7 @@ Knows what workers say about themselves (``router.cluster.Worker``), nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from core.errors import (
@@ -19,14 +19,15 @@ from core.errors import (
 )
 from core.wire.messages import Role
 from core.wire.pairing import check_compatible, choose_transport
-from router.cluster import Worker, WorkerKey
+from router.members import Worker, WorkerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
 
-    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there. With a ``model_fingerprint`` only
+    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there, and so are ``bad_pairs`` of
+    prefill and decode worker, whose hand-overs fail lately. With a ``model_fingerprint`` only
     workers with these very weights are taken: to others, the names of the request's images say nothing.
     """
 
@@ -34,14 +35,20 @@ class Demand:
     num_choices: int = 1
     avoid: frozenset[WorkerKey] = frozenset()
     model_fingerprint: bytes = b""  # empty = any
+    bad_pairs: frozenset[tuple[WorkerKey, WorkerKey]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who serves a request: a prefill and a decode worker, or one aggregated worker (``prefill`` is None)."""
+    """Who serves a request: a prefill and a decode worker, or one worker alone (``prefill`` is None)."""
 
     prefill: Worker | None
     decode: Worker
+
+    @property
+    def is_degraded(self) -> bool:
+        """True if a decode worker serves alone, for want of a prefill worker."""
+        return self.prefill is None and self.decode.role == "decode"
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -101,16 +108,26 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
             yield from (Route(worker, decode) for decode in decoders if mismatch(worker, decode) is None)
         elif worker.role == "aggregated":
             yield Route(None, worker)
+    yield from (Route(None, worker) for worker in _alone(open_workers))
+
+
+def _alone(workers: Iterable[Worker]) -> list[Worker]:
+    """Return the decode workers that serve requests by themselves: those that may, while no prefill worker is open."""
+    open_workers = [worker for worker in workers if not worker.is_closed]
+    if any(worker.role == "prefill" for worker in open_workers):
+        return []
+    return [worker for worker in open_workers if worker.may_serve_alone]
 
 
 def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
     """Return the workers that could begin a request, now or when they have room: its prompt is computed by one of these."""
-    fitting = _fitting(workers, demand)
+    members = list(workers)
+    fitting, alone = _fitting(members, demand), {worker.key for worker in _alone(members)}
     decoders = [worker for worker in fitting if worker.role == "decode"]
 
     def can_begin(worker: Worker) -> bool:
         has_partner = worker.role == "prefill" and any(mismatch(worker, decode) is None for decode in decoders)
-        return worker.role == "aggregated" or has_partner
+        return worker.role == "aggregated" or has_partner or worker.key in alone
 
     return [worker for worker in fitting if can_begin(worker)]
 
@@ -119,7 +136,8 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 
     The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
-    equals the one longest not picked wins, and a pair wins over an aggregated worker.
+    equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose hand-overs fail lately come
+    after all others; last comes a decode worker alone, if no prefill worker is open.
 
     Raises:
         NoWorker: nobody can serve at the moment; says what is missing.
@@ -127,13 +145,19 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
         InvalidRequest: no route ever holds so many choices at once.
         Overloaded: every route that could take it is full.
     """
-    members = _with_weights(workers, demand)
+    every = list(workers)
+    members = _with_weights(every, demand)
     fitting = _fitting(members, demand)
-    for candidates in _in_order_of_preference(fitting, demand):
-        found = [route for route in (_best_pair(candidates), _best_aggregated(candidates)) if route is not None]
-        if found:
-            return min(found, key=lambda route: route.load)
-    if _best_pair(fitting) or _best_aggregated(fitting):
+    alone = _fitting(_alone(every), demand)
+    for bad_pairs in (demand.bad_pairs, frozenset[tuple[WorkerKey, WorkerKey]]()):
+        for candidates in _in_order_of_preference(fitting, demand):
+            found = [route for route in (_best_pair(candidates, bad_pairs), _best_aggregated(candidates)) if route is not None]
+            if found:
+                return min(found, key=lambda route: route.load)
+    for candidates in _in_order_of_preference(alone, demand):
+        if candidates:
+            return Route(None, min(candidates, key=_least_loaded))
+    if _best_pair(fitting) or _best_aggregated(fitting) or alone:
         _check_num_choices(fitting, demand)
         raise Overloaded("every worker that could serve the request is full: try again later")
     limit = max_model_len(members)
@@ -180,7 +204,9 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
     if not able:
         why = next((f": {reason.message}" for reason in reasons if reason), "")
         raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}{why}")
-    return _least_loaded_of(able, demand)
+    bad = [worker for worker in able if (prefill.key, worker.key) in demand.bad_pairs]
+    good = [worker for worker in able if worker not in bad and worker.has_room(demand.num_choices)]
+    return _least_loaded_of(good or able, demand)
 
 
 def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand: Demand) -> Worker:
@@ -256,9 +282,11 @@ def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
 
 
 def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:
-    """Yield those with room that have not failed the request, then all those with room."""
+    """Yield those with room that have not failed the request, then those that have, then those on probation as well."""
     with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
-    yield [worker for worker in with_room if worker.key not in demand.avoid]
+    trusted = [worker for worker in with_room if not worker.is_reserve]
+    yield [worker for worker in trusted if worker.key not in demand.avoid]
+    yield trusted
     yield with_room
 
 
@@ -271,10 +299,11 @@ def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
     raise Overloaded("every worker that could go on with the request is full")
 
 
-def _best_pair(workers: list[Worker]) -> Route | None:
+def _best_pair(workers: list[Worker], bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()) -> Route | None:
     decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
     for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=_least_loaded):
-        partner = next((decode for decode in decodes if mismatch(prefill, decode) is None), None)
+        fitting = (decode for decode in decodes if mismatch(prefill, decode) is None)
+        partner = next((decode for decode in fitting if (prefill.key, decode.key) not in bad_pairs), None)
         if partner is not None:
             return Route(prefill, partner)
     return None

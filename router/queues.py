@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from core.errors import DeadlineUnreachable
 from core.wire.messages import Abort, Generate, RouterMessage
-from router.cluster import Worker, WorkerKey
+from router.members import Worker, WorkerKey
 from router.policy import Demand, starters
 
 _MEMORY = 0.9  # weight of all earlier prompts at the next one: the pace is that of the last ten or so
@@ -86,6 +86,11 @@ class PromptQueues:
         queue = self._queues.pop(worker, None)
         for request_id in queue.prompts if queue is not None else ():
             del self._places[request_id]
+
+    def on_pause(self, lateness_s: float) -> None:
+        """The router stood still for so long, which says nothing of the workers' pace."""
+        for queue in self._queues.values():
+            queue.since += lateness_s
 
     def wait_s(self, worker: WorkerKey, now: float) -> float:
         """Return how long a prompt would wait there before it is begun with; 0 if nothing says that it would."""

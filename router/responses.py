@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.accounting import FirstTokenTiming, SecondTokenTiming, total_cost
+from router.accounting import FirstTokenTiming, HandoverReport, SecondTokenTiming, total_cost
 from router.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -26,6 +26,9 @@ from router.logprobs import (
 from router.output import Delta, PromptState, RequestOutput
 from router.params import OutputOptions
 
+_ENCODED_AT_ONCE = 128  # tokens of a prompt with their log-probabilities; some milliseconds
+_encoder = msgspec.json.Encoder()
+
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
     """Where the prompt's KV cache came from."""
@@ -34,14 +37,14 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class KVTransferTiming(msgspec.Struct, kw_only=True):
-    """Where the time to the first token went, and from there to the second."""
+    """Where the time to the first token went, and from there to the second. Not told if a decode worker served alone."""
 
     first_token: FirstTokenTiming
     second_token: SecondTokenTiming
 
 
 class KVTransferUsage(msgspec.Struct, kw_only=True):
-    """What the hand-over of the request cost; of several prompts, sums and the slowest.
+    """What loading the request's KV cost, from a prefill worker or from a tier; of several prompts, sums and the slowest.
 
     ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before, ``refusals``
     the decode workers that had no room for it.
@@ -57,11 +60,11 @@ class KVTransferUsage(msgspec.Struct, kw_only=True):
     retries: int
     replays: int
     refusals: int
-    timing: KVTransferTiming
+    timing: KVTransferTiming | UnsetType = UNSET
 
 
 class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Token counts. ``kv_transfer`` is there if the request was served by a pair of workers."""
+    """Token counts. ``kv_transfer`` is there if a pair of workers served the request, or a tier had lost some of its KV."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -165,7 +168,6 @@ class Envelope(TypedDict):
     id: str
     created: int
     model: str
-    system_fingerprint: str | None
 
 
 @dataclass(slots=True)
@@ -196,6 +198,12 @@ class Shaper:
         self._gathered: dict[int, _Gathered] = {}
         self._started: set[int] = set()
 
+    @property
+    def is_heavy(self) -> bool:
+        """True if the answer has log-probabilities of a prompt, which may be long."""
+        options = self._options
+        return options.prompt_logprobs is not None or (options.echo and options.logprobs is not None)
+
     def gather(self, deltas: Sequence[Delta]) -> None:
         """Keep deltas for the whole answer."""
         for delta in deltas:
@@ -211,6 +219,12 @@ class Shaper:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
             kv_transfer=_kv_transfer(output.prompts),
         )
+
+    def _system_fingerprint(self) -> str | None:
+        """Return a name of the weights that answer, joined by + where prompts of a request met several. None = unknown."""
+        reports = [state.report for state in self._output.prompts if state.report is not None]
+        names = [f"fp_{report.model_fingerprint.hex()[:12]}" for report in reports if report.model_fingerprint]
+        return "+".join(dict.fromkeys(names)) or None
 
     def _merged(self) -> list[Delta]:
         return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
@@ -234,7 +248,14 @@ class Shaper:
     def _prompt_logprobs(self, state: PromptState) -> list[dict[str, dict[str, Any]] | None] | UnsetType:
         if self._options.prompt_logprobs is None or state.report is None or state.report.prompt_logprobs is None:
             return UNSET
-        return prompt_logprobs(self._texts, state.report.prompt_logprobs)
+        entries = state.report.prompt_logprobs
+        if len(entries) <= _ENCODED_AT_ONCE:
+            return prompt_logprobs(self._texts, entries)
+        # As JSON already: a call of the encoder keeps the interpreter's lock, and this list has all of a long answer's length.
+        starts = range(0, len(entries), _ENCODED_AT_ONCE)
+        pieces = [_encoder.encode(prompt_logprobs(self._texts, entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
+        joined = msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]")
+        return cast(list[dict[str, dict[str, Any]] | None], joined)
 
 
 class CompletionShaper(Shaper):
@@ -287,7 +308,7 @@ class CompletionShaper(Shaper):
         )
 
     def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
-        return Completion(**self._envelope, choices=choices, usage=usage)
+        return Completion(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
 
 
 class ChatShaper(Shaper):
@@ -298,6 +319,7 @@ class ChatShaper(Shaper):
         state = self._output.prompts[0]
         return ChatCompletion(
             **self._envelope,
+            system_fingerprint=self._system_fingerprint(),
             choices=[
                 ChatChoice(
                     index=delta.index,
@@ -351,7 +373,7 @@ class ChatShaper(Shaper):
         return None if num_top is None else chat_logprobs(self._texts, delta.logprobs, num_top)
 
     def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
-        return ChatChunk(**self._envelope, choices=choices, usage=usage)
+        return ChatChunk(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
 
 
 def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
@@ -370,8 +392,16 @@ def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
         retries=sum(report.num_retries for report in reports),
         replays=sum(report.num_replays for report in reports),
         refusals=sum(report.num_refusals for report in reports),
-        timing=KVTransferTiming(
-            first_token=max((report.first_token for report in reports), key=lambda timing: timing.total_ms),
-            second_token=max((report.second_token for report in reports), key=lambda timing: timing.total_ms),
-        ),
+        timing=_slowest(reports),
+    )
+
+
+def _slowest(reports: Sequence[HandoverReport]) -> KVTransferTiming | UnsetType:
+    first = [report.first_token for report in reports if report.first_token is not None]
+    second = [report.second_token for report in reports if report.second_token is not None]
+    if not first or not second:
+        return UNSET
+    return KVTransferTiming(
+        first_token=max(first, key=lambda timing: timing.total_ms),
+        second_token=max(second, key=lambda timing: timing.total_ms),
     )

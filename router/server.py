@@ -11,8 +11,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 
 import msgspec
 import uvicorn
@@ -20,20 +18,25 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import Clock, SystemClock
 from core.config import RouterSection
+from core.engine.ops_http import OpsServer
 from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
+from core.release import package_version
 from core.wire.curve import ClusterKeys
 from core.wire.sockets import warn_if_exposed
 from router.app import BodyLimits, create_app
 from router.connections import ClientLimits, HttpConfig, limit_unread_answers
+from router.descriptors import connections_within
 from router.endpoints import Endpoints
 from router.images import ImageReader
 from router.metrics import RouterMetrics
+from router.probes import Probes
 from router.served import ServedModel
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
+_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 
 
 class Router:
@@ -64,7 +67,7 @@ class Router:
             service=self.service,
             metrics=metrics,
             ids=ids,
-            max_prompt_tokens=config.max_prompt_tokens,
+            config=config,
             images=self._images,
         )
         limits = BodyLimits(
@@ -72,7 +75,18 @@ class Router:
             max_upload_bytes=config.max_upload_bytes,
             max_requests_per_key=config.max_requests_per_key,
         )
-        self.app = create_app(self.endpoints, version=kvferry_version(), api_key=config.api_key, limits=limits)
+        self.app = create_app(
+            self.endpoints,
+            version=package_version(),
+            api_key=config.api_key,
+            limits=limits,
+            has_metrics=config.ops_port is None,
+            cors_origins=config.cors_origins,
+        )
+        self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut)
+        routes = Probes(self.endpoints, package_version()).routes()
+        self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
+        self.ops_address: str | None = None  # of the port for probes and metrics, once it is bound
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -101,32 +115,32 @@ class Router:
         return self.service.worker_address
 
     async def start(self) -> None:
-        """Bind both sockets and serve.
+        """Bind all sockets and serve.
 
         Raises:
             ConfigError: an address cannot be bound.
         """
         self._socket = _listen(self._config.host, self._config.port)
         try:
+            if self._ops is not None:
+                self.ops_address = await self._ops.start(self._config.ops_host, self._config.ops_port or 0)
             await self.service.start()
         except ConfigError:
-            self._socket.close()
+            await self._close_sockets()
             raise
         if self._keys is None:
             warn_if_exposed("router.worker_address", self.worker_address)
-        limits = ClientLimits(
-            max_connections=self._config.max_connections,
-            receive_timeout_s=self._config.receive_timeout_s,
-            send_timeout_s=self._config.send_timeout_s,
-        )
-        limit_unread_answers(self._socket, limits.send_timeout_s)
-        self._server = _Server(HttpConfig(self.app, limits, self.endpoints.metrics.count_cut))
+        limit_unread_answers(self._socket, self._config.send_timeout_s)
+        self._server = _Server(self.http)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._server.is_up.wait()
+        self._socket.listen(_BACKLOG)  # uvicorn has made the queue as short as one callback's share of it
         sampling = msgspec.structs.asdict(self._model.defaults)
         logger.info(
             event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
         )
+        if self.ops_address is not None:
+            logger.info(event("ops_port_open", address=self.ops_address))
 
     async def drain(self) -> None:
         """Stop as ``stop`` does, with the configured time for requests in flight."""
@@ -145,6 +159,12 @@ class Router:
             await serving
             logger.info(event("router_stopped"))
         await self._images.close()
+        self.endpoints.close()
+        await self._close_sockets()
+
+    async def _close_sockets(self) -> None:
+        if self._ops is not None:
+            await self._ops.stop()
         if self._socket is not None:
             self._socket.close()
 
@@ -166,12 +186,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def kvferry_version() -> str:
-    """Return the version of the installed package, "unknown" when run from a source tree."""
-    try:
-        return package_version("kvferry")
-    except PackageNotFoundError:
-        return "unknown"
+def _client_limits(config: RouterSection) -> ClientLimits:
+    return ClientLimits(
+        max_connections=connections_within(config.max_connections),
+        receive_timeout_s=config.receive_timeout_s,
+        send_timeout_s=config.send_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        max_head_bytes=config.max_head_bytes,
+        max_connections_per_address=config.max_connections_per_address,
+        proxies=config.proxy_addresses,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -183,7 +207,7 @@ def _listen(host: str, port: int) -> socket.socket:
     name = "" if host == "*" else host
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     try:
-        listening = socket.create_server((name, port), family=family, backlog=2048)
+        listening = socket.create_server((name, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None
     # asyncio sets it for sockets that it makes itself only. Without it a token waits for the client's kernel to acknowledge

@@ -23,20 +23,22 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.accounting import total_cost
-from router.cluster import Joined, Left, Member, WorkerKey
+from router.cluster import Joined, Left, Resumed, Stalled
 from router.flow import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
-from router.machine import Action, RouterLimits, RouterMachine, Transmit
+from router.frame_reader import FrameReader
+from router.machine import Action, RefuseVersion, RouterLimits, RouterMachine, Transmit
 from router.metrics import RouterMetrics
 from router.news import Submission, Update
+from router.peer_log import PeerLog
 from router.policy import unpaired
+from router.progress import Standing
 from router.traces import RequestTraces
+from router.worker_log import WorkerLog
 
 logger = logging.getLogger(__name__)
 
-_FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
+_PROMPTS_PER_TURN = 8  # of one HTTP request that are started at once
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-STRANGER_WARNING_INTERVAL_S = 60.0
 RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
 _ROLES = ("encode", "prefill", "decode", "aggregated")
 
@@ -100,18 +102,19 @@ class RouterService:
         self.machine = RouterMachine(model, router_id, limits)
         self.worker_address = config.worker_address
         self._keys = keys
-        self._next_stranger_warning = 0.0
         self._clock = clock
+        self._peer_log = PeerLog(clock)
+        self._worker_log = WorkerLog(metrics)
         self._metrics = metrics
         self._model = model
         self._traces = RequestTraces(None, model)
         self._tick_s = limits.tick_s
+        self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._listeners: dict[str, _Listener] = {}
         self._context: AsyncContext | None = None
         self._socket: AsyncSocket | None = None
         self._monitor: AsyncSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._unpaired: set[WorkerKey] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._death: asyncio.Future[BaseException] | None = None
@@ -138,7 +141,8 @@ class RouterService:
             self._close()
             raise
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
-        work = (self._receive(self._socket), self._tick(), self._watch_connections(self._monitor))
+        reader = FrameReader(self._socket, self._clock, self._on_parts)
+        work = (reader.run(), self._tick(reader), self._watch_connections(self._monitor))
         self._death = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(task) for task in work]
         for task in self._tasks:
@@ -191,14 +195,19 @@ class RouterService:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     @property
+    def retry_after_s(self) -> int:
+        """In how many seconds a client that finds no route had better come again."""
+        return self.machine.retry_after_s(self._clock.now())
+
+    @property
     def num_requests(self) -> int:
         """Requests that have not ended, one per prompt."""
         return len(self._listeners)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
-        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span.
+    async def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
+        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Between them others get their turn.
 
         Raises:
             RequestError: why one of them cannot be served now.
@@ -208,14 +217,17 @@ class RouterService:
         self._traces.begin(submissions, trace, now)
         try:
             for index, submission in enumerate(submissions):
+                if index and index % _PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
                 actions = self.machine.submit(submission, now)
                 self._listeners[submission.request_id] = _Listener(generation, index, now)
                 self._is_idle.clear()
                 self._perform(actions)
-        except KVFerryError as error:
-            generation.abort("another prompt of the request was refused")
+        except (KVFerryError, asyncio.CancelledError) as error:
+            generation.abort("another prompt of the request was refused, or the request was given up")
+            reason = ErrorInfo.of(error if isinstance(error, KVFerryError) else Cancelled("the request was given up"))
             for submission in submissions:
-                self._traces.fail(submission.request_id, ErrorInfo.of(error), self._clock.now())
+                self._traces.fail(submission.request_id, reason, self._clock.now())
             raise
         return generation
 
@@ -234,20 +246,19 @@ class RouterService:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    async def _receive(self, socket: AsyncSocket) -> None:
-        num_frames = 0
-        while True:
-            parts = await socket.recv_multipart()
-            self._on_parts(parts)
-            num_frames += 1
-            if num_frames % _FRAMES_PER_TURN == 0:
-                await asyncio.sleep(0)
-
-    async def _tick(self) -> None:
+    async def _tick(self, reader: FrameReader) -> None:
         """Do what is due. A bug in it ends this task, and so the router: it would come back with every tick."""
         while True:
             await asyncio.sleep(self._tick_s)
-            self._perform(self.machine.on_timer(self._clock.now()))
+            await self._do_what_is_due(reader)
+
+    async def _do_what_is_due(self, reader: FrameReader) -> None:
+        """Handle what has come, so that no worker is judged while its messages lie unread; then let the clock tick.
+
+        Under load there may always be more; then reading ends before the delay of the tick looks like a pause of the router.
+        """
+        await reader.catch_up(self._heartbeat_interval_s / 2)
+        self._perform(self.machine.on_timer(self._clock.now()))
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
         """Notice the death of a worker's process at once, not by its silence.
@@ -267,10 +278,7 @@ class RouterService:
         if not found["event"] & _HANDSHAKE_FAILED:
             return
         self._metrics.count_refused_handshake()
-        now = self._clock.now()
-        if now >= self._next_stranger_warning:
-            self._next_stranger_warning = now + STRANGER_WARNING_INTERVAL_S
-            logger.warning(event("handshake_refused", reason="it has not the cluster key of this router, or is no worker"))
+        self._peer_log.handshake_refused()
 
     def _on_parts(self, parts: list[bytes]) -> None:
         """Handle one message of a worker; nothing it sends may end the router."""
@@ -281,7 +289,7 @@ class RouterService:
             message = codec.decode_worker_frame(parts[1])
         except ProtocolError as error:
             self._metrics.count_malformed()
-            logger.warning(event("malformed_frame", peer=peer.hex(), message=error.message))
+            self._peer_log.bad_frame(peer, error)
             self._guard(self.machine.on_malformed, peer, error, now)
             return
         request_ids = self.machine.requests_of(message)
@@ -297,7 +305,7 @@ class RouterService:
         try:
             self._perform(handle(*args))
         except Exception:
-            logger.exception(event("router_bug", step=getattr(handle, "__name__", "?")))
+            self._peer_log.bug(getattr(handle, "__name__", "?"))
             return False
         return True
 
@@ -321,6 +329,8 @@ class RouterService:
             match action:
                 case Transmit():
                     queue += self._transmit(action)
+                case RefuseVersion():
+                    queue += self._send(action.peer, action.frame)
                 case Deliver():
                     self._deliver(action)
                 case EncodeEnded():
@@ -330,10 +340,9 @@ class RouterService:
                     self._on_retried(action)
                 case Ended():
                     self._on_ended(action.flow, action.now)
-                case Joined():
-                    self._on_joined(action.worker)
-                case Left():
-                    self._on_left(action)
+                case Joined() | Left() | Stalled() | Resumed():
+                    self._worker_log.note(action)
+                    self._peer_log.unpaired(unpaired(self.machine.cluster.workers))
 
     def _transmit(self, action: Transmit) -> list[Action]:
         if self._socket is None:
@@ -343,12 +352,18 @@ class RouterService:
         except ProtocolError as error:
             assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
             return self.machine.fail_try(action.message.request_id, error, self._clock.now())
-        sent = asyncio.ensure_future(self._socket.send_multipart([action.peer, frame], flags=zmq.NOBLOCK))
+        return self._send(action.peer, frame)
+
+    def _send(self, peer: bytes, frame: bytes) -> list[Action]:
+        """Send a frame to a connection; returns what follows if it is gone."""
+        if self._socket is None:
+            return []
+        sent = asyncio.ensure_future(self._socket.send_multipart([peer, frame], flags=zmq.NOBLOCK))
         failure = sent.exception()  # a non-blocking send is done when it returns
         if failure is None:
             return []
-        logger.warning(event("unreachable_peer", peer=action.peer.hex(), error=str(failure)))
-        return self.machine.on_unreachable(action.peer, self._clock.now())
+        self._peer_log.unreachable(peer, failure)
+        return self.machine.on_unreachable(peer, self._clock.now())
 
     def _traced(self, action: Transmit) -> RouterMessage:
         """Return the message of an action, with the span of the leg that it begins."""
@@ -372,9 +387,9 @@ class RouterService:
         report, handover = action.update.prompt, action.update.handover
         if report is not None and report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
-        if handover is not None and not listener.has_handover:
+        if handover is not None and handover.outcome is not None and not listener.has_handover:
             listener.has_handover = True
-            self._metrics.observe_handover(handover.second_token, handover.cost.fallback_reason)
+            self._metrics.observe_handover(handover.second_token, handover.outcome)
         listener.generation.put(listener.prompt_index, action.update)
 
     def _on_retried(self, retried: Retried) -> None:
@@ -427,30 +442,6 @@ class RouterService:
             )
         )
 
-    def _on_joined(self, worker: Member) -> None:
-        logger.info(
-            event("worker_joined", role=worker.role, engine_id=worker.key.engine_id, incarnation=f"{worker.key.incarnation:x}")
-        )
-        self._report_unpaired()
-
-    def _report_unpaired(self) -> None:
-        """Say once of each worker that nobody fits it."""
-        found = unpaired(self.machine.cluster.workers)
-        for key, reason in found.items():
-            if key not in self._unpaired:
-                logger.warning(event("unpaired_worker", engine_id=key.engine_id, reason=reason))
-        self._unpaired = set(found)
-
-    def _on_left(self, left: Left) -> None:
-        worker = left.worker
-        if left.is_back:
-            logger.warning(event("worker_reconnected", role=worker.role, engine_id=worker.key.engine_id))
-            return
-        if not left.is_orderly:
-            self._metrics.count_lost(worker.role)
-        write = logger.info if left.is_orderly else logger.warning
-        write(event("worker_left", role=worker.role, engine_id=worker.key.engine_id, reason=left.reason))
-
     # ---- gauges ------------------------------------------------------------------------------------------------------
 
     def _add_gauges(self) -> None:
@@ -466,7 +457,7 @@ class RouterService:
             "phase",
             {phase.value: lambda phase=phase: flows.count(phase) for phase in Phase},  # type: ignore[misc]
         )
-        self._metrics.watch("num_requests_waiting", "Requests that wait for a decode worker.", lambda: flows.num_waiting)
+        self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: flows.num_waiting)
         self._metrics.watch(
             "foreseen_prompt_wait_seconds",
             "How long a new prompt would wait where it is begun with first.",
@@ -481,11 +472,16 @@ class RouterService:
         self._metrics.watch(
             "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
         )
+        self._metrics.watch(
+            "workers_stalled",
+            "Workers whose engines make no progress.",
+            lambda: sum(member.progress.standing is Standing.STALLED for member in cluster.members),
+        )
         self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)
 
 
 def _recomputed(flow: Flow) -> dict[str, object]:
-    """Return why blocks were not handed over and what that cost, for the log; nothing if it did not happen."""
-    cost = total_cost(cost for _, cost in flow.accounts.costs.values())
+    """Return why blocks were not loaded and what that cost, for the log; nothing if it did not happen."""
+    cost = flow.accounts.cost
     reason = cost.fallback_reason or flow.fallback_reason
     return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

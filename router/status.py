@@ -12,8 +12,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from router.cluster import Member
+from core.wire.codec import WIRE_VERSION
 from router.endpoints import Endpoints
+from router.http_errors import CLIENT_ERRORS
+from router.members import Member
 from router.metrics import PREFIX
 
 
@@ -22,7 +24,8 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
     engine_id: str
     role: str
-    state: str  # "ready", "full", "draining", or "closed": it has said that it takes nothing
+    version: str  # of the package; empty if it does not say
+    state: str  # "ready", "full", "draining", "stalled", or "closed": it has said that it takes nothing
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -43,13 +46,15 @@ class Status(msgspec.Struct, kw_only=True):
 
     model: str
     version: str
+    wire_version: int  # of this router, and so of all its workers
     is_ready: bool
     reason: str  # why it is not, else empty
     num_requests: int
     requests_by_phase: dict[str, int]
     workers: list[WorkerStatus]
     handovers: dict[str, int]  # by outcome: "loaded", or why not
-    failures: dict[str, int]  # of requests, by code
+    failures: dict[str, int]  # of requests, by code, without those that were the client's doing
+    refusals: dict[str, int]  # of what clients got wrong, and requests that they gave up, by code
     finished: int
     generation_tokens: int
     prompt_tokens: int
@@ -60,17 +65,20 @@ class Status(msgspec.Struct, kw_only=True):
 def status_of(endpoints: Endpoints, version: str) -> Status:
     """Return the state of the cluster."""
     metrics = _Readings(endpoints.metrics.registry)
+    errors = metrics.events("request_failure_total", "code")
     reason = endpoints.not_ready_reason
     return Status(
         model=endpoints.model,
         version=version,
+        wire_version=WIRE_VERSION,
         is_ready=reason is None,
         reason=reason or "",
         num_requests=endpoints.service.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
         workers=[_worker_status(member) for member in endpoints.service.machine.cluster.members],
-        handovers=metrics.by_label("kv_handovers_total", "outcome"),
-        failures=metrics.by_label("request_failure_total", "code"),
+        handovers=metrics.events("kv_handovers_total", "outcome"),
+        failures={code: count for code, count in errors.items() if code not in CLIENT_ERRORS},
+        refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
         finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),
         generation_tokens=metrics.total("generation_tokens_total"),
         prompt_tokens=metrics.total("prompt_tokens_total"),
@@ -83,6 +91,7 @@ def _worker_status(worker: Member) -> WorkerStatus:
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
+        version=worker.version,
         state=_state_of(worker),
         num_running=worker.num_running,
         num_waiting=worker.num_waiting,
@@ -95,7 +104,7 @@ def _worker_status(worker: Member) -> WorkerStatus:
 
 def _state_of(worker: Member) -> str:
     if worker.is_closed:
-        return "draining" if worker.is_draining else "closed"
+        return "draining" if worker.is_draining else "stalled" if worker.why_unresponsive else "closed"
     return "ready" if worker.has_room(1) else "full"
 
 
@@ -107,6 +116,10 @@ class _Readings:
 
     def by_label(self, name: str, label: str) -> dict[str, int]:
         return {labels[label]: int(value) for labels, value in self._samples.get(PREFIX + name, ())}
+
+    def events(self, name: str, label: str) -> dict[str, int]:
+        """Return a counter's values by a label, less those that have not happened."""
+        return {value: count for value, count in self.by_label(name, label).items() if count}
 
     def total(self, name: str) -> int:
         return int(sum(value for _, value in self._samples.get(PREFIX + name, ())))

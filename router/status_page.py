@@ -68,7 +68,7 @@ function means(parts) {
 function show(now) {
   const status = now.status;
   byId("model").textContent = status.model;
-  byId("version").textContent = `kvferry ${status.version}`;
+  byId("version").textContent = `kvferry ${status.version}, wire version ${status.wire_version}`;
   byId("state").textContent = status.is_ready ? "ready" : `not ready: ${status.reason}`;
   byId("state").className = status.is_ready ? "good" : "bad";
   byId("in-flight").textContent = status.num_requests;
@@ -78,13 +78,14 @@ function show(now) {
   byId("transfers").textContent = rate(now, s => sum(s.handovers));
   byId("failed").textContent = sum(status.failures);
   rows("workers", status.workers.map(worker => [
-    worker.engine_id, worker.role, element("td", worker.state, worker.state === "ready" ? "good" : "bad"),
+    worker.engine_id, worker.role, worker.version, element("td", worker.state, worker.state === "ready" ? "good" : "bad"),
     worker.num_running, worker.num_waiting, bar(worker.num_running / worker.max_num_seqs), bar(worker.kv_cache_usage),
     worker.num_leased_blocks, worker.transports.join(", "),
   ]));
   rows("phases", Object.entries(status.requests_by_phase));
   rows("handovers", Object.entries(status.handovers));
   rows("failures", Object.entries(status.failures));
+  rows("refusals", Object.entries(status.refusals));
   rows("first", means(status.first_token_parts));
   rows("second", means(status.second_token_parts));
   last = now;
@@ -124,7 +125,18 @@ _TILES = (
     ("transfers", "hand-overs per second"),
     ("failed", "failed requests so far"),
 )
-_WORKER_COLUMNS = ("worker", "role", "state", "running", "waiting", "load", "KV in use", "leased blocks", "transports")
+_WORKER_COLUMNS = (
+    "worker",
+    "role",
+    "version",
+    "state",
+    "running",
+    "waiting",
+    "load",
+    "KV in use",
+    "leased blocks",
+    "transports",
+)
 
 PAGE = f"""<!doctype html>
 <html lang="en">
@@ -139,6 +151,7 @@ PAGE = f"""<!doctype html>
 {_table("second", "From the first to the second token, mean", "part", "ms")}
 {_table("handovers", "Hand-overs", "outcome", "count")}
 {_table("failures", "Failed requests", "code", "count")}
+{_table("refusals", "Clients' mistakes, and requests that they gave up", "code", "count")}
 {_table("phases", "Requests in flight", "leg", "count")}
 </div>
 <script>{_SCRIPT}</script>

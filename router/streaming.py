@@ -7,6 +7,7 @@ byte to the last. Knows nothing of the shapes (``router.responses``). ``router.e
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from litestar.response.base import ASGIResponse
@@ -21,6 +22,7 @@ from router.output import Delta, RequestOutput
 from router.params import OutputOptions
 from router.responses import ChatShaper, CompletionShaper
 from router.service import Generation
+from router.text_pool import TextPool
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -30,11 +32,17 @@ class Answer:
     """One HTTP answer in the making. Whoever holds it calls ``close`` in the end."""
 
     def __init__(
-        self, generation: Generation, output: RequestOutput, shaper: CompletionShaper | ChatShaper, receive: Receive
+        self,
+        generation: Generation,
+        output: RequestOutput,
+        shaper: CompletionShaper | ChatShaper,
+        receive: Receive,
+        pool: TextPool,
     ) -> None:
         self._generation = generation
         self._output = output
         self._shaper = shaper
+        self._pool = pool
         self._failure: ErrorInfo | None = None
         self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
 
@@ -46,7 +54,8 @@ class Answer:
         """
         while not self._output.is_finished:
             self._shaper.gather(await self._deltas())
-        return ASGIResponse(body=_encoder.encode(self._shaper.whole()), media_type="application/json")
+        body = await self._shaped(lambda: _encoder.encode(self._shaper.whole()))
+        return ASGIResponse(body=body, media_type="application/json")
 
     async def first(self) -> bytes:
         """Wait for the first news and return their events; until here an error still has its own status.
@@ -65,7 +74,12 @@ class Answer:
         Raises:
             RequestFailure: the request failed, or the client left.
         """
-        return b"".join([sse.event(chunk) for chunk in self._shaper.chunks(await self._deltas())])
+        deltas = await self._deltas()
+        return await self._shaped(lambda: b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)]))
+
+    async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
+        """Return what ``shape`` does; log-probabilities of a long prompt are written off the event loop."""
+        return await self._pool.run(shape) if self._shaper.is_heavy else shape()
 
     def last(self, options: OutputOptions) -> bytes:
         """Return the events that end a stream."""

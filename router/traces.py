@@ -14,8 +14,8 @@ import msgspec
 
 from core.tracing import Attributes, Span, TraceContext, Tracer
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
-from router.cluster import WorkerKey
 from router.flow import EncodeEnded, Flow, Retried
+from router.members import WorkerKey
 from router.news import Submission
 
 REQUEST = "kvferry.request"

@@ -7,7 +7,7 @@ from core.engine.hands import EngineFacts
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.kv import KVHandoff, KVLayoutInfo
-from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, RequestFailed
+from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, RequestFailed, TransferUsage
 from core.wire.sampling import SamplingParams
 from prefill.worker import MAX_REMEMBERED_HANDOFFS, PrefillHands
 
@@ -133,6 +133,21 @@ def test_answers_once_when_every_choice_has_its_first_token(hands):
     assert (done.queue_ms, done.prefill_ms) == (pytest.approx(50.0), pytest.approx(200.0))
     assert late.ended == ["r"]
     assert late.release_transfer_ids == []
+
+
+def test_answer_tells_what_a_tier_has_lost_of_every_choice(hands):
+    hands.on_generate(generate(n=2), 0.0)
+    lost = [TransferUsage(recomputed_tokens=2, fallback_reason=reason) for reason in ("digest", "store_miss")]
+    hands.on_outputs([first_token("r/0", 11, transfer_usage=lost[0])], 0.0)
+    (done,) = hands.on_outputs([first_token("r/1", 12, kv_handoff=handoff(), transfer_usage=lost[1])], 0.0).replies
+    assert (done.recomputed_tokens, done.fallback_reason) == (4, "digest")
+
+
+def test_answer_says_nothing_of_a_tier_that_has_lost_nothing(hands):
+    hands.on_generate(generate(), 0.0)
+    loaded = TransferUsage(transport="offload", transferred_tokens=3)
+    (done,) = hands.on_outputs([first_token("r/0", 11, transfer_usage=loaded)], 0.0).replies
+    assert (done.recomputed_tokens, done.fallback_reason) == (0, "")
 
 
 def test_finish_reason_follows_the_original_limit_not_the_forced_one(hands):

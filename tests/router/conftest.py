@@ -15,7 +15,9 @@ import pytest
 import tokenizers
 import zmq.asyncio
 
+from core.clock import Clock
 from core.config import RouterSection
+from core.errors import VersionMismatch
 from core.model.hub import ModelFiles
 from core.model.tokenizer import Tokenizer
 from core.wire import codec
@@ -213,7 +215,10 @@ class FakeWorker:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            message = codec.decode_router_frame(await socket.recv())
+            try:
+                message = codec.decode_router_frame(await socket.recv())
+            except VersionMismatch as refusal:
+                message = refusal
             async with self._news:
                 self.received.append(message)
                 self._news.notify_all()
@@ -308,7 +313,7 @@ class FakeWorker:
         )
         usage: Usage | None = Usage(
             num_cached_tokens=4,
-            kv_transfer=transfer if message.kv_handoff else None,
+            kv_transfer=transfer if message.kv_handoff else self.script.cost,
             prompt_logprobs=None if message.kv_handoff else self._prompt_logprobs(message),
         )
         step = self.script.tokens_per_frame
@@ -345,6 +350,15 @@ class RouterUnderTest:
         self.workers.append(worker)
         return await worker.start()
 
+    async def reconnect(self, worker: FakeWorker) -> None:
+        """Register a member by a new connection; the old one ends after the router has heard of the new one."""
+        (member,) = [each for each in self.router.service.machine.cluster.members if each.key.engine_id == worker.engine_id]
+        old_peer, old_socket = member.peer, worker._socket
+        worker.connect()
+        await worker.send(worker.registration)
+        await self.until(lambda: member.peer != old_peer)
+        old_socket.close(linger=0)
+
     async def stranger(self, role: str = "decode", **facts: Any) -> FakeWorker:
         """Return a connected worker that has not registered."""
         worker = FakeWorker(self.context, self.router.worker_address, role, self.tokenizer, **facts)
@@ -372,6 +386,12 @@ class RouterUnderTest:
             while not condition():  # noqa: ASYNC110 - any condition of any object
                 await asyncio.sleep(0.01)
 
+    @property
+    def num_busy(self) -> int:
+        """Connections of clients in the midst of a request."""
+        clients = self.router.http.clients
+        return len(clients) - clients.num_idle
+
     def metric(self, name: str, **labels: str) -> float:
         value = self.router.endpoints.metrics.registry.get_sample_value(name, labels)
         return -1.0 if value is None else value
@@ -386,6 +406,7 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
         has_http: bool = True,
         sampling: SamplingDefaults = NEUTRAL_SAMPLING,
         model: ServedModel | None = None,
+        clock: Clock | None = None,
         **settings: Any,
     ) -> RouterUnderTest:
         defaults = {
@@ -396,7 +417,7 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
             "request_timeout_s": 20.0,
         }
         model = model or ServedModel(name=MODEL, tokenizer=tiny_tokenizer, defaults=sampling)
-        router = Router(RouterSection(**{**defaults, **settings}), model)
+        router = Router(RouterSection(**{**defaults, **settings}), model, clock=clock)
         await (router.start() if has_http else router.service.start())
         started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context(), has_http))
         return started[-1]

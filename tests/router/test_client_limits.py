@@ -37,6 +37,19 @@ async def test_one_key_cannot_take_the_places_of_another(start_router):
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def test_a_key_has_one_bound_however_its_scheme_is_written(start_router):
+    under_test = await start_router(has_http=False, api_key="busy", max_requests_per_key=1)
+    await under_test.pair(is_silent=True)
+    call = asyncio.create_task(complete(under_test, "busy"))
+    await under_test.until(lambda: under_test.router.service.num_requests == 1)
+    async with under_test.client() as client:
+        headers = {"authorization": "bearer  busy"}
+        refused = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
+    assert refused.status_code == 429
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
 async def test_a_key_s_places_are_free_again_once_its_requests_have_ended(start_router):
     under_test = await start_router(has_http=False, api_key="only", max_requests_per_key=1)
     await under_test.pair()

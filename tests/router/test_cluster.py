@@ -5,7 +5,8 @@ import pytest
 
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Goodbye, Heartbeat, Refused, Register, Registered
-from router.cluster import DUPLICATE_ENGINE_ID, MODEL_MISMATCH, NOT_REGISTERED, Cluster, Joined, Left, Reply, WorkerKey
+from router.cluster import DUPLICATE_ENGINE_ID, MODEL_MISMATCH, NOT_REGISTERED, Cluster, Joined, Left, Reply
+from router.members import WorkerKey
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 

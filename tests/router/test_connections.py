@@ -137,17 +137,64 @@ async def test_stream_that_nobody_reads_ends_with_its_request(start_router):
 async def test_connection_above_the_limit_is_closed_and_the_others_served(start_router):
     under_test = await start_router(max_connections=2)
     served = [await open_to(under_test) for _ in range(2)]
-    for reader, writer in served:
-        writer.write(HEALTH)
-        await read_answer(reader)
+    for _, writer in served:
+        writer.write(ASK % 2)  # the body is missing: both are busy
+    await under_test.until(lambda: under_test.num_busy == 2)
     reader, writer = await open_to(under_test)
     writer.write(HEALTH)
     assert await read_to_end(reader) == b""
     assert under_test.metric("kvferry_http_connections_cut_total", reason="limit") == 1
     for reader, writer in served:
+        writer.write(b"{}")
+        assert (await read_answer(reader))[0].startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_full_port_gives_up_the_longest_idle_connection(start_router):
+    under_test = await start_router(max_connections=2)
+    opened = [await open_to(under_test) for _ in range(2)]
+    for reader, writer in opened:  # the first has waited longer afterwards
+        writer.write(HEALTH)
+        await read_answer(reader)
+    reader, writer = await open_to(under_test)
+    writer.write(HEALTH)
+    assert (await read_answer(reader))[0].startswith(b"HTTP/1.1 200")
+    assert await read_to_end(opened[0][0]) == b""
+    assert under_test.metric("kvferry_http_connections_cut_total", reason="idle") == 1
+    opened[1][1].write(HEALTH)
+    assert (await read_answer(opened[1][0]))[0].startswith(b"HTTP/1.1 200")
+    for _, other in [*opened, (reader, writer)]:
+        other.close()
+
+
+async def test_connections_of_one_address_are_bounded(start_router):
+    under_test = await start_router(max_connections_per_address=2)
+    opened = [await open_to(under_test) for _ in range(2)]
+    refused, _ = await open_to(under_test)
+    assert await read_to_end(refused) == b""
+    assert under_test.metric("kvferry_http_connections_cut_total", reason="address") == 1
+    elsewhere = await open_to(under_test, local_addr=("127.0.0.2", 0))
+    for reader, writer in [*opened, elsewhere]:
         writer.write(HEALTH)
         assert (await read_answer(reader))[0].startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def test_load_balancer_has_no_bound_per_address(start_router):
+    under_test = await start_router(max_connections_per_address=1, proxy_addresses=("127.0.0.0/8",))
+    for reader, writer in [await open_to(under_test) for _ in range(3)]:
+        writer.write(HEALTH)
+        assert (await read_answer(reader))[0].startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_idle_connection_is_closed_after_its_time(start_router):
+    under_test = await start_router(idle_timeout_s=0.1)  # uvicorn counts whole seconds
+    reader, writer = await open_to(under_test)
+    writer.write(HEALTH)
+    await read_answer(reader)
+    assert await read_to_end(reader) == b""
+    writer.close()
 
 
 # ---- the clocks of one connection --------------------------------------------------------------------------------------

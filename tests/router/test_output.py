@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.model.detokenizer import StopStrings
 from core.wire.messages import ErrorInfo, TokenLogprobs, TransferUsage
 from router.accounting import HandoverReport, first_token_timing, second_token_timing
 from router.news import ChoiceUpdate, PromptReport, Update
@@ -14,6 +15,10 @@ from router.prompts import Prompt
 EOS = 256
 
 
+def _choice(tokenizer, options: OutputOptions) -> ChoiceText:
+    return ChoiceText(tokenizer, options, StopStrings(options.stop), ())
+
+
 @pytest.fixture
 def spell(tiny_tokenizer):
     return lambda text: tuple(tiny_tokenizer.encode(text))
@@ -21,7 +26,7 @@ def spell(tiny_tokenizer):
 
 @pytest.fixture
 def choice(tiny_tokenizer):
-    return lambda **options: ChoiceText(tiny_tokenizer, OutputOptions(**options), ())
+    return lambda **options: _choice(tiny_tokenizer, OutputOptions(**options))
 
 
 def news(*token_ids: int, reason=None, stop=None, logprobs=None) -> ChoiceUpdate:
@@ -121,7 +126,7 @@ def test_logprobs_stay_beside_their_tokens(choice, spell):
 def test_text_does_not_depend_on_how_tokens_arrive(tiny_tokenizer, text, sizes, stop):
     token_ids = tiny_tokenizer.encode(text)
     options = OutputOptions(stop=(stop,) if stop else ())
-    choice, shown, position = ChoiceText(tiny_tokenizer, options, ()), "", 0
+    choice, shown, position = _choice(tiny_tokenizer, options), "", 0
     while not choice.is_finished:
         size = sizes[position % len(sizes)]
         part = token_ids[position : position + size]

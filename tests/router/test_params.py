@@ -439,3 +439,27 @@ def test_other_transfer_parameters_are_refused_by_name(params, field):
     with pytest.raises(InvalidRequest) as refused:
         completion(kv_transfer_params=params)
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(1, 257))}, "stop_token_ids"),  # 0 is the model's own end
+        ({"stop_token_ids": [5, 6], "allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [0]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [0, 7], "stop_token_ids": [7]}, "allowed_token_ids"),
+    ],
+)
+def test_request_that_leaves_no_token_to_choose_is_refused(fields, param):
+    limits = ModelLimits(max_model_len=100, vocab_size=257, eos_token_ids=frozenset({0}))
+    with pytest.raises(InvalidRequest, match="min_tokens = 1") as caught:
+        sampling_params(completion(min_tokens=1, **fields), 10, 5, limits)
+    assert caught.value.param == param
+    sampling_params(completion(**fields), 10, 5, limits)  # the first token may end the text
+
+
+def test_one_token_that_does_not_end_the_text_is_enough():
+    limits = ModelLimits(max_model_len=100, vocab_size=257, eos_token_ids=frozenset({0}))
+    sampling_params(completion(min_tokens=1, stop_token_ids=list(range(2, 257))), 10, 5, limits)
+    sampling_params(completion(min_tokens=1, stop_token_ids=list(range(1, 257)), ignore_eos=True), 10, 5, limits)

@@ -9,7 +9,7 @@ from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from core.errors import ContextTooLong, EngineDead, NoWorker, Overloaded
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
 from core.wire.messages import ErrorInfo, Register
-from router.cluster import Worker, WorkerKey
+from router.members import Worker, WorkerKey
 from router.policy import (
     Demand,
     choose_decode,

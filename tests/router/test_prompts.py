@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from core.errors import ContextTooLong, InvalidRequest
 from router.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, ImagePart, ImageURL, RefusalPart, TextPart
 from router.params import ModelLimits
-from router.prompts import INLINE_CHARACTERS, PromptReader
+from router.prompts import PromptReader
+from router.text_pool import INLINE_CHARACTERS, TextPool
 
 LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
 
 
 @pytest.fixture
-def reader(tiny_tokenizer) -> PromptReader:
-    return PromptReader(tiny_tokenizer)
+def reader(tiny_tokenizer) -> Iterator[PromptReader]:
+    pool = TextPool(tiny_tokenizer, 1)
+    yield PromptReader(tiny_tokenizer, pool)
+    pool.close()
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ async def test_reads_the_four_forms_of_a_prompt(reader, spell):
         ([1, "a"], "mixes"),
         ([257], "257"),
         ([[1], [-1]], "-1"),
-        (["a"] * 1025, "at most 1024"),
+        (["a"] * 129, "at most 128"),
     ],
 )
 async def test_refuses_prompts_that_make_no_sense(reader, prompt, reason):

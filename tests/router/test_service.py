@@ -3,14 +3,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from core.clock import SystemClock
 from core.config import RouterSection
-from core.errors import ConfigError, ProtocolError
-from core.wire.messages import ErrorInfo, Generate, PrefillDone, Refused, Registered, Rejected, RequestFailed, Tokens
+from core.errors import ConfigError, ProtocolError, VersionMismatch
+from core.testing.clock import FakeClock
+from core.wire.codec import WIRE_VERSION, encode_worker_message
+from core.wire.messages import ErrorInfo, Generate, Goodbye, PrefillDone, Refused, Registered, Rejected, RequestFailed, Tokens
+from router.frame_reader import FrameReader
 from router.machine import Transmit
 from router.metrics import RouterMetrics
 from router.service import RouterService
@@ -36,7 +40,6 @@ async def refusal(worker, code: str) -> Refused:
     [
         (b"",),
         (b"\x01",),
-        (b"\x09\x01\x80",),
         (b"\x01\x63\x80",),
         (b"\x01\x01\xc1",),
         (b"\x01\x02\xdd\xff\xff\xff\xff",),
@@ -52,18 +55,62 @@ async def test_garbage_of_a_stranger_is_refused_and_the_router_serves_on(served,
     assert (await complete(served)).status_code == 200
 
 
-async def test_garbage_of_a_member_fails_its_requests_at_once_and_it_may_come_back(start_router):
+async def test_garbage_of_a_member_moves_its_requests_at_once_and_it_may_come_back(start_router):
     under_test = await start_router(has_http=False)
-    prefill, _ = await under_test.pair(is_silent=True)
+    prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))
+    await under_test.add("decode")
     call = asyncio.create_task(complete(under_test))
     await prefill.generated()
-    await prefill.send_raw(b"garbage")
-    response = await call
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "peer_lost")
+    await prefill.send_raw(b"\x01garbage")
+    assert (await call).status_code == 200
     await refusal(prefill, "protocol_error")
     await refusal(prefill, "not_registered")  # the answer to its next heartbeat
     await prefill.send(prefill.registration)
     await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is None)
+
+
+async def test_frames_of_another_version_are_refused_once_and_logged_once(served, caplog):
+    stranger = await served.stranger()
+    for _ in range(500):
+        await stranger.send_raw(encode_worker_message(Goodbye(engine_id="w", incarnation=1), version=9))
+    await served.until(lambda: served.metric("kvferry_rejected_frames_total") == 500)
+    refusal = await stranger.wait_for(lambda message: isinstance(message, VersionMismatch))
+    assert (refusal.is_refusal, refusal.theirs) == (True, WIRE_VERSION)
+    assert (await complete(served)).status_code == 200
+    assert len(stranger.received) == 1
+    (line,) = [record.getMessage() for record in caplog.records if "other_wire_version" in record.getMessage()]
+    assert f"ours={WIRE_VERSION} theirs=9" in line
+
+
+async def test_a_stranger_cannot_fill_the_log(served, caplog):
+    stranger = await served.stranger()
+    for number in range(500):
+        await stranger.send_raw(b"\x01\x01" + bytes((number % 256,)) * 9)
+    await served.until(lambda: served.metric("kvferry_rejected_frames_total") == 500)
+    assert sum(record.name == "router.service" and record.levelname == "WARNING" for record in caplog.records) == 1
+
+
+class Flood:
+    """A socket with always another message, and a clock that runs while they are read."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def get(self, _option):
+        self._clock.advance(0.01)
+        return zmq.POLLIN
+
+
+async def test_a_flood_of_messages_is_no_pause_of_the_router():
+    clock = FakeClock()
+    service = RouterService(RouterSection(), "m", "router-0", clock, RouterMetrics(CollectorRegistry()))
+    reader = FrameReader(Flood(clock), clock, lambda parts: None)
+    pauses = service.machine.cluster.pauses
+    pauses.on_tick(clock.now())
+    clock.advance(service._tick_s)
+    await service._do_what_is_due(reader)
+    assert pauses.lateness_s == 0.0
+    assert not pauses.is_settling(clock.now()), "else nobody would be judged for as long as it lasts"
 
 
 async def test_messages_of_workers_that_never_registered_are_refused(served):
@@ -142,14 +189,20 @@ async def test_a_worker_that_says_goodbye_gets_no_more_requests(start_router):
         assert (await complete(under_test)).status_code == 200
     assert first.messages(Generate) == []
     assert len(second.messages(Generate)) == 3
-    assert under_test.metric("kvferry_workers_lost_total", role="aggregated") == -1.0
+    assert under_test.metric("kvferry_workers_lost_total", role="aggregated") == 0.0
 
 
 async def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_registration(start_router):
-    under_test = await start_router(has_http=False, heartbeat_timeout_s=0.4)
+    clock = FakeClock()
+    under_test = await start_router(has_http=False, clock=clock)
     worker = await under_test.add("aggregated")
     worker.sends_heartbeats = False
-    await under_test.until(lambda: under_test.router.endpoints.not_ready_reason is not None)
+
+    def is_dropped() -> bool:
+        clock.advance(0.1)  # a heartbeat interval; the router counts no more as silence between two ticks
+        return under_test.router.endpoints.not_ready_reason is not None
+
+    await under_test.until(is_dropped)
     worker.sends_heartbeats = True
     await refusal(worker, "not_registered")
     await worker.send(worker.registration)
@@ -180,10 +233,8 @@ async def test_a_worker_that_reconnects_keeps_its_membership_and_starts_its_requ
     worker.script.is_silent = True
     call = asyncio.create_task(complete(under_test))
     request_id = (await worker.generated()).request_id
-    worker.disconnect()
     worker.script.is_silent = False
-    worker.connect()
-    await worker.send(worker.registration)
+    await under_test.reconnect(worker)
     assert (await call).status_code == 200
     await worker.aborts(request_id)
     assert [message.request_id for message in worker.messages(Generate)] == [request_id, f"{request_id}.2"]

@@ -2,8 +2,12 @@
 
 import re
 
-from core.errors import EngineDead, Overloaded
+import core.errors
+from core.errors import EngineDead, KVFerryError, Overloaded
+from core.release import package_version
+from core.wire.codec import WIRE_VERSION
 from core.wire.messages import ErrorInfo
+from router.http_errors import CLIENT_ERRORS
 from router.status import status_of
 from router.status_page import CONTENT_SECURITY_POLICY, PAGE
 
@@ -26,6 +30,16 @@ async def test_report_names_workers_and_counts_what_was_served(served):
     parts = report["first_token_parts"]
     assert set(parts) == {"queue", "prefill", "relay"}
     assert {part["num_requests"] for part in parts.values()} == {1}
+
+
+async def test_report_names_the_versions_of_router_and_workers(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.add("aggregated", version="1.2.3")
+    await under_test.add("aggregated")
+    report = (await get(under_test, "/status.json")).json()
+    assert (report["version"], report["wire_version"]) == (package_version(), WIRE_VERSION)
+    assert sorted(worker["version"] for worker in report["workers"]) == ["", "1.2.3"]
+    assert (await get(under_test, "/version")).json() == {"version": package_version(), "wire_version": WIRE_VERSION}
 
 
 async def test_report_tells_workers_that_are_full_from_those_that_take_nothing(served):
@@ -52,6 +66,22 @@ async def test_report_says_why_nothing_can_be_served(start_router):
     assert report["is_ready"] is False
     assert report["reason"]
     assert report["workers"] == []
+
+
+async def test_mistakes_of_clients_are_no_failures(served):
+    async with served.client() as client:
+        await client.post("/v1/completions", json={"prompt": "p", "temperature": 9})
+        await client.get("/v2/nothing")
+    report = (await get(served, "/status.json")).json()
+    assert report["failures"] == {}
+    assert report["refusals"] == {"invalid_request": 1, "not_found": 1}
+
+
+def test_clients_errors_are_those_of_the_error_tree_that_blame_the_client():
+    kinds = [kind for kind in vars(core.errors).values() if isinstance(kind, type) and issubclass(kind, KVFerryError)]
+    blame = {kind.code for kind in kinds if 400 <= kind.http_status < 500 and not kind.retryable}
+    assert blame <= CLIENT_ERRORS
+    assert not CLIENT_ERRORS & {kind.code for kind in kinds if kind.code not in blame}
 
 
 async def test_page_is_open_like_the_metrics_and_loads_nothing_from_elsewhere(start_router):

@@ -7,8 +7,8 @@ from core.testing.clock import FakeClock
 from core.testing.trace_collector import memory_tracer
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
-from router.cluster import WorkerKey
 from router.flow import EncodeEnded
+from router.members import WorkerKey
 from router.news import Submission
 from router.traces import RequestTraces
 

@@ -75,13 +75,13 @@ async def test_bodies_beyond_the_bound_are_told_to_come_back_and_those_within_it
 
 
 async def test_a_body_counts_as_long_as_its_answer_lasts(start_router):
-    under_test = await start_router(max_upload_bytes=LIMIT)
-    prefill, _ = await under_test.pair(is_silent=True)
+    under_test = await start_router(max_upload_bytes=LIMIT, worker_wait_s=0.1)
+    worker = await under_test.add("aggregated", script=under_test.script(is_silent=True))
     call = asyncio.create_task(post(under_test, 800))
-    await prefill.generated()
+    await worker.generated()
     assert under_test.metric("kvferry_upload_bytes") == 800
     assert (await post(under_test, 300)).status_code == 503
-    await prefill.kill()
+    await worker.kill()
     assert (await call).status_code == 503
     await held(under_test, 0)
 

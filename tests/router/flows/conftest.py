@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -48,6 +48,7 @@ class Bench:
         self.retries: list[Retried] = []
         self.encodes: list[tuple[str, str, int]] = []
         self.ended: dict[str, Ended] = {}
+        self.stalled: dict[str, float] = {}  # ms by worker, for tests of progress
         for name in workers:
             self.join(name)
 
@@ -82,11 +83,26 @@ class Bench:
     def heartbeat(self, name: str, **load) -> None:
         self.receive(name, Heartbeat(engine_id=name, incarnation=1, **load))
 
-    def tick(self, now: float) -> None:
-        self.now = now
-        for worker in list(self.machine.cluster.members):
-            self.receive(worker.peer.decode(), Heartbeat(engine_id=worker.key.engine_id, incarnation=worker.key.incarnation))
-        self.do(self.machine.on_timer(now))
+    def tick(self, until: float) -> None:
+        """Let time pass; every worker sends its heartbeats."""
+        for _ in self._seconds(until):
+            for worker in list(self.machine.cluster.members):
+                self.receive(
+                    worker.peer.decode(), Heartbeat(engine_id=worker.key.engine_id, incarnation=worker.key.incarnation)
+                )
+            self.do(self.machine.on_timer(self.now))
+
+    def wait(self, until: float) -> None:
+        """Let time pass in which no worker says anything."""
+        for _ in self._seconds(until):
+            self.do(self.machine.on_timer(self.now))
+
+    def _seconds(self, until: float) -> Iterator[None]:
+        while self.now + 1.0 < until:
+            self.now += 1.0
+            yield
+        self.now = until
+        yield
 
     def submit(self, request_id: str = "r1", n: int = 1, prompt: int = 10, **sampling) -> None:
         params = SamplingParams(seed=7, **{"max_tokens": 20, **sampling})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ContextTooLong, InvalidRequest, Overloaded
-from core.wire.messages import Generate
+from core.errors import ContextTooLong, InvalidRequest, NoWorker, Overloaded
+from core.wire.messages import Generate, Usage
 from router.flow import Phase
 
 
@@ -141,3 +141,84 @@ def test_a_full_decode_worker_is_passed_over(make_bench):
         bench.prefill_done(request_id)
     assert [message.request_id for message in bench.to("d0", Generate)] == ["r1"]
     assert [message.request_id for message in bench.to("d1", Generate)] == ["r2", "r3"]
+
+
+# ---- a decode worker alone ---------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_worker_serves_alone_once_its_prefill_worker_is_lost(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.leave("p0")
+    bench.submit(n=2)
+    alone = bench.generated("d0")
+    assert (alone.handoff, alone.kv_handoff, alone.choices, alone.n) == (False, None, (), 2)
+    assert bench.machine.not_ready_reason is None
+    usage = Usage(num_cached_tokens=4)
+    for index in range(2):
+        bench.tokens(0, 50 + index, index=index, usage=usage, finish_reason="length")
+    report = bench.updates["r1"][-1].handover
+    assert (report.cost.recomputed_tokens, report.cost.fallback_reason) == (6, "no_prefill")
+    assert (report.first_token, report.second_token) == (None, None)
+    bench.assert_idle()
+
+
+def test_a_decode_worker_does_not_serve_alone_before_there_was_a_prefill_worker(make_bench):
+    bench = make_bench("d0")
+    with pytest.raises(NoWorker, match="no prefill worker"):
+        bench.submit()
+    assert bench.machine.not_ready_reason is not None
+
+
+@pytest.mark.parametrize("how", ["drains", "stalls", "dies"])
+def test_a_prefill_worker_that_takes_nothing_counts_as_lost(make_bench, how):
+    bench = make_bench("p0", "d0")
+    if how == "drains":
+        bench.heartbeat("p0", is_draining=True)
+    elif how == "stalls":
+        for bench.now in (1.0, 2.0, 3.0, 4.0):
+            bench.heartbeat("p0", stalled_ms=bench.now * 1000.0)
+            bench.heartbeat("d0")
+            bench.do(bench.machine.on_timer(bench.now))
+    else:
+        bench.machine.cluster.by_peer(b"p0").closed_because = "dead"
+    bench.submit()
+    assert not bench.generated("d0").handoff
+
+
+def test_a_prefill_worker_that_is_full_is_not_passed_by(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.machine.cluster.by_peer(b"p0").is_refusing = True
+    with pytest.raises(Overloaded):
+        bench.submit()
+
+
+def test_with_the_prefill_worker_back_requests_are_handed_over_again(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.leave("p0")
+    bench.submit("r1")
+    bench.join("p0", incarnation=2)
+    bench.submit("r2")
+    assert bench.generated("p0").handoff
+
+
+def test_a_missing_decode_worker_says_when_to_come_again(make_bench):
+    bench = make_bench("p0")
+    bench.join("d0", start_ms=12_000, is_supervised=True)
+    bench.tick(1.0)
+    bench.leave("d0")
+    bench.tick(5.0)
+    with pytest.raises(NoWorker, match="no decode worker") as caught:
+        bench.submit()
+    assert caught.value.retry_after_s == 31, "34 s from the first tick without it, 3 s of which have passed"
+
+
+def test_a_stream_waits_for_a_supervised_successor_beyond_worker_wait_s(make_bench):
+    bench = make_bench("p0", worker_wait_s=5.0, request_timeout_s=200.0)
+    bench.join("d0", start_ms=12_000, is_supervised=True)
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(1, 51)
+    bench.leave("d0")
+    bench.tick(31.0)
+    bench.join("d0", incarnation=2)
+    assert bench.generated("d0").request_id == "r1.2"

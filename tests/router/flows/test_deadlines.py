@@ -5,7 +5,7 @@ import pytest
 from core.errors import ContextTooLong, DeadlineUnreachable
 from core.wire.messages import Abort, ChoiceStart, Generate
 from core.wire.sampling import SamplingParams
-from router.cluster import WorkerKey
+from router.members import WorkerKey
 from router.queues import PromptQueues
 
 P0, P1 = WorkerKey("p0", 1), WorkerKey("p1", 1)

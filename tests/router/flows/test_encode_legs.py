@@ -303,12 +303,13 @@ def test_a_prefill_worker_lost_meanwhile_is_replaced(bench):
     bench.assert_idle()
 
 
-def test_with_no_prefill_worker_left_the_client_is_told(bench):
+def test_with_no_prefill_worker_left_a_decode_worker_embeds_and_serves_alone(bench):
     submit(bench, CAT)
     bench.leave("p0")
     done(bench, CAT)
-    assert bench.error().code == "no_worker"
-    bench.assert_idle()
+    alone = bench.generated("d0")
+    assert (alone.handoff, alone.kv_handoff, alone.choices) == (False, None, ())
+    assert alone.media
 
 
 def test_a_second_try_uses_the_embeddings_of_the_first(bench):

@@ -314,6 +314,11 @@ def test_data_urls_are_read(url, content):
     assert decode_data_url(url, 100) == content
 
 
+def test_data_urls_of_too_many_escapes_are_refused():
+    with pytest.raises(InvalidRequest, match="send it as base64"):
+        decode_data_url("data:," + "%41" * 65_537, 1 << 20)
+
+
 @pytest.mark.parametrize("num_bytes", [99, 100, 101, 102])
 @pytest.mark.parametrize("is_base64", [True, False])
 def test_data_urls_are_taken_up_to_the_limit(num_bytes, is_base64):

@@ -1,0 +1,224 @@
+"""A router that stood still: it costs no stream and no retry, however long."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import RouterSilent
+from core.wire.messages import ErrorInfo, Heartbeat
+
+LENGTHS = pytest.mark.parametrize("seconds", [4.0, 6.5, 12.0, 60.0])
+SILENT = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
+LATE = ErrorInfo(code="deadline_exceeded", message="the request's time budget is used up", http_status=504)
+
+
+def pair_decoding(make_bench, **limits):
+    bench = make_bench("p0", "d0", **{"max_retries": 0, "request_timeout_s": 50.0, **limits})
+    bench.tick(0.0)
+    bench.submit()
+    bench.prefill_done()
+    bench.tokens(1, 51)
+    return bench
+
+
+def freeze(bench, seconds: float) -> None:
+    bench.now += seconds
+
+
+@LENGTHS
+@pytest.mark.parametrize("tick_is_first", [False, True])
+def test_a_live_worker_that_comes_by_many_connections_costs_no_retry(make_bench, seconds, tick_is_first):
+    bench = pair_decoding(make_bench)
+    freeze(bench, seconds)
+    if tick_is_first:
+        bench.do(bench.machine.on_timer(bench.now))
+    peer = "d0"
+    for number in range(5):
+        bench.do(bench.machine.on_unreachable(peer.encode(), bench.now))
+        peer = f"d0-{number}"
+        bench.receive(peer, Heartbeat(engine_id="d0", incarnation=1))
+        bench.do(bench.machine.on_timer(bench.now))
+    newest = bench.generated(peer)
+    bench.tokens(2, 52, peer=peer, request_id=newest.request_id, finish_reason="length")
+    assert bench.output() == [50, 51, 52]
+    bench.assert_idle()
+
+
+@LENGTHS
+def test_a_worker_that_gave_up_its_silent_router_costs_no_retry(make_bench, seconds):
+    bench = pair_decoding(make_bench)
+    freeze(bench, seconds)
+    bench.fails("d0", SILENT)
+    bench.do(bench.machine.on_timer(bench.now))
+    bench.tokens(2, 52, request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51, 52]
+
+
+@LENGTHS
+def test_tokens_that_were_lost_meanwhile_cost_no_retry(make_bench, seconds):
+    bench = pair_decoding(make_bench)
+    freeze(bench, seconds)
+    bench.tokens(7, 57)
+    bench.tokens(2, 52, request_id="r1.2", finish_reason="length")
+    assert bench.output() == [50, 51, 52]
+
+
+@LENGTHS
+def test_nobody_is_judged_by_what_it_said_before_the_pause(make_bench, seconds):
+    bench = pair_decoding(make_bench)
+    bench.heartbeat("d0", stalled_ms=60_000.0)
+    freeze(bench, seconds)
+    bench.do(bench.machine.on_timer(bench.now))
+    assert not bench.machine.cluster.by_peer(b"d0").is_closed
+
+
+def test_a_worker_whose_connection_is_gone_gets_nothing_until_it_is_back(make_bench):
+    bench = make_bench("p0", "d0", "d1")
+    bench.tick(0.0)
+    freeze(bench, 12.0)
+    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    bench.submit()
+    bench.prefill_done()
+    assert bench.generated("d1").request_id == "r1"
+    bench.receive("d0-again", Heartbeat(engine_id="d0", incarnation=1))
+    assert not bench.machine.cluster.by_peer(b"d0-again").is_closed
+
+
+def test_a_stream_leaves_a_worker_whose_connection_is_gone_at_once(make_bench):
+    bench = make_bench("p0", "d0", "d1", max_retries=0)
+    bench.tick(0.0)
+    bench.submit()
+    bench.prefill_done()
+    freeze(bench, 12.0)
+    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.generated("d1").request_id == "r1.2"
+
+
+def test_a_worker_that_died_meanwhile_is_dropped_when_all_has_settled(make_bench):
+    bench = pair_decoding(make_bench)
+    freeze(bench, 12.0)
+    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    frozen_until = bench.now
+    while bench.machine.cluster.by_peer(b"d0") is not None:
+        bench.now += 1.0
+        bench.heartbeat("p0")
+        bench.do(bench.machine.on_timer(bench.now))
+    assert 4.0 <= bench.now - frozen_until <= 7.0
+
+
+@pytest.mark.parametrize("gap_s", [0.25, 0.75, 2.0, 30.0])
+def test_a_router_that_is_always_late_drops_a_silent_worker(make_bench, gap_s):
+    bench = make_bench("p0", "d0")
+    for _ in range(100):
+        freeze(bench, gap_s)
+        bench.heartbeat("p0")
+        bench.do(bench.machine.on_timer(bench.now))
+    assert [member.key.engine_id for member in bench.machine.cluster.members] == ["p0"]
+
+
+@pytest.mark.parametrize("gap_s", [0.25, 0.75, 2.0, 4.0])
+def test_a_router_that_is_always_late_leaves_a_stalled_worker(make_bench, gap_s):
+    bench = make_bench("p0", "d0")
+    for number in range(100):
+        freeze(bench, gap_s)
+        bench.heartbeat("p0")
+        bench.heartbeat("d0", stalled_ms=1e3 * gap_s * (number + 1))
+        bench.do(bench.machine.on_timer(bench.now))
+    stalled = [member.key.engine_id for member in bench.machine.cluster.members if member.is_closed]
+    assert stalled == ["d0"]
+
+
+def test_a_router_that_pauses_now_and_then_is_settled_between(make_bench):
+    pauses = make_bench("p0", "d0").machine.cluster.pauses
+    now = 0.0
+    pauses.on_tick(now)
+    for _ in range(9):
+        now += 30.0
+        pauses.on_tick(now)
+        assert pauses.is_settling(now)
+        for _ in range(40):
+            now += 0.5
+            pauses.on_tick(now)
+        assert not pauses.is_settling(now)
+
+
+def test_without_a_pause_a_dead_connection_is_a_dead_worker_at_once(make_bench):
+    bench = pair_decoding(make_bench, max_retries=2)
+    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    assert bench.machine.cluster.by_peer(b"d0") is None
+
+
+def test_a_process_that_was_taken_for_lost_and_lives_has_cost_no_retry(make_bench):
+    bench = make_bench("p0", "d0", max_retries=1)
+    bench.submit()
+    bench.prefill_done()
+    for number in range(3):
+        peer = "d0" if not number else f"d0-{number}"
+        bench.do(bench.machine.on_unreachable(peer.encode(), bench.now))
+        register = {"engine_id": "d0"}
+        bench.join(f"d0-{number + 1}", **register)
+    assert bench.error() is None
+    assert bench.generated("d0-3").request_id == "r1.4"
+
+
+def test_hand_to_and_fro_without_a_token_ends(make_bench):
+    bench = make_bench("p0", "d0", max_retries=1)
+    bench.submit()
+    bench.prefill_done()
+    while "r1" not in bench.ended:
+        bench.fails("d0", SILENT, bench.generated("d0").request_id)
+    assert bench.error().code == "router_silent"
+    assert 16 <= len(bench.retries) <= 20
+
+
+# ---- deadlines -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_routers_own_limit_does_not_count_its_pause(make_bench):
+    bench = pair_decoding(make_bench, request_timeout_s=50.0)
+    freeze(bench, 60.0)
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.ended == {}
+    bench.tick(bench.now + 51.0)
+    assert bench.error().code == "deadline_exceeded"
+
+
+def test_a_deadline_that_the_client_has_set_holds_all_the_same(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.tick(0.0)
+    bench.do(bench.machine.submit(bench.submission(timeout_s=50.0), bench.now))
+    freeze(bench, 60.0)
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.error().code == "deadline_exceeded"
+
+
+def test_a_worker_whose_deadline_did_not_know_of_the_pause_costs_no_retry(make_bench):
+    bench = pair_decoding(make_bench, request_timeout_s=50.0)
+    freeze(bench, 60.0)
+    bench.do(bench.machine.on_timer(bench.now))
+    bench.fails("d0", LATE)
+    assert bench.generated("d0").request_id == "r1.2"
+    assert bench.generated("d0").deadline_ms > 40_000
+
+
+def test_a_request_that_waits_for_a_worker_does_not_wait_during_the_pause(make_bench):
+    bench = pair_decoding(make_bench, worker_wait_s=10.0, max_retries=2)
+    bench.leave("d0")
+    bench.tick(5.0)
+    freeze(bench, 60.0)
+    bench.do(bench.machine.on_timer(bench.now))
+    assert bench.machine.flows.num_waiting == 1
+    bench.join("d1")
+    assert bench.generated("d1").request_id == "r1.2"
+
+
+def test_the_pace_of_prompts_is_not_judged_by_the_pause(make_bench):
+    bench = make_bench("p0", "d0", max_requests=9)
+    bench.tick(0.0)
+    bench.submit("r1")
+    freeze(bench, 60.0)
+    bench.do(bench.machine.on_timer(bench.now))
+    bench.prefill_done("r1")
+    bench.submit("r2")
+    assert bench.machine.queues.wait_s(bench.machine.cluster.by_peer(b"p0").key, bench.now) < 2.0
