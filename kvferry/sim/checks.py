@@ -29,7 +29,9 @@ from core.kv.seals import BROKEN, decode_seal
 from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput, extra_keys_of
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
+from core.transport import SEAL_REGION
 from kvferry.sim.plan import RequestPlan
+from kvferry.sim.pool_checks import PoolChecks
 from kvferry.sim.tier import SimTier
 from kvferry.sim.times import TimeChecks
 
@@ -106,6 +108,7 @@ class WorkerChecks:
         self._model = model
         self._times = times
         self._tier = tier
+        PoolChecks(self._name, scheduler.kv_cache_manager, self.complain)
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +116,8 @@ class WorkerChecks:
         """Note which life of each block the read may write."""
         if region == 0:
             self._reads[handle] = {row: self._generation_to_write(row) for row in local_rows}
+        elif region == SEAL_REGION and any(decode_seal(self._model.seals.row(row)) is not None for row in local_rows):
+            self.complain(f"{self._name}: seals are going to be read into rows that hold old ones")
 
     def _generation_to_write(self, block_id: int) -> int:
         """Return the generation that a load was given; or the present one, if the load was given up before its read began."""

@@ -12,7 +12,8 @@ from core.errors import Cancelled, KVFerryError, RequestError
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from kvferry.sim.plan import RequestPlan
-from router.accounting import HandoverReport
+from kvferry.sim.request_path import RequestPath
+from router.accounting import FirstTokenTiming, HandoverReport, SecondTokenTiming
 from router.news import ChoiceUpdate, Submission, Update
 
 _ROUNDING_MS = 1e-6
@@ -37,6 +38,7 @@ class Client:
         self.has_left = False
         self.ended_at: float | None = None
         self.report: HandoverReport | None = None
+        self.path = RequestPath(plan.router, submitted_at=plan.at)
         self.ended_choices: list[int] = []  # by their text, since the router was told last
         self._complain = complain
         self._tokens: list[list[int]] = [[] for _ in range(plan.n)]
@@ -112,11 +114,8 @@ class Client:
     def _check_report(self, report: HandoverReport) -> None:
         """The parts of both times add up, and no count exceeds what there was to count."""
         first, second, cost = report.first_token, report.second_token, report.cost
-        parts = [first.encode_ms or 0.0, first.queue_ms, first.prefill_ms, first.relay_ms]
-        more_parts = [second.relay_ms, second.queue_ms, second.transfer_ms, second.verify_ms, second.first_step_ms]
-        for name, total_ms, found in (("first", first.total_ms, parts), ("second", second.total_ms, more_parts)):
-            if min(found) < 0 or abs(sum(found) - total_ms) > _ROUNDING_MS:
-                self._complain(f"{self.plan.name}: the time to the {name} token, {total_ms} ms, is told as {found}")
+        if first is not None and second is not None:
+            self._check_times(first, second)
         most = self.plan.n * len(self.plan.prompt_token_ids)
         if self.has_tier:
             return  # whoever is preempted may load its output as well, each time
@@ -124,6 +123,13 @@ class Client:
             self._complain(f"{self.plan.name}: {most} prompt tokens in all, told as {cost}")
         if cost.recomputed_tokens and not cost.fallback_reason:
             self._complain(f"{self.plan.name}: tokens were computed again for no reason: {cost}")
+
+    def _check_times(self, first: FirstTokenTiming, second: SecondTokenTiming) -> None:
+        parts = [first.encode_ms or 0.0, first.queue_ms, first.prefill_ms, first.relay_ms]
+        more_parts = [second.relay_ms, second.queue_ms, second.transfer_ms, second.verify_ms, second.first_step_ms]
+        for name, total_ms, found in (("first", first.total_ms, parts), ("second", second.total_ms, more_parts)):
+            if min(found) < 0 or abs(sum(found) - total_ms) > _ROUNDING_MS:
+                self._complain(f"{self.plan.name}: the time to the {name} token, {total_ms} ms, is told as {found}")
 
 
 def submission_of(plan: RequestPlan) -> Submission:

@@ -12,21 +12,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from core.testing.sim_faults import Fault, FaultEvent
+from core.testing.sim_faults import Fault
 from core.testing.sim_loop import EventLoop, Process, ProcessClock
 from core.testing.sim_network import Network
 from core.testing.sim_transport import SimFabric
+from core.testing.sim_troubles import Troubles
 from kvferry.sim.checks import Oracle, WorkerChecks
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
-from kvferry.sim.excuses import find_unexcused
 from kvferry.sim.host import Host, World
 from kvferry.sim.member import FINGERPRINT
+from kvferry.sim.oracle import CausalOracle
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
-from kvferry.sim.repeatable import may_repeat
+from kvferry.sim.repeatable import may_drop, may_repeat
 from kvferry.sim.router import SimRouter
+from kvferry.sim.stalls import find_stalls
 from kvferry.sim.stores import SimStores
+from kvferry.sim.strikes import Strikes
 from kvferry.sim.worker import SimWorker
 
 MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
@@ -65,10 +68,12 @@ class SimCluster:
         self.routers: dict[str, SimRouter] = {}
         self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
-        network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat)
+        self.troubles = Troubles(lambda: self.loop.now)
+        network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat, self.troubles, may_drop)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads, plan.keeps_order)
         self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
         self.stores = SimStores(self._world, plan.tier, plan.embedding_store)
+        self._strikes = Strikes(plan, self, self.loop, network, self.troubles, self.log)
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_lives: Counter[str] = Counter()
         self._lives: list[SimWorker | SimEncoder] = []
@@ -94,7 +99,9 @@ class SimCluster:
         except Exception:  # a bug of ours, anywhere: it would have ended a process
             self.complain(traceback.format_exc(limit=-_MAX_FRAMES))
         if not self.violations:
-            self.violations += find_unexcused(self.plan, self.clients)
+            oracle = CausalOracle(self.plan, self.troubles)
+            for client in self.clients:
+                self.violations += [*oracle.judge(client), *find_stalls(oracle.case(client))]
         return self._result()
 
     # ---- processes ---------------------------------------------------------------------------------------------------
@@ -102,17 +109,19 @@ class SimCluster:
     def _plan_events(self) -> None:
         self.stores.start()
         for name in self.plan.routers:
-            self._start_router(name)
+            self.start_router(name)
         for spec in (*self.plan.workers, *self.plan.encoders):
-            self._start_worker(spec)
+            self.start_worker(spec.engine_id)
         for client in self.clients:
             self.loop.call_later(client.plan.at, lambda client=client: self._submit(client))  # type: ignore[misc]
         for event in self.plan.faults.events:
-            self.loop.call_later(event.at, lambda event=event: self._strike(event))  # type: ignore[misc]
+            self.loop.call_later(event.at, lambda event=event: self._strikes.strike(event))  # type: ignore[misc]
         self.loop.call_later(self.plan.faults.quiet_at, self._calm_down)
 
-    def _start_worker(self, spec: WorkerPlan) -> None:
-        seed = self._next_life(spec.engine_id)
+    def start_worker(self, name: str) -> None:
+        """Begin the next life of a worker."""
+        spec = self._spec(name)
+        seed = self._next_life(name)
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
         worker: SimWorker | SimEncoder
         if spec.role == "encode":
@@ -122,21 +131,21 @@ class SimCluster:
             worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.stores)
         self.workers[spec.engine_id] = worker
         self._lives.append(worker)
+        self._strikes.note_start(name)
 
-    def _start_router(self, name: str) -> None:
+    def start_router(self, name: str) -> None:
+        """Begin the next life of a router."""
         seed = self._next_life(name)
         host = Host(self._world, Process(self.loop, name, ProcessClock(self.loop, 5000.0)))
         encode_timeout_s = self.plan.images.encode_timeout_s if self.plan.images is not None else 20.0
-        self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries, encode_timeout_s)
+        self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries, self.complain, encode_timeout_s)
+        self._strikes.note_start(name)
 
     def _next_life(self, name: str) -> int:
         """Return a seed that no other life has."""
         self._num_lives[name] += 1
         self.log.write(name, f"starts, life {self._num_lives[name]}")
         return Random(f"{self.plan.seed}/{name}/{self._num_lives[name]}").getrandbits(63)
-
-    def _process(self, name: str) -> Process:
-        return self.routers[name].host.process if name in self.routers else self.workers[name].host.process
 
     def _spec(self, name: str) -> WorkerPlan:
         return next(spec for spec in (*self.plan.workers, *self.plan.encoders) if spec.engine_id == name)
@@ -157,86 +166,6 @@ class SimCluster:
         if not client.is_over:
             client.has_left = True
             self.routers[client.plan.router].disconnect(client)
-
-    # ---- faults ------------------------------------------------------------------------------------------------------
-
-    def _strike(self, event: FaultEvent) -> None:
-        self.log.write("FAULT", str(event))
-        match event.kind:
-            case Fault.CUT:
-                self._world.network.cut(*event.targets)
-            case Fault.PARTITION:
-                one, other = event.targets
-                self._world.network.partition(one, other, event.seconds)
-            case Fault.FREEZE:
-                self._freeze(self._process(event.targets[0]), event.seconds)
-            case Fault.CRASH:
-                self._crash(event.targets[0], event.seconds)
-            case Fault.ROUTER_CRASH:
-                self._crash_router(event.targets[0], event.seconds)
-            case Fault.TWIN:
-                self._start_worker(self._spec(event.targets[0]))
-            case Fault.JUMP:
-                self.workers[event.targets[0]].jump(event.seconds)
-            case Fault.DRAIN:
-                self._drain(event.targets[0], event.seconds)
-            case Fault.STORE_CRASH:
-                self.stores.shared[event.targets[0]].crash(event.seconds)
-            case Fault.STORE_FREEZE:
-                self._freeze(self.stores.shared[event.targets[0]].process, event.seconds)
-            case Fault.STORE_CORRUPT:
-                self._corrupt(event.targets[0])
-
-    def _corrupt(self, name: str) -> None:
-        """Change a bit of what a store holds, or a worker in a tier of its own or for readers of embeddings."""
-        if name in self.stores.shared:
-            self.stores.corrupt(self.stores.shared[name])
-            return
-        worker = self.workers[name]
-        if isinstance(worker, SimEncoder):
-            worker.embeddings.corrupt()
-        elif worker.tier is not None and worker.host.process.is_alive:
-            self.stores.corrupt(worker.tier)
-
-    def _freeze(self, process: Process, seconds: float) -> None:
-        if process.is_alive and not process.is_frozen:
-            process.freeze()
-            self._world.network.note_freeze(process, seconds)
-            self.loop.call_later(seconds, lambda: self._thaw(process))
-
-    def _thaw(self, process: Process) -> None:
-        if process.is_alive:
-            self.log.write(process.name, "thaws")
-            process.thaw()
-
-    def _crash_router(self, name: str, seconds: float) -> None:
-        process = self.routers[name].host.process
-        if process.is_alive:
-            process.kill()
-            self.loop.call_later(seconds, lambda: self._start_router(name))
-
-    def _crash(self, name: str, seconds: float) -> None:
-        worker = self.workers[name]
-        if worker.is_serving:
-            worker.host.process.kill()
-            self.loop.call_later(seconds, lambda: self._start_worker(self._spec(name)))
-
-    def _drain(self, name: str, seconds: float) -> None:
-        """Ask a worker to leave; its supervisor starts another when it has gone."""
-        worker = self.workers[name]
-        process = worker.host.process
-        if not worker.is_serving or worker.state.is_draining:
-            return
-
-        def restart() -> None:
-            if self.workers[name] is worker:
-                self.loop.call_later(seconds, lambda: self._start_worker(self._spec(name)))
-
-        def drain() -> None:
-            process.on_death(restart)
-            worker.drain()
-
-        process.call_later(0.0, drain)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +211,7 @@ class SimCluster:
         return slowest * (longest_s + 10.0)
 
     def _leftovers(self) -> list[str]:
-        found = [f"{name}: {router.num_requests} requests left" for name, router in self.routers.items() if router.num_requests]
+        found = [leftover for router in self.routers.values() for leftover in router.leftovers()]
         for worker in self._lives:
             if worker.host.process.is_alive:
                 found += worker.leftovers()

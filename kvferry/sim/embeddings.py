@@ -129,7 +129,7 @@ class _ChunkWatch:
     def __init__(self, scheduler: FetchingScheduler, name: str, complain: Callable[[str], None]) -> None:
         self._scheduler = scheduler
         self._name = name
-        self._complain = complain
+        self.complain = complain
 
     def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
         """Anybody may ask."""
@@ -139,7 +139,7 @@ class _ChunkWatch:
 
     def on_conversion(self, block_id: int) -> None:
         """Never comes: chunks are of one size in the whole cluster."""
-        self._complain(f"{self._name}: chunk {block_id} was filled from the staging area")
+        self.complain(f"{self._name}: chunk {block_id} was filled from the staging area")
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:
         """Check that the chunk is being filled, or belongs to nobody."""
@@ -147,7 +147,7 @@ class _ChunkWatch:
             return
         problem = why_not_written(self._scheduler, local_row)
         if problem:
-            self._complain(f"{self._name}: {problem}")
+            self.complain(f"{self._name}: {problem}")
 
 
 def _section(plan: ImagePlan, config: ConnectorSection) -> ConnectorSection:

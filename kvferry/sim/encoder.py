@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.handshake import WorkerIdentity
 from core.engine.actions import AdmissionLimits, EngineLoad
 from core.engine.image_preparation import ImagePreparation
-from core.engine.inbox import take_in
+from core.engine.step_watch import StepSize
 from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.metrics import WorkerMetrics
@@ -30,7 +30,7 @@ from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.images import SimPixels, draw_decode_s
-from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
+from kvferry.sim.member import FINGERPRINT, SimMember
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
@@ -56,23 +56,27 @@ class _EngineThread(EngineTurns):
         self._step_s = step_s
 
     def _turn(self) -> None:
-        outputs: list[EngineCoreOutput] = []
-        while self._inbox:
-            outputs += take_in(self.core, self._inbox.popleft())
+        outputs = self._take_inbox(self.core)
         if outputs:
             self._on_outputs(outputs)
+        self._step_watch.begin_step(self._now())
         has_images = bool(self.core._queue)
-        self._process.call_later(self._step_s() if has_images else TURN_S, self._step)
+        self._call_later(self._step_s() if has_images else TURN_S, self._step)
 
     def _step(self) -> None:
         outputs = self.core.step() if self.core.has_work() else []
+        self._step_watch.end_step(self._now())
         if outputs:
             self._on_outputs(outputs)
         self._is_awake = self.core.has_work() or bool(self._inbox)
         if self._is_awake:
-            self._process.call_later(0.0, self._turn)
+            self._call_later(0.0, self._turn)
         else:
+            self._step_watch.rest()
             self._on_sleep()
+
+    def _step_size(self) -> StepSize:
+        return self.core.step_size
 
 
 class SimEncoder(SimMember):
@@ -99,7 +103,7 @@ class SimEncoder(SimMember):
             incarnation=new_incarnation(ids),
             model_fingerprint=FINGERPRINT,
             layout=hash_model_layout(spec.block_size),
-            host_id=HOST_ID,
+            host_id=spec.host,
         )
         self.embeddings = open_embeddings(host, identity, plan, spec, ids, stores)
         encoder = HashImageEncoder(plan.images.all_images)
@@ -126,7 +130,7 @@ class SimEncoder(SimMember):
             model_fingerprint=FINGERPRINT,
             ec_connector=plan.images.connector,
             max_num_images=_MAX_BATCH_IMAGES + worker.max_waiting_requests,
-            host_id=HOST_ID,
+            host_id=spec.host,
         )
         limits = AdmissionLimits(
             max_num_seqs=_MAX_BATCH_IMAGES,
@@ -174,6 +178,7 @@ class SimEncoder(SimMember):
             num_waiting=gauges.num_waiting,
             num_leased_blocks=self.embeddings.num_leased_blocks(),
             longest_lease_s=self.embeddings.longest_lease_s(),
+            progress=self.engine.reading(),
         )
 
     def _draw_step_s(self) -> float:

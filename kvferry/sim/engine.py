@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from core.engine.core import EngineCore, ScheduledStep
+from core.engine.core import Engine, EngineCore, ScheduledStep
 from core.engine.inbox import EngineMessage, Wake, take_in
+from core.engine.step_watch import StepReading, StepSize, StepWatch
 from core.request import EngineCoreOutput
 from core.testing.sim_loop import Process
 
+WARM_UP_S = 5.0  # how long the first step of a size may take
 TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in
 
 
@@ -37,17 +39,62 @@ class EngineTurns(ABC):
         self._process = process
         self._inbox: deque[EngineMessage] = deque()
         self._is_awake = False
+        self._is_hung = False
+        self._deferred: list[Callable[[], None]] = []  # what came due while it hung
+        self._step_watch = StepWatch(self._step_size, WARM_UP_S)
 
     def submit(self, message: EngineMessage) -> None:
         """Queue a message, and wake the engine."""
+        self._step_watch.on_message(self._now())
         self._inbox.append(message)
         if not self._is_awake:
             self._is_awake = True
-            self._process.call_later(TURN_S, self._turn)
+            self._call_later(TURN_S, self._turn)
 
     def wake(self) -> None:
         """Say that the connector has something to report."""
         self.submit(Wake())
+
+    def reading(self) -> StepReading:
+        """Return whether it makes progress."""
+        return self._step_watch.reading(self._now())
+
+    def hang(self) -> None:
+        """Stand still, while the rest of the process goes on."""
+        self._is_hung = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self._is_hung = False
+        deferred, self._deferred = self._deferred, []
+        for callback in deferred:
+            self._call_later(0.0, callback)
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Plan something that the engine's thread does."""
+
+        def call() -> None:
+            if self._is_hung:
+                self._deferred.append(callback)
+            else:
+                callback()
+
+        self._process.call_later(delay_s, call)
+
+    def _now(self) -> float:
+        return self._process.clock.now()
+
+    def _take_inbox(self, engine: Engine) -> list[EngineCoreOutput]:
+        """Apply what waits; return what is put out at once."""
+        outputs: list[EngineCoreOutput] = []
+        while self._inbox:
+            self._step_watch.take(self._now())
+            outputs += take_in(engine, self._inbox.popleft())
+        return outputs
+
+    @abstractmethod
+    def _step_size(self) -> StepSize:
+        """Return what the step in hand computes."""
 
     @abstractmethod
     def _turn(self) -> None:
@@ -76,12 +123,11 @@ class SimEngine(EngineTurns):
         self.num_kept_steps = 0  # steps that were in flight while their successors were scheduled
 
     def _turn(self) -> None:
-        outputs: list[EngineCoreOutput] = []
-        while self._inbox:
-            outputs += take_in(self.core, self._inbox.popleft())
+        outputs = self._take_inbox(self.core)
         if not self.core.has_work():
             self._end_turn(outputs)
             return
+        self._step_watch.begin_step(self._now())
         step = self.core.schedule_step()
         self._watch.on_scheduled(step)
         self._log("steps", step.output.num_scheduled_tokens)
@@ -89,11 +135,11 @@ class SimEngine(EngineTurns):
         if self.core.scheduler.async_scheduling:
             self._launch(step, outputs, duration_s)
         else:
-            self._process.call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
+            self._call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
 
     def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
         runner_output = self.core.run_step(step)
-        self._process.call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
+        self._call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
 
     def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
         """Launch a step, and apply those that need not be kept in flight, when they have run."""
@@ -103,12 +149,18 @@ class SimEngine(EngineTurns):
         else:  # if there is no other, there is nothing to wait for: the next step is scheduled at once
             wait_s, self._busy_s = self._busy_s or TURN_S, duration_s
             self.num_kept_steps += 1
-        self._process.call_later(wait_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
+        self._call_later(wait_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
+
+    def _step_size(self) -> StepSize:
+        return self.core.step_size
 
     def _end_turn(self, outputs: list[EngineCoreOutput]) -> None:
+        self._step_watch.end_step(self._now())
         if outputs:
             self._on_outputs(outputs)
         self._is_awake = self.core.has_work() or bool(self._inbox)
         self._watch.on_settled(self._is_awake)
         if self._is_awake:
-            self._process.call_later(0.0, self._turn)
+            self._call_later(0.0, self._turn)
+        else:
+            self._step_watch.rest()

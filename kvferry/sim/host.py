@@ -8,6 +8,7 @@ from random import Random
 from core.testing.sim_loop import EventLoop, Process, Queue
 from core.testing.sim_network import Network
 from core.testing.sim_transport import SimFabric
+from core.testing.sim_troubles import Troubles
 from kvferry.sim.eventlog import EventLog
 
 
@@ -48,6 +49,11 @@ class Host:
     def fabric(self) -> SimFabric:
         """The memory that can be read."""
         return self.world.fabric
+
+    @property
+    def troubles(self) -> Troubles:
+        """What has gone wrong so far."""
+        return self.world.network.troubles
 
     def log(self, what: str, value: object = None) -> None:
         """Write a line of the event log about this process."""

@@ -29,11 +29,10 @@ from core.testing.sim_network import Link
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
-from core.wire.messages import RouterMessage
+from core.wire.messages import Refused, Registered, RouterMessage
 from kvferry.sim.host import Host
 
 FINGERPRINT = b"hash-model fingerprint"
-HOST_ID = "sim"
 LINGER_S = 1.0  # for the last replies and the goodbye
 
 
@@ -45,16 +44,21 @@ class Submits(Protocol):
 
 
 class SimMember:
-    """A worker as its routers see it. A subclass sets ``state`` and ``engine``, and calls ``_join`` when it is ready."""
+    """A worker as its routers see it.
+
+    A subclass sets ``state``, ``engine`` and ``_complain``, which takes what is wrong, and calls ``_join`` when it is ready.
+    """
 
     state: WorkerState
     engine: Submits
+    _complain: Callable[[str], None]
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.is_stopped = False
         self._timer: Timer | None = None
         self._links: dict[str, Link] = {}
+        self._router_ids: dict[str, str] = {}  # by address, the router that has answered last; "" if it refused
 
     @property
     def is_serving(self) -> bool:
@@ -115,8 +119,20 @@ class SimMember:
         def on_frame(frame: bytes) -> None:
             message = self._as_received(decode_router_frame(frame))
             self._perform(self.state.on_router_message(address, message, self._now()))
+            self._check_router(address, message)
 
         return Link(self.host.network, self.host.process, address, on_frame)
+
+    def _check_router(self, address: str, message: RouterMessage) -> None:
+        """Nobody works for a router that has ended, or does not know this worker."""
+        if not isinstance(message, Registered | Refused):
+            return
+        router_id = message.router_id if isinstance(message, Registered) else ""
+        before = self._router_ids.get(address, "")
+        is_over = bool(before) and before != router_id  # one that refused may send requests before it registers the worker
+        self._router_ids[address] = router_id
+        if is_over and any(served.link == address for served in self.state._served.values()):
+            self._complain(f"{self.host.process.name}: serves requests of a router at {address} that has ended")
 
     def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))

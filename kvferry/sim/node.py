@@ -19,7 +19,10 @@ from connectors.p2p.actions import (
     HandoffRef,
     LeaseGrant,
     PeerFenced,
+    PostRead,
+    ProbeEnded,
     QuarantineEnded,
+    ReadEnded,
     Reply,
     Report,
     SendControl,
@@ -27,6 +30,8 @@ from connectors.p2p.actions import (
     TokenCopy,
     TransferCommand,
     TransferEvent,
+    TransportBroken,
+    TransportRestored,
 )
 from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.node import P2PNode
@@ -46,14 +51,19 @@ from core.testing.sim_network import Link
 from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
 from core.transport import regions_of
 from core.wire.codec import decode_control_frame, encode_control_message
-from core.wire.kv import ControlMessage, KVHandoff
+from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState
+from kvferry.sim.breaker_checks import BreakerChecks
 from kvferry.sim.host import Host
+from kvferry.sim.lease_checks import LeaseChecks
+from kvferry.sim.seal_checks import WrongSeals
 
 STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
 
 
 class WriteWatch(LandingWatch, Protocol):
-    """Sees everything that a worker's transfers write into its memory."""
+    """Sees everything that a worker's transfers write into its memory. ``complain`` takes what else is wrong with its node."""
+
+    complain: Callable[[str], None]
 
     def on_conversion(self, block_id: int) -> None:
         """A block is going to be filled from the staging area."""
@@ -147,11 +157,15 @@ class SimNode:
         limits = node_settings(self._config, pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
         responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
+        limits = dataclasses.replace(limits, pull=pull)
+        name, clock = self._identity.engine_id, host.process.clock
+        self._leases = LeaseChecks(name, limits, clock, watch.complain)
+        self._breakers = BreakerChecks(name, pull.transfer_deadline_s, clock.now, watch.complain)
         self.node = P2PNode(
             self._identity,
-            host.process.clock,
+            clock,
             self.transports,
-            dataclasses.replace(limits, pull=pull),
+            limits,
             responder if self._control_address else None,
         )
         if self._control_address:
@@ -169,10 +183,12 @@ class SimNode:
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these hand-overs, because nobody will read them."""
+        self._leases.on_release(transfer_ids)
         self._tell(lambda node: node.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep these hand-overs for another while."""
+        self._leases.on_renewal(transfer_ids)
         self._tell(lambda node: node.renew(transfer_ids))
 
     def num_leased_blocks(self) -> int:
@@ -186,7 +202,10 @@ class SimNode:
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
         assert self.node is not None
+        opened = self.node._pull._peers._peers
         return {
+            "peers that were closed, and can be read,": len(set(self._executor._peers) - set(opened)),
+            "second lives of peers": len(opened) - len({peer.address for peer in opened}),
             "blocks under lease": self.node.num_leased_blocks,
             "blocks being loaded": self.node.num_loading_blocks,
             "quarantined blocks": self.node.num_quarantined_blocks,
@@ -198,10 +217,24 @@ class SimNode:
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def _grant(self, grant: LeaseGrant) -> None:
-        self._put(self._host.from_engine, lambda node: node.on_grant(grant))
+        def on_grant(node: P2PNode) -> list[Action]:
+            self._leases.on_grant(grant.transfer_id)
+            return node.on_grant(grant)
+
+        self._put(self._host.from_engine, on_grant)
 
     def _on_transfer(self, happened: TransferEvent, at: float) -> None:
-        self._put(self._from_transfers, lambda node: node.on_transfer(happened, at))
+        def on_transfer(node: P2PNode) -> list[Action]:
+            self._breakers.on_transfer(happened)
+            verdict = WrongSeals(node._pull._reads, happened) if isinstance(happened, ReadEnded) else None
+            actions = node.on_transfer(happened, at)
+            if verdict is not None and verdict.are_accepted():
+                self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
+            if isinstance(happened, ProbeEnded) and happened.error is None:
+                self._check_restored(node, happened.probe_id)
+            return actions
+
+        self._put(self._from_transfers, on_transfer)
 
     def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
         """Let the node take something in that comes from another thread."""
@@ -212,7 +245,14 @@ class SimNode:
         queue.put(tell)
 
     def _on_question(self, peer: bytes, frame: bytes) -> None:
-        reply = self._tell(lambda node: node.on_question(decode_control_frame(frame)))
+        question = decode_control_frame(frame)
+        if isinstance(question, LeaseRenew):
+            self._leases.on_renewal(question.transfer_ids)
+        elif isinstance(question, LeaseRelease):
+            self._leases.on_release(question.transfer_ids)
+        reply = self._tell(lambda node: node.on_question(question))
+        if isinstance(reply, LeaseState):
+            self._leases.on_answer(reply)
         if reply is not None:
             self._host.log("answers", reply)
             self._server.send(peer, encode_control_message(reply))
@@ -242,9 +282,12 @@ class SimNode:
     # ---- what the node wants ---------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
+        self._breakers.on_action(action)
         match action:
             case SendControl(address, message):
                 self._host.log(f"asks {address}", message)
+                if isinstance(message, LeaseRenew):
+                    self._leases.on_question(address, message.number)
                 link = self._links.get(address) or self._open(address)
                 link.send(encode_control_message(message))
             case CloseControl(address):
@@ -252,17 +295,44 @@ class SimNode:
                     self._links.pop(address).close()
             case Reply():
                 pass  # ``_tell`` returns it
-            case PeerFenced():
-                self._host.log("fences", action)
+            case PeerFenced() | TransportBroken() | TransportRestored():
+                self._host.log("fences" if isinstance(action, PeerFenced) else "switches", action)
             case LoadEnded() | QuarantineEnded() | SendingEnded():
                 self._host.log("reports", action)
                 self._report(action)
             case _:
+                if isinstance(action, PostRead):
+                    self._check_lease(action.read_id)
                 self._to_transfers.put(partial(self._execute, action))
+
+    def _check_lease(self, read_id: int) -> None:
+        assert self.node is not None
+        load = self.node._pull._reads._loads.get(read_id)
+        if load is not None:  # it goes on
+            self._leases.on_read(load.request.handoff.transfer_id)
+            self._breakers.on_read(load)
+
+    def _check_restored(self, node: P2PNode, probe_id: int) -> None:
+        restored = self._breakers.take_probe(probe_id)
+        if restored is not None:
+            broken = node._pull._peers.health.reasons(restored.peer).get(restored.transport)
+            self._breakers.check_restored(restored, broken)
+
+    def _check_fence(self, address: str, incarnation: int) -> None:
+        """Nothing may be read of another life than the one that has answered."""
+        assert self.node is not None
+        if any(peer.address == address and peer.incarnation != incarnation for peer in self.node._pull._peers._peers):
+            self._leases.complain(f"{self._identity.engine_id}: {address} has answered, and another life of it can be read")
 
     def _open(self, address: str) -> Link:
         def on_frame(frame: bytes) -> None:
-            self._tell(lambda node: node.on_control(address, decode_control_frame(frame)))
+            message = decode_control_frame(frame)
+            if isinstance(message, LeaseState):
+                self._leases.on_told(address, message)
+                self._breakers.forget_at(address, but_for=message.incarnation)
+            self._tell(lambda node: node.on_control(address, message))
+            if isinstance(message, LeaseState):
+                self._check_fence(address, message.incarnation)
 
         link = Link(self._host.network, self._host.process, address, on_frame, lambda: self._on_lost(address, link))
         self._links[address] = link

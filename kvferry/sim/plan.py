@@ -23,7 +23,15 @@ from core.config import (
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config
-from core.testing.sim_faults import Fault, FaultEvent, FaultSchedule, draw_faults, draw_kinds
+from core.testing.sim_faults import (
+    GRAY_FAULTS,
+    Fault,
+    FaultSchedule,
+    draw_faults,
+    draw_gray_faults,
+    draw_gray_kinds,
+    draw_kinds,
+)
 from core.wire.media import MMFeature
 from core.wire.messages import LoadFailurePolicy, Role
 from core.wire.pairing import verifies_digests
@@ -33,13 +41,18 @@ from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 MODEL = "hash-model"
 MAX_MODEL_LEN = 128  # tokens
 REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
-_FIRST_REQUEST_S = 1.5  # by then the workers have registered
-_LEASES_END_EVERY_S = 0.3  # in a race plan
+FIRST_REQUEST_S = 1.5  # by then the workers have registered
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
+_MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are asked for
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
 _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
+_SUPERVISED_SHARE = 0.5
+_MANY_TRANSPORTS_SHARE = 0.3
+_TRANSPORTS = ("tcp", "nixl", "shm")
+_TWO_HOSTS_SHARE = 0.3  # of runs with a transport that needs no common memory
+_HOSTS = ("host-0", "host-1")
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
@@ -101,6 +114,7 @@ class WorkerPlan:
     clock_origin: float
     clock_rate: float
     step_s: float  # of a step with tokens, up to
+    host: str = "host-0"  # whose memory it shares
 
     @property
     def control_address(self) -> str:
@@ -121,6 +135,7 @@ class ClusterPlan:
     faults: FaultSchedule
     max_rows_per_read: int
     keeps_order: bool  # of reads, where the transport can: seals are asked for together with their blocks
+    is_supervised: bool = False  # workers say that somebody starts them anew
     tier: TierPlan | None = None
     images: ImagePlan | None = None
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
@@ -151,13 +166,14 @@ class ClusterPlan:
             f"groups {', '.join(map(str, self.attentions))}",
             f"steps of {scheduler.max_num_batched_tokens} tokens and {scheduler.max_num_seqs} requests, {scheduler.policy}"
             + (", one of them in flight while the next is scheduled" if self.async_scheduling else ""),
-            f"transport {connector.transports[0]}{order}, verify {connector.kv_verify}, lease {connector.lease_s:.3g} s, "
+            f"transport {', '.join(connector.transports)}{order}, verify {connector.kv_verify}, "
+            f"lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
         ]
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
-            lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}")
+            lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}, on {worker.host}")
         lines += [str(part) for part in (self.tier, self.images, self.embedding_store) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
@@ -198,8 +214,12 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
         async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
     if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
-    shape = _draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
+    shape = draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
+    if chosen is None:
+        config, workers = _draw_places(Random(f"{seed}/places"), config, workers)
+        max_retries = Random(f"{seed}/retries").choice(_MAX_RETRIES)
+        config = replace_struct(config, router=replace_struct(config.router, max_retries=max_retries))
     requests = _draw_requests(random, kinds, routers, shape.attentions)
     tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
     if tier is not None:
@@ -210,16 +230,21 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
-    faults.reads.corrupts_data = verifies_digests(config.connector.kv_verify, config.connector.transports[0])
+    connector = config.connector
+    faults.reads.corrupts_data = all(verifies_digests(connector.kv_verify, name) for name in connector.transports)
     if tier is not None:
         faults.add(tier.kinds, tier.draw_events(moments))
+    gray_kinds = draw_gray_kinds(Random(f"{seed}/gray")) if chosen is None else frozenset(chosen) & frozenset(GRAY_FAULTS)
+    if gray_kinds and kinds:
+        names = [worker.engine_id for worker in workers]
+        draw_gray_faults(Random(f"{seed}/gray faults"), faults, gray_kinds, names, routers)
     encoders = _draw_encoders(images, kinds) if images is not None else ()
     if images is not None:
         faults.add(frozenset(), images.draw_events([encoder.engine_id for encoder in encoders], moments))
     embedding_store = None
     if images is not None and images.connector == "shared" and (tier is None or tier.name != "store"):
         embedding_store = draw_embedding_store(seed, chosen, [worker.engine_id for worker in (*workers, *encoders)])
-        faults.add(frozenset(), embedding_store.draw_events(moments))  # which excuse nothing
+        faults.add(frozenset(), embedding_store.draw_events(moments))  # which are no cause of any error
     return ClusterPlan(
         seed=seed,
         config=config,
@@ -229,48 +254,13 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
         requests=requests,
         faults=faults,
         max_rows_per_read=random.choice((1, 2, 100)),
+        is_supervised=Random(f"{seed}/supervised").random() < _SUPERVISED_SHARE,
         keeps_order=Random(f"{seed}/order").random() < _ORDER_SHARE,
         tier=tier,
         images=images,
         embedding_store=embedding_store,
         encoders=encoders,
     )
-
-
-def draw_race_plan(seed: int, async_scheduling: bool | None = None) -> ClusterPlan:
-    """Return a run in which most reads race with the reuse of their blocks: only seals stand between them and wrong tokens.
-
-    The prefill worker has room for one prompt, gets one after the other, and its clock jumps behind the end of every lease.
-    """
-    random = Random(seed)
-    plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW), async_scheduling)
-    workers = {worker.role: worker for worker in plan.workers}
-    prefill = replace(workers["prefill"], step_s=random.choice((0.1, 0.3, 0.6)))
-    decode = replace(workers["decode"], num_blocks=60, step_s=0.005)
-    plan.faults.events = [
-        FaultEvent(tick * _LEASES_END_EVERY_S, Fault.JUMP, (prefill.engine_id,), plan.config.connector.lease_s + 1.0)
-        for tick in range(5, 40)
-    ]
-    plan.faults.quiet_at = 40 * _LEASES_END_EVERY_S
-    plan.faults.reads.row_s = 0.005
-    plan.faults.reads.stall_rate, plan.faults.reads.stall_s = 0.7, random.choice((0.5, 1.5))
-    requests = [
-        replace(request, at=_FIRST_REQUEST_S + 0.2 * index, n=1, policy=None) for index, request in enumerate(plan.requests)
-    ]
-    return replace(plan, workers=(prefill, decode), requests=tuple(requests))
-
-
-def draw_tight_plan(seed: int) -> ClusterPlan:
-    """Return a run in which prompts are computed in many chunks and take each other's blocks, always with a step in flight."""
-    plan = draw_plan(seed, (Fault.PRESSURE,), async_scheduling=True)
-    scheduler = replace_struct(
-        plan.config.scheduler, max_num_batched_tokens=128, long_prefill_token_threshold=16, max_num_seqs=8
-    )
-    config = replace_struct(plan.config, scheduler=scheduler)
-    shape = _draw_shape(Random(f"{seed}/shape"), config)
-    workers = [replace(worker, num_blocks=shape.num_needed(worker.block_size, scheduler) + 1) for worker in plan.workers]
-    requests = [replace(request, at=_FIRST_REQUEST_S + 0.02 * index) for index, request in enumerate(plan.requests)]
-    return replace(plan, config=config, workers=tuple(workers), requests=tuple(requests))
 
 
 def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> KVFerryConfig:
@@ -292,7 +282,7 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
         ),
         worker=WorkerSection(router_addresses=tuple(map(router_address, routers)), drain_timeout_s=6.0),
         connector=ConnectorSection(
-            transports=(random.choice(("tcp", "nixl", "shm")),),
+            transports=(random.choice(_TRANSPORTS),),
             kv_verify=random.choice(("auto", "auto", "identity", "digest")),
             transfer_deadline_s=deadline_s,
             handshake_timeout_s=1.0,
@@ -308,7 +298,8 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
     )
 
 
-def _draw_shape(random: Random, config: KVFerryConfig) -> _Shape:
+def draw_shape(random: Random, config: KVFerryConfig) -> _Shape:
+    """Return what the KV of a run looks like."""
     attentions = FULL if random.random() < _PLAIN_SHARE else random.choice(_HYBRIDS)
     block_sizes = (config.cache.block_size,) if random.random() < _PLAIN_SHARE else (16, 32, 64)
     return _Shape(attentions, block_sizes, random)
@@ -337,6 +328,18 @@ def _draw_workers(random: Random, kinds: frozenset[Fault], config: KVFerryConfig
         *[draw("decode", index) for index in range(num_decode)],
         *[draw("aggregated", index) for index in range(num_aggregated)],
     )
+
+
+def _draw_places(
+    random: Random, config: KVFerryConfig, workers: tuple[WorkerPlan, ...]
+) -> tuple[KVFerryConfig, tuple[WorkerPlan, ...]]:
+    """Return the cluster with more than one transport, or on two hosts, which share no memory."""
+    if random.random() < _MANY_TRANSPORTS_SHARE:
+        transports = tuple(random.sample(_TRANSPORTS, random.randint(2, len(_TRANSPORTS))))
+        config = replace_struct(config, connector=replace_struct(config.connector, transports=transports))
+    if set(config.connector.transports) != {"shm"} and random.random() < _TWO_HOSTS_SHARE:
+        workers = tuple(replace(worker, host=random.choice(_HOSTS)) for worker in workers)
+    return config, workers
 
 
 def _let_tier_be_used(
@@ -419,7 +422,7 @@ def _draw_request(
     stop_at = random.randrange(max_tokens) if random.random() < 0.15 else None
     if stop_at is not None:
         output = output[: output.index(output[stop_at]) + 1]
-    at = random.uniform(_FIRST_REQUEST_S, REQUESTS_WITHIN_S) if random.random() < 0.6 else random.choice(_BURSTS_S)
+    at = random.uniform(FIRST_REQUEST_S, REQUESTS_WITHIN_S) if random.random() < 0.6 else random.choice(_BURSTS_S)
     leaves = Fault.ABORT in kinds and random.random() < 0.4
     return RequestPlan(
         name=f"r{index:02d}",

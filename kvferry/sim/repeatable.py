@@ -1,4 +1,4 @@
-"""Which messages may arrive twice: those that say of themselves that a repetition changes nothing.
+"""Which messages may arrive twice: those that say of themselves that a repetition changes nothing; and which not at all.
 
 ZeroMQ repeats no frame; peers repeat what was not answered, and a message of one connection can be followed by its repetition
 on the next.
@@ -34,3 +34,8 @@ def may_repeat(frame: bytes) -> bool:
     if kind == KIND_TOKENS:
         return True  # each says its position
     return kind in _DECODERS and isinstance(_DECODERS[kind](frame), _REPEATABLE)
+
+
+def may_drop(frame: bytes) -> bool:
+    """True if it is an answer of an owner of KV: whoever asked has to get by without."""
+    return frame[1] == KIND_CONTROL

@@ -7,35 +7,50 @@ with another router id.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from core.config import RouterSection
 from core.errors import RequestError
 from core.ids import SeededIds, new_hex_id
 from core.wire.codec import decode_worker_frame, encode_router_message
+from core.wire.messages import Generate, RouterMessage
 from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
+from kvferry.sim.request_path import Attempt, Setback
 from router.cluster import Joined, Left
 from router.flow import Deliver, EncodeEnded, Ended, Retried
 from router.machine import Action, RouterLimits, RouterMachine, Transmit
+from router.members import WorkerKey
+from router.progress import Standing
 from router.service import RECONNECT_S
 
 
 class SimRouter:
-    """A router from its start to its end. ``retries`` counts what it does about lost and encode workers."""
+    """A router from its start to its end.
+
+    ``retries`` counts what it does about lost and encode workers; ``complain`` takes what is wrong.
+    """
 
     def __init__(
-        self, host: Host, config: RouterSection, ids_seed: int, retries: Counter[str], encode_timeout_s: float = 20.0
+        self,
+        host: Host,
+        config: RouterSection,
+        ids_seed: int,
+        retries: Counter[str],
+        complain: Callable[[str], None],
+        encode_timeout_s: float = 20.0,
     ) -> None:
         self.host = host
+        self._complain = complain
         self._retries = retries
         limits = replace(RouterLimits.of(config), encode_timeout_s=encode_timeout_s)
         self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
         self._greets_soon = False
+        self._former: set[WorkerKey] = set()  # processes whose places others have taken
         address = router_address(host.process.name)
         self._server = host.network.listen(host.process, address, self._on_frame, self._on_lost_connection)
         host.process.on_death(self._drop_clients)
@@ -105,16 +120,20 @@ class SimRouter:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Carry out actions, and those that follow from peers found gone on the way."""
+        self._check_places(actions)
         queue = list(actions)
         for action in queue:  # grows while it is walked
             match action:
                 case Transmit(peer, message):
                     self.host.log(f"sends to {peer.hex()}", message)
+                    self._note_attempt(peer, message)
                     if not self._server.send(peer, encode_router_message(message)):
                         queue += self.machine.on_unreachable(peer, self._now())
                 case Deliver(request_id, update):
                     self.host.log(f"delivers {request_id}", update)
                     client = self._clients[request_id]
+                    if update.choices:
+                        client.path.note_news(self.host.loop.now)
                     client.on_update(update)
                     if client.ended_choices:
                         self._end_choices(client)
@@ -127,10 +146,41 @@ class SimRouter:
                 case Retried(kind=kind):
                     self.host.log("retries", action)
                     self._retries[f"retry_{kind}"] += 1
+                    self._note_setback(action)
                 case Joined(worker):
                     self.host.log(f"takes in {worker.key.engine_id}")
                 case Left(worker, reason):
                     self.host.log(f"loses {worker.key.engine_id}: {reason}")
+
+    def _check_places(self, actions: Sequence[Action]) -> None:
+        """A process whose place another one has taken does not get it back."""
+        left = {action.worker.key for action in actions if isinstance(action, Left)}
+        for key in [action.worker.key for action in actions if isinstance(action, Joined)]:
+            if key in self._former:
+                self._complain(f"{self.host.process.name}: takes in a process of {key.engine_id} whose place another has taken")
+            self._former |= {other for other in left if other.engine_id == key.engine_id and other != key}
+
+    def leftovers(self) -> list[str]:
+        """Return what is left once every request has ended and nothing goes wrong any more."""
+        name = self.host.process.name
+        found = [f"{name}: {self.num_requests} requests left"] if self.num_requests else []
+        members = self.machine.cluster.members if self.host.process.is_alive else ()
+        stalled = [member for member in members if member.progress.standing is Standing.STALLED]
+        return found + [f"{name}: {member.key.engine_id} is not taken back" for member in stalled]
+
+    def _note_attempt(self, peer: bytes, message: RouterMessage) -> None:
+        """A worker is given a request."""
+        member = self.machine.cluster.by_peer(peer)
+        if not isinstance(message, Generate) or member is None:
+            return
+        client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the try
+        if client is not None:
+            attempt = Attempt(member.key.engine_id, member.role, self.host.loop.now, message.kv_handoff is not None)
+            client.path.attempts.append(attempt)
+
+    def _note_setback(self, action: Retried) -> None:
+        path = self._clients[action.request_id].path
+        path.setbacks.append(Setback(self.host.loop.now, action.failed.engine_id, action.error.code))
 
     def _now(self) -> float:
         return self.host.process.clock.now()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import RunResult, SimCluster
-from kvferry.sim.plan import draw_plan
+from kvferry.sim.race_plan import draw_any_plan
 
 _SEEDS_PER_TASK = 50
 
@@ -47,7 +47,7 @@ class Summary:
 
 def run_seed(seed: int, kinds: Kinds = None, *, keeps_log: bool = False) -> RunResult:
     """Play one seed, with the kinds of faults that it draws or with these."""
-    return SimCluster(draw_plan(seed, kinds), keeps_log=keeps_log).run()
+    return SimCluster(draw_any_plan(seed, kinds), keeps_log=keeps_log).run()
 
 
 def run_seeds(seeds: Iterable[int], kinds: Kinds = None) -> Summary:

@@ -18,6 +18,7 @@ from core.ids import SeededIds, new_incarnation
 from core.testing.hash_model import SLOT_BYTES
 from core.testing.sim_loop import Process, Queue, Timer
 from core.testing.sim_network import Link
+from core.testing.sim_troubles import Kind
 from kvferry.sim.host import Host
 from kvferry.sim.tier_plan import TierPlan
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, write_header
@@ -152,6 +153,7 @@ class SimStoreServer:
 
     def _reply(self, client: bytes, frame: bytes) -> None:
         if not self._is_calm and self._random.random() < self._plan.loss_rate:
+            self.host.troubles.note(Kind.STORE, [self.host.process.name], REQUEST_TIMEOUT_S)
             return
         queue = self._replies.setdefault(client, Queue(self.host.process, self.host.loop, self._reply_delay_s))
 
@@ -162,7 +164,11 @@ class SimStoreServer:
 
     def _reply_delay_s(self) -> float:
         is_late = not self._is_calm and self._random.random() < self._plan.late_rate
-        return self._random.uniform(0.0, self._plan.late_s) if is_late else 0.0
+        if not is_late:
+            return 0.0
+        late_s = self._random.uniform(0.0, self._plan.late_s)
+        self.host.troubles.note(Kind.STORE, [self.host.process.name], late_s)
+        return late_s
 
     def _watch(self, client_id: str) -> None:
         def tell() -> None:

@@ -39,7 +39,7 @@ from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.images import SimImages, draw_decode_s
-from kvferry.sim.member import FINGERPRINT, HOST_ID, SimMember
+from kvferry.sim.member import FINGERPRINT, SimMember
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
@@ -67,6 +67,7 @@ class SimWorker(SimMember):
         super().__init__(host)
         self.spec = spec
         self.checks = checks
+        self._complain = checks.complain
         self._random = Random(ids_seed)
         self._absent_files = plan.images.absent if plan.images is not None else frozenset()
         self._layout = hash_model_layout(spec.block_size, len(plan.attentions))
@@ -146,7 +147,7 @@ class SimWorker(SimMember):
             incarnation=self.incarnation,
             model_fingerprint=FINGERPRINT,
             layout=self._layout,
-            host_id=HOST_ID,
+            host_id=self.spec.host,
         )
 
     def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
@@ -213,7 +214,8 @@ class SimWorker(SimMember):
             connector=config.connector.name if self.connector is not None else "",
             transports=self.connector.transports if self.connector is not None else (),
             ec_connector=images.connector if images is not None else "",
-            host_id=HOST_ID,
+            host_id=self.spec.host,
+            is_supervised=plan.is_supervised,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,
         )
@@ -245,9 +247,11 @@ class SimWorker(SimMember):
             kv_cache_usage=gauges.kv_cache_usage,
             num_leased_blocks=self.connector.num_leased_blocks() if self.connector is not None else 0,
             longest_lease_s=self.connector.longest_lease_s() if self.connector is not None else 0.0,
+            progress=self.engine.reading(),
         )
 
     def _draw_step_s(self) -> float:
+        self.host.troubles.note_step(self.spec.engine_id)
         longest = self.spec.step_s
         return longest if self._random.random() < _SLOW_STEP_RATE else self._random.uniform(0.1, 0.6) * longest
 

@@ -14,7 +14,8 @@ from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_model import hash_model_kv_config
 from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
-from kvferry.sim.plan import MAX_MODEL_LEN, draw_plan, draw_tight_plan
+from kvferry.sim.plan import MAX_MODEL_LEN, draw_plan
+from kvferry.sim.race_plan import draw_tight_plan
 from kvferry.sim.runs import Summary
 
 pytestmark = pytest.mark.slow

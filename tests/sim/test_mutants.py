@@ -39,7 +39,8 @@ from core.kv.spec import SlidingWindowSpec
 from core.testing.sim_faults import Fault
 from core.testing.sim_transport import SimTransport
 from kvferry.sim.cluster import SimCluster
-from kvferry.sim.plan import draw_plan, draw_race_plan
+from kvferry.sim.plan import draw_plan
+from kvferry.sim.race_plan import draw_race_plan
 from router.flows import Flows
 from router.legs import TokensLost
 

@@ -74,7 +74,7 @@ def test_command_sums_up_many_runs(capsys):
 
 
 def test_command_says_which_seed_is_bad_and_how_to_replay_it(capsys, monkeypatch):
-    monkeypatch.setattr("kvferry.sim.cluster.find_unexcused", lambda plan, clients: ["made up"])
+    monkeypatch.setattr("kvferry.sim.oracle.CausalOracle.judge", lambda self, client: ["made up"])
     with pytest.raises(SystemExit) as ended:
         app(["sim", "--seed", "4", "--quiet"])
     assert ended.value.code == 1

@@ -8,7 +8,8 @@ import pytest
 
 from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
-from kvferry.sim.plan import draw_plan, draw_race_plan
+from kvferry.sim.plan import draw_plan
+from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.runs import Summary, command, run_seeds
 
 SEEDS_PER_TEST = 20

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 NUM_RUNS = 16
 WITH_STORE = [seed for seed in range(500) if (plan := draw_images(seed)) is not None and plan.connector == "shared"]
+FAILS_HALF_WAY = 2304  # a fetch that has got the first of several chunks, which few runs have
 
 
 @pytest.fixture(scope="module")
@@ -129,4 +130,4 @@ def sleep_beyond_the_time_for_embeddings(patch: Patch) -> None:
 )
 def test_a_defect_is_noticed(defect, monkeypatch):
     defect(monkeypatch.setattr)
-    assert any(not run_seed(seed).is_good for seed in WITH_STORE)
+    assert any(not run_seed(seed).is_good for seed in (*WITH_STORE, FAILS_HALF_WAY))

@@ -1,0 +1,305 @@
+"""The causal oracle: every error, and every hand-over that was not used, has a cause on its own path at its own time.
+
+Judges each request after the run by what it passed through (``kvferry.sim.request_path``) and by what really went wrong
+(``core.testing.sim_troubles``). What no row of the two tables explains is a violation. A fault elsewhere, or at another time,
+explains nothing; nor does the loss of a worker while another could have served. The router's own pause explains no error: its
+workers lived. ``docs/kv-handover.md`` shows the tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from core.errors import EncoderInputMissing, WorkerStalled
+from core.testing.sim_faults import Fault
+from core.testing.sim_troubles import Kind, Troubles
+from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.plan import ClusterPlan, WorkerPlan
+from kvferry.sim.request_path import RequestPath, Setback
+
+# What keeps a worker from being used. The router's own pause is none of them.
+UNAVAILABLE = frozenset(
+    {Kind.DOWN, Kind.FROZEN, Kind.HUNG, Kind.DRAINING, Kind.REPLACED, Kind.CUT, Kind.PARTED, Kind.LATE, Kind.DROPPED}
+)
+_PATIENCE_S = 0.5  # a worker that was available for less need not have been noticed
+_BEFORE_S = 0.5  # what ended so shortly before something began may have caused it
+_SHORT_LEASE_S = 2.0  # drawn as a fault: delays of frames and steps are in its range
+_ROUNDING_S = 1e-3
+_FREE_STALLS = 2  # that cost a request no retry, in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request that has ended, and everything that it may be explained by."""
+
+    plan: ClusterPlan
+    troubles: Troubles
+    client: Client
+    at: float  # when it ended
+
+    @property
+    def path(self) -> RequestPath:
+        """What it passed through."""
+        return self.client.path
+
+    def on_path(self, kinds: Iterable[Kind], since: float) -> bool:
+        """Say whether there was trouble of these kinds with anything on its path."""
+        return bool(self.troubles.find(frozenset(kinds), self.path.names, since - _BEFORE_S, self.at))
+
+    def spec(self, engine_id: str) -> WorkerPlan:
+        """Return what a worker is."""
+        return next(worker for worker in self.plan.workers if worker.engine_id == engine_id)
+
+
+Cause = Callable[[Case], bool]
+
+
+# ---- causes of errors --------------------------------------------------------------------------------------------------
+
+
+def client_left(case: Case) -> bool:
+    """The client closed its connection."""
+    return case.client.has_left
+
+
+def router_died(case: Case) -> bool:
+    """The router that it was connected to died then, or was dead."""
+    return bool(case.troubles.find({Kind.DOWN}, {case.path.router}, case.at, case.at))
+
+
+def time_was_up(case: Case) -> bool:
+    """Its own time was used up: by the fastest clock that counted it, or by one that jumped."""
+    rate = max((case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts), default=1.0)
+    elapsed_s = (case.at - case.path.submitted_at) * max(1.0, rate)
+    is_over = elapsed_s >= case.plan.config.router.request_timeout_s - _ROUNDING_S
+    return is_over or case.on_path({Kind.JUMPED}, case.path.submitted_at)
+
+
+def has_little_time(case: Case) -> bool:
+    """It was refused at once, in a run in which requests have little time."""
+    return Fault.DEADLINE in case.plan.kinds and not case.path.attempts
+
+
+def nobody_could_go_on(case: Case) -> bool:
+    """Nobody who could have served was available: at that moment if it was refused, else for the whole bounded wait."""
+    if not case.path.attempts:
+        return not _has_route(case, case.at)
+    since = case.path.waits_since
+    if _waited_s(case, since) < case.plan.config.router.worker_wait_s - _ROUNDING_S:
+        return False
+    if case.path.first_news_at is None:
+        moments = [since + _PATIENCE_S * number for number in range(int((case.at - since) / _PATIENCE_S))]
+        were_routes = [_has_route(case, moment) and not _stands_still(case, moment) for moment in moments]
+        return not any(each and following for each, following in itertools.pairwise(were_routes))
+    return not any(_could_take(case, worker, since) for worker in case.plan.workers if worker.role != "prefill")
+
+
+def every_try_was_hit(case: Case) -> bool:
+    """All tries that it may have were lost, each to trouble between its router and its own worker.
+
+    Workers whose engines make no progress are left for nothing, as often as a request may without a token between.
+    """
+    tries = list(case.path.setbacks)
+    if case.path.attempts:  # the last, after which it did not go on
+        tries.append(Setback(case.at, case.path.attempts[-1].engine_id, case.client.outcome))
+    stalls = [each for each in tries if each.code == WorkerStalled.code]
+    costly = [each for each in tries if each.code != WorkerStalled.code] + stalls[_FREE_STALLS:]
+    return sum(_was_hit(case, each) for each in costly) > case.plan.config.router.max_retries
+
+
+def shows_what_only_encoders_have(case: Case) -> bool:
+    """It shows an image that computing workers do not get, and the embeddings did not come within the waits that are drawn."""
+    images = case.plan.images
+    return images is not None and not images.absent.isdisjoint(case.client.plan.media)
+
+
+def _has_route(case: Case, at: float) -> bool:
+    """Say whether an aggregated worker was available at a time, or a decode worker to a router that knew a prefill worker."""
+    available = {worker.role for worker in case.plan.workers if _is_available(case, worker, at)}
+    if "aggregated" in available or {"prefill", "decode"} <= available:
+        return True
+    prefills = [worker for worker in case.plan.workers if worker.role == "prefill"]
+    return "decode" in available and any(_was_known(case, worker, at) for worker in prefills)
+
+
+def _is_available(case: Case, worker: WorkerPlan, at: float) -> bool:
+    return not case.troubles.find(UNAVAILABLE, {case.path.router, worker.engine_id}, at, at)
+
+
+def _was_known(case: Case, worker: WorkerPlan, at: float) -> bool:
+    """Say whether the router, in its present life, had a worker before."""
+    router = case.path.router
+    start = max((trouble.end for trouble in case.troubles.find({Kind.DOWN}, {router}, 0.0, at)), default=0.0)
+    return case.troubles.longest_without(UNAVAILABLE | {Kind.PAUSED}, {router, worker.engine_id}, start, at) > _PATIENCE_S
+
+
+def _waited_s(case: Case, since: float) -> float:
+    """Return for how long a worker was waited for: while its router stood still, it waited for nobody."""
+    pauses = case.troubles.find({Kind.PAUSED}, {case.path.router}, since, case.at)
+    return case.at - since - sum(min(case.at, pause.end) - max(since, pause.start) for pause in pauses)
+
+
+def has_successor(case: Case, at: float) -> bool:
+    """Say whether somebody could go on with it at a time, or begin it if it has not begun."""
+    if case.path.first_news_at is None or at < case.path.first_news_at:
+        return _has_route(case, at)
+    return any(_is_available(case, worker, at) for worker in case.plan.workers if worker.role != "prefill")
+
+
+def _stands_still(case: Case, at: float) -> bool:
+    return bool(case.troubles.find({Kind.PAUSED}, {case.path.router}, at, at))
+
+
+def _could_take(case: Case, worker: WorkerPlan, since: float) -> bool:
+    names = {case.path.router, worker.engine_id}
+    return case.troubles.longest_without(UNAVAILABLE | {Kind.PAUSED}, names, since, case.at) > _PATIENCE_S
+
+
+def _was_hit(case: Case, setback: Setback) -> bool:
+    if setback.code == EncoderInputMissing.code:
+        return shows_what_only_encoders_have(case)
+    start = case.path.start_of_attempt(setback.engine_id, setback.at)
+    names = {case.path.router, setback.engine_id}
+    return bool(case.troubles.find(UNAVAILABLE, names, start - _BEFORE_S, setback.at))
+
+
+# ---- causes of hand-overs that were not used -----------------------------------------------------------------------------
+
+
+def trouble(*kinds: Kind) -> Cause:
+    """Return the cause that something on its path had such trouble since its prompt was given to a prefill worker."""
+
+    def is_cause(case: Case) -> bool:
+        return case.on_path(kinds, case.path.start_of_handoff())
+
+    return is_cause
+
+
+def busy_reader(case: Case) -> bool:
+    """Another read of its reader stalled: the two share the staging area, and what may be quarantined."""
+    since = case.path.start_of_handoff()
+    return any(
+        case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.DATA_PARTED}, attempt.engine_id, since, case.at)
+        for attempt in case.path.attempts
+        if attempt.role == "decode"
+    )
+
+
+def lease_was_over(case: Case) -> bool:
+    """It took longer than its lease may last, or than a lease that is in the range of what else takes time."""
+    connector = case.plan.config.connector
+    rate = max((case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts), default=1.0)
+    elapsed_s = (case.at - case.path.start_of_handoff()) * max(1.0, rate)
+    is_short = connector.lease_s <= _SHORT_LEASE_S
+    return elapsed_s >= (connector.lease_s - connector.lease_renew_interval_s if is_short else connector.lease_max_s)
+
+
+def load_takes_longer(case: Case) -> bool:
+    """The deadline is shorter than what a load of its prompt takes when nothing is wrong."""
+    attempts = [attempt for attempt in case.path.attempts if attempt.role == "prefill"]
+    block_size = min((case.spec(attempt.engine_id).block_size for attempt in attempts), default=16)
+    num_rows = len(case.plan.attentions) * (len(case.client.plan.prompt_token_ids) // block_size + 1)
+    rows_s = 2 * 3 * num_rows * case.plan.faults.reads.row_s  # blocks, a second time after a wrong digest, and seals
+    frames_s = 4 * case.plan.faults.network.delay_s
+    return rows_s * case.client.plan.n + frames_s > case.plan.config.connector.transfer_deadline_s / 1.3
+
+
+def prefill_was_away(case: Case) -> bool:
+    """At one time or another since it came, each prefill worker was away from its router."""
+    since = case.path.submitted_at - _BEFORE_S
+    prefills = [worker.engine_id for worker in case.plan.workers if worker.role == "prefill"]
+    kinds = UNAVAILABLE | {Kind.PAUSED}
+    return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
+
+
+def store_was_in_trouble(case: Case) -> bool:
+    """The store that it was to load from, or keeps its blocks in, did not answer, lost something, or was full."""
+    tier = case.plan.tier
+    if tier is None:
+        return False
+    names = {tier.process} if tier.name == "store" else set(case.path.names)
+    kinds = {Kind.STORE, Kind.FROZEN, Kind.CORRUPTED}
+    return bool(case.troubles.find(kinds, names, case.path.submitted_at - _BEFORE_S, case.at))
+
+
+# ---- the tables --------------------------------------------------------------------------------------------------------
+
+_LOST = (nobody_could_go_on, every_try_was_hit)
+
+# What a client is told → what may have caused it; of any other error nothing is a cause.
+ERRORS: Mapping[str, tuple[Cause, ...]] = {
+    "cancelled": (client_left,),
+    ROUTER_LOST: (router_died,),
+    "deadline_exceeded": (time_was_up,),
+    "deadline_unreachable": (has_little_time,),
+    "no_worker": _LOST,
+    "peer_lost": _LOST,
+    "worker_stalled": _LOST,
+    "protocol_error": _LOST,
+    "router_silent": _LOST,
+    EncoderInputMissing.code: (shows_what_only_encoders_have,),
+}
+
+_LINK = tuple(UNAVAILABLE)
+
+# Why KV that lay ready was computed again → what may have caused it.
+FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
+    "stale": (
+        trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.CORRUPTED, Kind.DATA_PARTED),
+        busy_reader,
+        lease_was_over,
+    ),
+    "digest": (trouble(Kind.CORRUPTED), store_was_in_trouble),
+    "peer_lost": (trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.FAILED, Kind.DATA_PARTED), busy_reader),
+    "deadline": (trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.DATA_PARTED), busy_reader, load_takes_longer),
+    "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
+    "no_prefill": (prefill_was_away,),
+    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED),),
+}
+
+# What a client that wants to be told is told of a load → why its KV was not used.
+LOAD_ERRORS: Mapping[str, str] = {
+    "stale": "stale",
+    "lease_expired": "stale",
+    "digest": "digest",
+    "deadline": "deadline",
+    "peer_lost": "peer_lost",
+    "store_miss": "store_miss",
+    "store_unavailable": "store_miss",
+    "transfer_error": "rejected",
+}
+
+
+class CausalOracle:
+    """Judges the requests of one run."""
+
+    def __init__(self, plan: ClusterPlan, troubles: Troubles) -> None:
+        self._plan = plan
+        self._troubles = troubles
+
+    def case(self, client: Client) -> Case:
+        """Return what there is to judge of a request."""
+        assert client.ended_at is not None, f"{client.plan.name} has no end"
+        return Case(self._plan, self._troubles, client, client.ended_at)
+
+    def judge(self, client: Client) -> list[str]:
+        """Return what has no cause of what became of a request."""
+        case = self.case(client)
+        found, reason, outcome = [], client.fallback_reason, client.outcome
+        if reason and not _has_cause(case, FALLBACKS.get(reason, ())):
+            found.append(f"{client.plan.name}: its KV was not used ({reason}), without a cause on its path")
+        if outcome != "ok" and not _has_cause(case, self._causes_of_error(client)):
+            found.append(f"{client.plan.name}: ended with {outcome} ({client.message}), without a cause on its path")
+        return found
+
+    def _causes_of_error(self, client: Client) -> tuple[Cause, ...]:
+        causes = ERRORS.get(client.outcome, ())
+        if client.plan.policy == "fail" and client.outcome in LOAD_ERRORS:
+            causes += FALLBACKS[LOAD_ERRORS[client.outcome]]
+        return causes
+
+
+def _has_cause(case: Case, causes: Iterable[Cause]) -> bool:
+    return any(cause(case) for cause in causes)

@@ -1,0 +1,66 @@
+"""The path of one request: where it was, when, and what drove it on.
+
+Written down by the simulated router as it acts, read by ``kvferry.sim.oracle``. Times are the loop's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One worker's turn: from the message that gave it the request until the next one, or the end."""
+
+    engine_id: str
+    role: str
+    start: float
+    has_handoff: bool = False  # it was told where KV lies
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """A worker has failed the request, or was lost, and it went on without."""
+
+    at: float
+    engine_id: str
+    code: str
+
+
+@dataclass(slots=True)
+class RequestPath:
+    """Everything that one request passed through. Of one router: its clients do not change it."""
+
+    router: str
+    submitted_at: float = 0.0
+    attempts: list[Attempt] = field(default_factory=list)
+    setbacks: list[Setback] = field(default_factory=list)
+    first_news_at: float | None = None
+    last_news_at: float = 0.0
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # in which nothing came
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All processes that it has passed through."""
+        return frozenset((self.router, *(attempt.engine_id for attempt in self.attempts)))
+
+    @property
+    def waits_since(self) -> float:
+        """When the last worker that had it was lost; when it was submitted, if none was."""
+        return self.setbacks[-1].at if self.setbacks else self.submitted_at
+
+    def note_news(self, now: float) -> None:
+        """The client has got something."""
+        self.gaps.append((self.last_news_at or self.submitted_at, now))
+        self.first_news_at = now if self.first_news_at is None else self.first_news_at
+        self.last_news_at = now
+
+    def start_of_attempt(self, engine_id: str, at: float) -> float:
+        """Return since when a worker had the request that it lost at a time."""
+        starts = [attempt.start for attempt in self.attempts if attempt.engine_id == engine_id and attempt.start <= at]
+        return max(starts, default=self.submitted_at)
+
+    def start_of_handoff(self) -> float:
+        """Return when the prompt was given to the worker whose KV was handed over."""
+        starts = [attempt.start for attempt in self.attempts if attempt.role == "prefill"]
+        return max(starts, default=self.submitted_at)
