@@ -1,6 +1,32 @@
-"""``python -m kvferry``: how the processes of a local cluster are started."""
+"""The ``kvferry`` program, also as ``python -m kvferry``: handle signals first, then import the command line.
 
-from kvferry.cli import main
+A process of a cluster can be told to leave at any moment, so its signal handlers come before the imports, which take seconds,
+and it ends by ``exit_process``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from core.process_signals import exit_on_signals, exit_process
+
+_PROCESSES = ("serve", "router", "encode", "prefill", "decode", "kvstore")
+
+
+def main() -> None:
+    """Run the command line."""
+    is_process = sys.argv[1:2] != [] and sys.argv[1] in _PROCESSES
+    if is_process:
+        exit_on_signals()
+    from kvferry.cli import main as run
+
+    try:
+        run()
+    except SystemExit as end:
+        if is_process and isinstance(end.code, int | None):
+            exit_process(end.code or 0)
+        raise
+
 
 if __name__ == "__main__":
     main()

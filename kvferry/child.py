@@ -1,6 +1,6 @@
-"""The child's side of being started by ``kvferry.processes``: die with the parent, and tell it the bound addresses.
+"""The child's side of being started by ``kvferry.processes``: die with the parent, tell it the bound addresses, or what failed.
 
-Owns two things that must work however the parent ends: no orphan is left, and no port is guessed. Called by the commands of
+Owns what must work however the parent ends: no orphan is left, and no port is guessed. Called by the commands of
 ``kvferry.cli`` before anything else happens.
 """
 
@@ -10,12 +10,12 @@ import ctypes
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from core.errors import ConfigError
 
-Announce = Callable[[Mapping[str, str]], None]
-
+FAILURE = "failure"  # the key of a line that says why the process ends; all other lines are addresses
+_MAX_REASON_CHARACTERS = 2000
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,12 +32,22 @@ def die_with_parent(parent_pid: int) -> None:
         raise ConfigError(f"the parent process {parent_pid} is gone")
 
 
-def announcer(ready_fd: int | None) -> Announce:
-    """Return a function that writes the addresses as one JSON line to the parent's pipe and closes it; without one, nothing."""
+class SupervisorPipe:
+    """The pipe to the supervisor, one JSON object a line; without a supervisor, nothing is written."""
 
-    def announce(addresses: Mapping[str, str]) -> None:
-        if ready_fd is not None:
-            with os.fdopen(ready_fd, "w") as pipe:
-                pipe.write(json.dumps(dict(addresses)) + "\n")
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            os.set_inheritable(fd, False)  # the supervisor waits for its end
 
-    return announce
+    def announce(self, addresses: Mapping[str, str]) -> None:
+        """Tell the bound addresses."""
+        self._write(dict(addresses))
+
+    def fail(self, reason: str) -> None:
+        """Tell why this process ends, as one line."""
+        self._write({FAILURE: " ".join(reason.split())[:_MAX_REASON_CHARACTERS]})
+
+    def _write(self, line: dict[str, str]) -> None:
+        if self._fd is not None:
+            os.write(self._fd, json.dumps(line).encode() + b"\n")

@@ -10,6 +10,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
@@ -17,6 +18,13 @@ from kvferry.bench.command import bench
 from kvferry.doctor import doctor
 from kvferry.operate import drain, keygen, probe
 from kvferry.sim.command import sim
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="kvferry",
@@ -27,6 +35,15 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def kvferry(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving: prefill and decode workers with verified KV-cache hand-over."""
+
+
 @app.command()
 def serve(
     model: options.Model = None,
@@ -34,14 +51,15 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = None,
     generation_config: options.GenerationConfig = None,
-    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
-    encode: Annotated[int | None, typer.Option(help="Number of encode workers, for a model that sees images.")] = None,
+    prefill: options.NumPrefill = None,
+    decode: options.NumDecode = None,
+    encode: options.NumEncode = None,
     aggregated: Annotated[
         bool | None, typer.Option("--aggregated", help="Workers that do both, as many as the larger of the two.")
     ] = None,
     host: options.Host = None,
     port: options.HttpPort = None,
+    api_key: options.ApiKey = None,
     transport: options.Transports = None,
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
@@ -63,6 +81,7 @@ def serve(
         "local.aggregated": aggregated,
         "router.host": host,
         "router.port": port,
+        "router.api_key": api_key,
         "connector.transports": transport or None,
         "log.level": log_level,
         "security.insecure": insecure,
@@ -77,6 +96,7 @@ def router(
     generation_config: options.GenerationConfig = None,
     host: options.Host = None,
     port: options.HttpPort = None,
+    api_key: options.ApiKey = None,
     worker_address: options.WorkerAddress = None,
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
@@ -94,6 +114,7 @@ def router(
         "model.generation_config": generation_config,
         "router.host": host,
         "router.port": port,
+        "router.api_key": api_key,
         "router.worker_address": worker_address,
         "log.level": log_level,
         "security.insecure": insecure,
@@ -255,13 +276,14 @@ def models(
     fetch: Annotated[list[str] | None, typer.Argument(help="Models to fetch into the cache.")] = None,
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
+    weights: Annotated[bool, typer.Option(help="Fetch the weights too; a router needs none.")] = True,
 ) -> None:
     """List the models that have a short name and whether they are cached, or fetch some."""
     from kvferry.models import fetch_models, list_models
 
     cache_dir = options.read_config(config, assignments, {}).model.cache_dir
     if fetch:
-        fetch_models(fetch, cache_dir)
+        fetch_models(fetch, cache_dir, needs_weights=weights)
     else:
         list_models(cache_dir)
 
@@ -284,12 +306,15 @@ def _worker_flags(
 
 
 def main() -> None:
-    """Run the command line; a KVFerryError becomes one line on stderr, never a traceback."""
+    """Run the command line; an error becomes one line on stderr, never a traceback."""
     try:
-        app()
-    except ConfigError as error:
-        print(f"kvferry: {error.message}", file=sys.stderr)
-        sys.exit(2)
+        code = app(standalone_mode=False)
+    except TyperException as error:
+        code = getattr(error, "exit_code", 2)
+        print(f"kvferry: {error.format_message()}" if error.format_message() else "", file=sys.stderr)
+    except typer.Abort:
+        code = 1
     except KVFerryError as error:
+        code = 2 if isinstance(error, ConfigError) else 1
         print(f"kvferry: {error.message}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(code)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib.util
 import os
 import platform
 import resource
@@ -28,22 +27,25 @@ import zmq
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from connectors.p2p.transport.nixl import installed_module
-from core.config import KVFerryConfig
+from core.config import KVFerryConfig, WorkerSection, ucx_net_devices
 from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.memory_file import huge_page_stock
 from core.model.hub import ALIASES
 from core.multilinear import compiled_library
-from core.wire.curve import derive_keys
+from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
+from kvferry.cluster_plan import CHOSEN_SETTINGS, worker_roles
+from kvferry.machine import format_bytes, memory_limit_bytes, why_not_bindable
 from kvferry.models import is_cached
+from kvferry.preflight import computes_on_gpu, has_otlp_exporter
 
 Verdict = Literal["ok", "warning", "failure"]
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
 MIN_FREE_DISK_BYTES = 2 << 30
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+KERNEL_BYTES = 1 << 20  # of one of the kernels that ``worker.kernel_cache_entries`` counts, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +97,20 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare the KV pool with what this machine or container may use, and look at shared memory."""
+    """Compare KV pools and kernel caches with what this machine or container may use, and look at shared memory."""
     limit = memory_limit_bytes()
-    pool = config.cache.memory_bytes * config.worker.workers_on_host
+    num_pools = _num_pools(config)
+    pool = config.cache.memory_bytes * num_pools
     if config.cache.huge_pages != "never" and not huge_page_stock().lacks(pool):
         pool = 0  # huge pages are apart from other memory, and from its limit
-    text = f"KV pools of {pool >> 20} MiB, {limit >> 20} MiB of memory"
-    if pool >= limit:
+    whose = "a worker" if num_pools == 1 else f"{num_pools} workers of this machine"
+    kernels = 0 if computes_on_gpu(config) else KERNEL_BYTES * config.worker.kernel_cache_entries * _num_workers(config)
+    parts = f"{format_bytes(pool)}; kernels: up to {format_bytes(kernels)}" if kernels else format_bytes(pool)
+    text, used = f"KV pools of {whose}: {parts}; {format_bytes(limit)} of memory", pool + kernels
+    if used >= limit:
         yield Finding("memory", "failure", text, "lower cache.memory_bytes, or raise the memory limit")
     else:
-        yield Finding("memory", "warning" if pool > limit // 2 else "ok", text, "leave room for the model beside the pool")
+        yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside the pool")
     try:
         state = os.statvfs("/dev/shm")
     except OSError as error:
@@ -120,10 +126,30 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
     )
 
 
+def _num_pools(config: KVFerryConfig) -> int:
+    """Return how many pools there are here: of the workers that somebody has counted, else of those that ``serve`` starts."""
+    if config.worker.workers_on_host > 1 or not is_for_serve(config):
+        return config.worker.workers_on_host
+    return sum(role != "encode" for role in worker_roles(config).values())
+
+
+def _num_workers(config: KVFerryConfig) -> int:
+    """Return how many workers there are here, as ``_num_pools`` does, encode workers included."""
+    if config.worker.workers_on_host > 1 or not is_for_serve(config):
+        return config.worker.workers_on_host
+    return len(worker_roles(config))
+
+
+def is_for_serve(config: KVFerryConfig) -> bool:
+    """Say whether these are settings for ``kvferry serve``: nothing in them is a single process's own."""
+    defaults = WorkerSection()
+    return all(getattr(config.worker, name) == getattr(defaults, name) for name in CHOSEN_SETTINGS)
+
+
 def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
     """Compare the huge pages that the pools want with those that are there."""
     wishes = (
-        ("cache", config.cache.huge_pages, config.cache.memory_bytes * config.worker.workers_on_host),
+        ("cache", config.cache.huge_pages, config.cache.memory_bytes * _num_pools(config)),
         ("kvstore", config.kvstore.huge_pages, config.kvstore.memory_bytes),
         ("connector.offload", config.connector.offload.huge_pages, config.connector.offload.memory_bytes),
     )
@@ -134,19 +160,6 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
         verdict: Verdict = "ok" if not missing else "failure" if wish == "always" else "warning"
         text = f"{section}.huge_pages = {wish}: {missing or 'there are enough'}"
         yield Finding("huge pages", verdict, text, "sysctl vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi")
-
-
-def memory_limit_bytes() -> int:
-    """Return the memory of this container, or of the machine where it has no limit of its own."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            return min(machine, int(text))
-    return machine
 
 
 def check_transports(config: KVFerryConfig) -> Iterator[Finding]:
@@ -206,6 +219,7 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
     control_host, control_port = split_tcp(config.worker.control_address)
     wanted = [
         ("router.port", config.router.host, config.router.port),
+        ("router.ops_port", config.router.ops_host, config.router.ops_port or 0),
         ("router.worker_address", *split_tcp(config.router.worker_address)),
         ("worker.control_address", control_host, control_port),
         ("worker.data_port", control_host, config.worker.data_port),
@@ -214,23 +228,20 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
     for setting, host, port in wanted:
         if not port:
             continue
-        reason = _why_not_bindable(host, port)
+        reason = why_not_bindable(host, port)
         fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
-        yield Finding("ports", "warning" if reason else "ok", f"{setting} {host}:{port} {reason or 'is free'}", fix)
-
-
-def _why_not_bindable(host: str, port: int) -> str | None:
-    name = "" if host == "*" else host
-    try:
-        with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
-            return None
-    except OSError as error:
-        return f"cannot be bound: {error.strerror or error}"
+        yield Finding(
+            "ports",
+            "warning" if reason else "ok",
+            f"{setting} {host}:{port} {f'cannot be bound: {reason}' if reason else 'is free'}",
+            fix,
+        )
 
 
 def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
-    """Try to connect to the routers, and to the store if there is one."""
-    wanted = [("worker.router_addresses", address) for address in config.worker.router_addresses]
+    """Try to connect to the routers, which ``kvferry serve`` starts itself, and to the store if there is one."""
+    routers = () if is_for_serve(config) else config.worker.router_addresses
+    wanted = [("worker.router_addresses", address) for address in routers]
     if config.kvstore.address:
         wanted.append(("kvstore.address", config.kvstore.address))
     for setting, address in wanted:
@@ -242,10 +253,7 @@ def check_tracing(config: KVFerryConfig) -> Iterator[Finding]:
     endpoint = config.tracing.endpoint
     if not endpoint:
         return
-    try:
-        is_installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ImportError:
-        is_installed = False
+    is_installed = has_otlp_exporter()
     text = f"OpenTelemetry is {'installed' if is_installed else 'not installed'}"
     yield Finding("traces", "ok" if is_installed else "failure", text, "pip install 'kvferry[otel]', or unset tracing.endpoint")
     url = urlsplit(endpoint)
@@ -265,20 +273,41 @@ def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
 def check_security(config: KVFerryConfig) -> Iterator[Finding]:
     """Look for sockets that others can reach, and for the key that protects them."""
     try:
-        keys = derive_keys(config.security.cluster_key)
+        keys = keys_of(config.security)
     except KVFerryError as error:
         yield Finding("security", "failure", error.message, "kvferry keygen")
         return
     addresses = {"router.worker_address": config.router.worker_address, "worker.control_address": config.worker.control_address}
     exposed = [setting for setting, address in addresses.items() if not is_loopback(split_tcp(address)[0])]
+    yield from _check_ucx(config)
     if keys is not None:
-        yield Finding("security", "ok", "a cluster key is set; UCX's ports (transport nixl) are not protected by it")
+        yield Finding("security", "ok", "a cluster key is set")
     elif exposed:
         verdict: Verdict = "warning" if config.security.insecure else "failure"
         text = f"{', '.join(exposed)} can be reached by others, and there is no cluster key"
         yield Finding("security", verdict, text, "export KVFERRY_CLUSTER_KEY=$(kvferry keygen) for every process")
     else:
         yield Finding("security", "ok", "the cluster's sockets are for this machine only")
+
+
+def _check_ucx(config: KVFerryConfig) -> Iterator[Finding]:
+    """Say where UCX listens: no key protects it."""
+    if "nixl" not in (*config.connector.transports, *config.ec_connector.transports):
+        return
+    worker, devices = config.worker, ucx_net_devices()
+    addresses = {"worker.control_address": (worker.control_address,), "worker.router_addresses": worker.router_addresses}
+    wide = [name for name, found in addresses.items() if not all(is_loopback(split_tcp(address)[0]) for address in found)]
+    if devices == "lo":
+        yield Finding("security of nixl", "ok", "UCX (transport nixl) listens on loopback only: UCX_NET_DEVICES = lo")
+    elif devices:
+        text = f"UCX (transport nixl) listens on UCX_NET_DEVICES = {devices}; no key protects it"
+        yield Finding("security of nixl", "warning", text, "keep them on a closed network (docs/security.md)")
+    elif wide:
+        text = f"UCX (transport nixl) listens on every interface, as {' and '.join(wide)} are not loopback; no key protects it"
+        fix = "keep it on a closed network: UCX_NET_DEVICES, network policies (docs/security.md)"
+        yield Finding("security of nixl", "warning", text, fix)
+    else:
+        yield Finding("security of nixl", "ok", "UCX (transport nixl) listens on loopback only")
 
 
 def check_clock(url: str) -> Iterator[Finding]:

@@ -10,16 +10,13 @@ it; it never imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,13 +32,15 @@ from core.config import (
     KVStoreSection,
     RouterSection,
     SchedulerSection,
-    WorkerSection,
     dump_config,
 )
 from core.config_tree import STDIN
-from core.errors import ConfigError, StartFailed
-from core.model.hub import resolve_model
+from core.errors import ConfigError, KVFerryError, StartFailed
 from core.wire.messages import Role
+from kvferry.cluster_plan import check_worker_settings, free_ports, with_cluster_key, with_ec_connector, worker_roles
+from kvferry.health import HealthLimits, HealthWatch, WatchedProcess
+from kvferry.http_get import get
+from kvferry.preflight import check_cluster, reserved_bytes
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
 
 ROUTER = "router"
@@ -49,13 +48,17 @@ STORE = "kvstore"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
-_CHOSEN_SETTINGS = ("engine_id", "router_addresses", "control_address", "ops_port", "workers_on_host", "host_slot")
+_EXIT_CONFIG = 2  # of ``kvferry``: wrong usage or configuration
 _ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
     "encode": ("encode",),
     "prefill": ("prefill",),
     "decode": ("decode",),
     "aggregated": ("decode", "--aggregated"),
 }
+
+
+class _Cancelled(Exception):
+    """The start was to be stopped, and was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,10 @@ class LocalCluster:
     With ``local.num_encode`` also encode workers, read by EC connector "p2p" if ``ec_connector.name`` names none. With
     ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
-    sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. ``supervise`` restarts
-    processes that die, with back-off.
+    sets them is refused with a ConfigError; ``router.worker_address`` is used if it is not the default. Without
+    ``security.cluster_key`` the cluster makes one for its processes, which other users of this machine cannot read; with
+    ``security.insecure`` its sockets stay open. ``supervise`` restarts
+    processes that die, with back-off, and replaces those that are not well or do not answer (``local.health_*``).
     ``log_dir`` keeps the processes' logs; without one they go to this process's stderr (``inherit_logs``) or to a folder that
     ``stop`` removes. Use it as a context manager, or call ``stop``: it leaves no process behind, and neither does the death of
     this process.
@@ -107,51 +112,69 @@ class LocalCluster:
         inherit_logs: bool = False,
         options: ProcessOptions | None = None,
     ) -> None:
-        self._config = _with_ec_connector(config or KVFerryConfig(router=RouterSection(port=0)))
-        _check_worker_settings(self._config.worker)
+        self._config = with_cluster_key(with_ec_connector(config or KVFerryConfig(router=RouterSection(port=0))))
+        check_worker_settings(self._config.worker)
         self._supervise = supervise
         self._log_dir = log_dir
         self._inherit_logs = inherit_logs
         self._options = options or ProcessOptions()
         self._control_ports: dict[str, int] = {}
-        self._roles = _roles(self._config)
+        self._roles = worker_roles(self._config)
         self._services = (ROUTER, STORE) if self._config.local.kvstore else (ROUTER,)
         self._backoffs = {name: self._new_backoff() for name in (*self._services, *self._roles)}
         self._keeper: ProcessKeeper | None = None
+        self._health: HealthWatch[Child] | None = None
+        self._ends: dict[str, list[str]] = {}  # name → how its processes have ended that were not told to
+        self._exit_codes: dict[str, int] = {}  # of the last of them
         self._temporary_logs: Path | None = None
         self._base_url = ""
+        self._is_prepared = False
         self._is_started = False
 
     # ---- life --------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Look for what keeps the cluster from starting, and fetch the model; ``start`` does so itself otherwise.
+
+        Raises:
+            ConfigError: a setting is wrong, or the model cannot be found.
+        """
+        if not self._is_prepared:
+            check_cluster(self._config, self._worker_configs())
+        self._is_prepared = True
 
     def start(self, is_cancelled: Callable[[], bool] = lambda: False) -> Self:
         """Start all processes and return once the cluster serves, or, to be stopped, once ``is_cancelled`` says so.
 
         Raises:
-            ConfigError: the model cannot be found, or a setting is wrong.
-            StartFailed: a process ended, or the cluster was not ready within ``local.ready_timeout_s``; holds the end of
-                its log.
+            ConfigError: a setting is wrong, the model cannot be found, or a process has ended for such a reason.
+            StartFailed: a process ended, or the cluster was not ready within ``local.ready_timeout_s``. The end of its log,
+                if it is kept, stands in the message; the reason is the last line.
         """
+        self.prepare()
         deadline = time.monotonic() + self._config.local.ready_timeout_s
-        resolve_model(self._config.model.name, Path(self._config.model.cache_dir))  # fetched once, not by every worker
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         elif not self._inherit_logs:
             self._temporary_logs = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
         try:
-            self._start_router(deadline)
+            self._start_router(deadline, is_cancelled)
             if STORE in self._services:
-                self._start_store(deadline)
+                self._start_store(deadline, is_cancelled)
             if self._options.keep_control_ports:
-                self._control_ports = _free_ports([name for name, role in self._roles.items() if role == "prefill"])
+                self._control_ports = free_ports([name for name, role in self._roles.items() if role == "prefill"])
             for name in self._roles:
                 self._keeper.start(self._spec(name))
             self._wait_until_ready(deadline, is_cancelled)
+        except _Cancelled:
+            return self
         except BaseException:
             self.stop(grace_s=0.0)
             raise
         self._is_started = True
+        if self._supervise:
+            self._health = self._watch_health()
         return self
 
     def stop(self, grace_s: float = 10.0, router_grace_s: float | None = None) -> None:
@@ -159,6 +182,9 @@ class LocalCluster:
 
         The router goes first: it takes nothing new and lets requests finish, for which it needs the workers.
         """
+        health, self._health = self._health, None
+        if health is not None:
+            health.stop()
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
@@ -201,6 +227,16 @@ class LocalCluster:
         children = {name: self._live(name) for name in (*self._services, *self._roles)}
         return {name: child.pid for name, child in children.items() if child is not None}
 
+    @property
+    def reserved_bytes(self) -> dict[str, int]:
+        """The memory that all processes together take beside the model, by what it is for."""
+        return reserved_bytes(self._config, self._worker_configs())
+
+    @property
+    def ends(self) -> dict[str, list[str]]:
+        """How processes have ended that nobody had asked to, by name, in order: how many, and why."""
+        return {name: list(ends) for name, ends in self._ends.items()}
+
     def workers_of(self, role: Role) -> list[LocalWorker]:
         """Return the live workers of one role."""
         return [worker for worker in self.workers if worker.role == role]
@@ -227,8 +263,7 @@ class LocalCluster:
         child = self._live(name)
         if child is None or not child.addresses.done():
             raise KeyError(name)
-        address = self._base_url if name == ROUTER else child.addresses.result()["ops_address"]
-        return _get(f"{address}/metrics")[1]
+        return get(f"{_ops_address(child)}/metrics", _PROBE_TIMEOUT_S)[1]
 
     # ---- what can be done to it --------------------------------------------------------------------------------------
 
@@ -271,35 +306,39 @@ class LocalCluster:
     def _new_backoff(self) -> Backoff:
         return Backoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
 
-    def _start_router(self, deadline: float) -> None:
+    def _start_router(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
         """Start the router on the ports it gets, and pin them, so that a restarted one is found where it was."""
         router = self._config.router
         if router.worker_address == RouterSection().worker_address:  # any port, so that clusters run beside each other
             router = msgspec.structs.replace(router, worker_address="tcp://127.0.0.1:0")
         self._config = msgspec.structs.replace(self._config, router=router)
-        addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline)
+        addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline, is_cancelled)
         self._base_url = addresses["http_address"]
         port = urlsplit(self._base_url).port or 0
         router = msgspec.structs.replace(router, port=port, worker_address=addresses["worker_address"])
         self._config = msgspec.structs.replace(self._config, router=router)
 
-    def _start_store(self, deadline: float) -> None:
+    def _start_store(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
         """Start the store on the port it gets, and pin it; every worker is told where it is."""
         store = self._config.kvstore
         if store.bind_address == KVStoreSection().bind_address:
             store = msgspec.structs.replace(store, bind_address="tcp://127.0.0.1:0")
         self._config = msgspec.structs.replace(self._config, kvstore=store)
-        address = self._addresses(self._running().start(self._spec(STORE)), deadline)["store_address"]
+        child = self._running().start(self._spec(STORE))
+        address = self._addresses(child, deadline, is_cancelled)["store_address"]
         store = msgspec.structs.replace(store, address=address, bind_address=address)
         self._config = msgspec.structs.replace(self._config, kvstore=store)
 
-    def _addresses(self, child: Child, deadline: float) -> Mapping[str, str]:
-        try:
-            return child.addresses.result(max(0.0, deadline - time.monotonic()))
-        except FutureTimeoutError:
-            raise self._failed(child.spec.name, "did not tell its address in time") from None
-        except ChildProcessError as error:
-            raise self._failed(child.spec.name, str(error)) from None
+    def _addresses(self, child: Child, deadline: float, is_cancelled: Callable[[], bool]) -> Mapping[str, str]:
+        while not child.addresses.done():
+            if is_cancelled():
+                raise _Cancelled
+            if time.monotonic() > deadline:
+                raise self._failed(child.spec.name, "did not tell its address in time")
+            time.sleep(_POLL_S)
+        if child.addresses.exception() is not None:
+            raise self._failed(child.spec.name)
+        return child.addresses.result()
 
     def _spec(self, name: str) -> ChildSpec:
         """Return what to start; settings go by the standard input, so that no key lies in a file."""
@@ -312,6 +351,9 @@ class LocalCluster:
     def _config_of(self, name: str) -> KVFerryConfig:
         return self._config if name in self._services else self._worker_config(name)
 
+    def _worker_configs(self) -> dict[str, tuple[Role, KVFerryConfig]]:
+        return {name: (role, self._worker_config(name)) for name, role in self._roles.items()}
+
     def _worker_config(self, name: str) -> KVFerryConfig:
         chosen: dict[str, object] = {
             "engine_id": name,
@@ -320,6 +362,7 @@ class LocalCluster:
             "ops_port": 0,
             "workers_on_host": len(self._roles),
             "host_slot": list(self._roles).index(name),
+            "is_supervised": self._supervise,
         }
         worker = msgspec.structs.replace(self._config.worker, **chosen | dict(self._options.workers.get(name, {})))
         role = self._roles[name]
@@ -333,6 +376,8 @@ class LocalCluster:
 
     def _on_exit(self, child: Child, lived_s: float) -> float | None:
         """Say when to restart a child; while the cluster starts, a death is a failure and no accident."""
+        self._ends.setdefault(child.spec.name, []).append(child.describe_end())
+        self._exit_codes[child.spec.name] = child.process.returncode
         if not self._supervise or not self._is_started:
             return None
         return self._backoffs[child.spec.name].next_delay_s(lived_s)
@@ -351,79 +396,56 @@ class LocalCluster:
         if child is None:
             if self._supervise and self._is_started:
                 return False
-            raise self._failed(name, "ended before it was ready")
+            raise self._failed(name)
         if not child.addresses.done() or child.addresses.exception() is not None:
             return False
-        address = child.addresses.result()["http_address" if name == ROUTER else "ops_address"]
         try:
-            return _get(f"{address}/ready")[0] == http.client.OK
+            return get(f"{_ops_address(child)}/ready", _PROBE_TIMEOUT_S)[0] == http.client.OK
         except OSError:
             return False
 
-    def _failed(self, name: str, what: str) -> StartFailed:
+    def _failed(self, name: str, what: str = "") -> KVFerryError:
+        """Return the error for a process that has ended or, if ``what`` says so, does not get ready; the reason comes last."""
         tail = "\n".join(self.log(name).splitlines()[-_LOG_TAIL_LINES:])
-        return StartFailed(f"{name} {what}" + (f"; the end of its log:\n{tail}" if tail else ""))
+        ends = self._ends.get(name)
+        if not what:
+            what = f"did not start: it {ends[-1]}" if ends else "was ended before it was ready"
+        message = (f"the end of the log of {name}:\n{tail}\n" if tail else "") + f"{name} {what}"
+        is_config = self._exit_codes.get(name) == _EXIT_CONFIG
+        return ConfigError(message) if is_config else StartFailed(message)
 
-
-def _roles(config: KVFerryConfig) -> dict[str, Role]:
-    """Return the workers' names and roles in the order of their start.
-
-    Raises:
-        ConfigError: no worker, or prefill workers without decode workers or the other way round.
-    """
-    local = config.local
-    encoders: dict[str, Role] = {f"encode-{number}": "encode" for number in range(local.num_encode)}
-    if local.aggregated:
-        count = max(1, local.num_prefill, local.num_decode)
-        return encoders | {f"aggregated-{number}": "aggregated" for number in range(count)}
-    if not local.num_prefill or not local.num_decode:
-        raise ConfigError(
-            f"local.num_prefill = {local.num_prefill} and local.num_decode = {local.num_decode}: "
-            "at least one of each is needed, or local.aggregated",
-            param="local.num_prefill",
+    def _watch_health(self) -> HealthWatch[Child]:
+        local, keeper = self._config.local, self._running()
+        limits = HealthLimits(
+            interval_s=local.health_interval_s,
+            timeout_s=local.health_timeout_s,
+            max_failures=local.health_max_failures,
+            max_silence_s=local.health_max_silence_s,
+            max_start_s=local.ready_timeout_s,
         )
-    prefills: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
-    return encoders | prefills | {f"decode-{number}": "decode" for number in range(local.num_decode)}
 
-
-def _with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:
-    """Return the configuration with a way for workers to read what encode workers compute, if there are any."""
-    if not config.local.num_encode or config.ec_connector.name != "none":
-        return config
-    return msgspec.structs.replace(config, ec_connector=msgspec.structs.replace(config.ec_connector, name="p2p"))
-
-
-def _free_ports(names: Sequence[str]) -> dict[str, int]:
-    """Return a port for each name; another program could still take it before it is bound."""
-    with contextlib.ExitStack() as stack:
-        sockets = {name: stack.enter_context(socket.socket()) for name in names}
-        for probe in sockets.values():
-            probe.bind(("127.0.0.1", 0))
-        return {name: probe.getsockname()[1] for name, probe in sockets.items()}
-
-
-def _check_worker_settings(worker: WorkerSection) -> None:
-    """Refuse settings that every worker of a local cluster gets from it, rather than overwrite them silently."""
-    defaults = WorkerSection()
-    for name in _CHOSEN_SETTINGS:
-        value = getattr(worker, name)
-        if value != getattr(defaults, name):
-            raise ConfigError(
-                f"worker.{name} = {value!r}: a local cluster chooses it for each of its workers; leave it out, "
-                "or start the processes one by one with kvferry router, prefill, decode and encode",
-                param=f"worker.{name}",
+        def watched(name: str) -> WatchedProcess[Child]:
+            return WatchedProcess(
+                name=name,
+                current=lambda: keeper.current(name),
+                question=self._health_url,
+                replace=keeper.replace,
             )
 
+        names = (*self._services, *self._roles)
+        watch = HealthWatch([watched(name) for name in names], limits, SystemClock(), self.pids.values())
+        watch.start()
+        return watch
 
-def _get(url: str) -> tuple[int, str]:
-    """Return status and body of a GET; raises OSError where nobody answers properly."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_TIMEOUT_S)
-    try:
-        connection.request("GET", parts.path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    except http.client.HTTPException as error:
-        raise ConnectionError(f"{url}: {error!r}") from None
-    finally:
-        connection.close()
+    def _health_url(self, child: Child, has_started: bool) -> str:
+        """Return where a process says whether it is well, or, a worker that loads its model, whether it has started."""
+        if not child.addresses.done() or child.addresses.exception() is not None:
+            return ""
+        path = "health" if has_started or child.spec.name in self._services else "started"
+        return f"{_ops_address(child)}/{path}"
+
+
+def _ops_address(child: Child) -> str:
+    """Return where a process answers its supervisor: its operations port, or the API of a router without one."""
+    addresses = child.addresses.result()
+    return addresses.get("ops_address") or addresses["http_address"]

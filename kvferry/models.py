@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.model.hub import ALIASES, resolve_model
+from kvferry.progress import shown_progress
 
 
 def list_models(cache_dir: str) -> None:
@@ -17,16 +18,23 @@ def list_models(cache_dir: str) -> None:
     print("any folder, GGUF file or Hugging Face id works too; `kvferry models NAME` fetches one")
 
 
-def fetch_models(names: list[str], cache_dir: str) -> None:
+def fetch_models(names: list[str], cache_dir: str, *, needs_weights: bool = True) -> None:
     """Fetch and convert models; what is there already is only checked.
+
+    The digests of weights are recorded in the cache, so that workers that only read it need not compute them at each start.
 
     Raises:
         ConfigError: no such model, or it cannot be fetched.
     """
     for name in names:
-        files = resolve_model(name, Path(cache_dir))
+        with shown_progress() as progress:
+            files = resolve_model(name, Path(cache_dir), progress, needs_weights=needs_weights)
+        if not needs_weights:
+            print(f"{name}: {files.path} (tokenizer and settings)")
+            continue
+        digest = files.weights_id[:12]
         size_mb = sum(file.stat().st_size for file in files.weight_files) / 1e6
-        print(f"{name}: {files.path} ({size_mb:.0f} MB of weights)")
+        print(f"{name}: {files.path} ({size_mb:.0f} MB of weights, {digest})")
 
 
 def is_cached(alias: str, cache_dir: str) -> bool:

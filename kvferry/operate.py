@@ -6,6 +6,7 @@ The HTTP client is imported when one of them runs: every process of a cluster im
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     import httpx
 
 POLL_INTERVAL_S = 0.2
+_SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same thing
 _REQUEST_TIMEOUT_S = 60.0
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
+
+
+class DrainFailed(KVFerryError):
+    """There is no worker to drain, or it has not left."""
 
 
 class ProbeFailed(KVFerryError):
@@ -39,9 +45,8 @@ def drain(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 90.0,
 ) -> None:
     """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
-    has_left = drain_worker(f"http://localhost:{ops_port}", timeout)
-    print("the worker has left" if has_left else f"the worker is still there after {timeout:g} s")
-    raise typer.Exit(0 if has_left else 1)
+    drain_worker(f"http://localhost:{ops_port}", timeout)
+    print("the worker has left")
 
 
 def probe(
@@ -61,30 +66,49 @@ def probe(
         print(probe_cluster(client, timeout, expect_handover))
 
 
-def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Start the drain, once, and return whether the worker has gone within the time. One that is gone already has."""
+def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Start the drain, once, and return when the worker has gone: it had answered, and nothing listens there any more.
+
+    Raises:
+        DrainFailed: no worker answers there, it refuses, or it is still there after the time.
+    """
     import httpx
 
     deadline = time.monotonic() + timeout_s
-    ask: tuple[str, str] = ("POST", "/drain")
+    has_agreed = False
     with httpx.Client(base_url=ops_address, timeout=5.0) as client:
         while True:
-            try:
-                client.request(*ask)
-                ask = ("GET", "/health")
-            except httpx.ConnectError:
-                return True
-            except httpx.TransportError:
-                pass  # it is busy, or closes; the next look tells
+            answer = _ask_to_leave(client, has_agreed)
+            if answer is None:
+                return
+            has_agreed = answer
             if time.monotonic() >= deadline:
-                return False
+                state = "is still there" if has_agreed else "has not answered"
+                raise DrainFailed(f"the worker at {ops_address} {state} after {timeout_s:g} s")
             sleep(POLL_INTERVAL_S)
+
+
+def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
+    """Ask a worker to leave, or whether it is still there; return whether it has agreed by now, None once it has gone."""
+    import httpx
+
+    try:
+        response = client.request(*(("GET", "/health") if has_agreed else ("POST", "/drain")))
+    except httpx.ConnectError as error:
+        if has_agreed:
+            return None
+        raise DrainFailed(f"no worker listens at {client.base_url}: {error}") from None
+    except httpx.TransportError:
+        return has_agreed  # it is busy, or closes; the next look tells
+    if not has_agreed and response.is_error:
+        raise DrainFailed(f"{client.base_url} does not drain: POST /drain is answered with HTTP {response.status_code}")
+    return True
 
 
 def probe_cluster(
     client: httpx.Client, timeout_s: float, expect_handover: bool, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Return one line on how a request was served; a cluster that is not ready yet is waited for.
+    """Return one line on how a request was served; a cluster that is not ready yet is waited for, which is said.
 
     Raises:
         ProbeFailed: there is no good answer within the time, or the request was not served as expected.
@@ -92,12 +116,18 @@ def probe_cluster(
     import httpx
 
     deadline = time.monotonic() + timeout_s
+    said, said_at = "", 0.0
     while True:
         try:
             return _describe(_complete(client), expect_handover)
         except (httpx.HTTPError, ProbeFailed) as error:
-            if time.monotonic() >= deadline:
-                raise ProbeFailed(f"{client.base_url}: {error}") from None
+            reason = " ".join(str(error).split()) or repr(error)
+        now = time.monotonic()
+        if now >= deadline:
+            raise ProbeFailed(f"{client.base_url}: {reason}")
+        if reason != said or now >= said_at + _SAY_INTERVAL_S:
+            print(f"{client.base_url}: {reason}; trying for {deadline - now:.0f} s more", file=sys.stderr, flush=True)
+            said, said_at = reason, now
         sleep(POLL_INTERVAL_S)
 
 

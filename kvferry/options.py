@@ -1,7 +1,7 @@
 """The flags that the commands of ``kvferry`` share, and how they become a configuration.
 
 Owns names and help texts of the flags. A flag that is not given leaves the file's or the default value alone. Everything that
-has no flag is reached by ``--set``.
+has no flag is reached by ``--set``. Numbers are text here: the configuration refuses what is wrong, in one way for all sources.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typer
 
 from core.config import KVFerryConfig, load_config
 
+_DEFAULTS = KVFerryConfig()
 _COMMON = "Settings"
 _PROCESS = "Started by a supervisor"
 
@@ -22,28 +23,99 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Any setting by its path; repeatable.", rich_help_panel=_COMMON),
 ]
-LogLevel = Annotated[str | None, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.", rich_help_panel=_COMMON)]
-Model = Annotated[str | None, typer.Option("--model", help="Alias, folder, GGUF file or Hugging Face id.")]
-ServedName = Annotated[str | None, typer.Option("--served-model-name", help="The model's name for clients.")]
-MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and answer together, in tokens.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        help="DEBUG, INFO, WARNING or ERROR.",
+        show_default=_DEFAULTS.log.level,
+        rich_help_panel=_COMMON,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Alias, folder, GGUF file or Hugging Face id.", show_default=_DEFAULTS.model.name),
+]
+ServedName = Annotated[
+    str | None, typer.Option("--served-model-name", help="The model's name for clients.", show_default="as --model")
+]
+MaxModelLen = Annotated[
+    str | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="TOKENS",
+        help="Longest prompt and answer together, such as 4096 or 8Ki.",
+        show_default="what model and KV pool allow",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=_DEFAULTS.model.dtype)
+]
 GenerationConfig = Annotated[
     str | None,
-    typer.Option("--generation-config", help="Sampling defaults: auto = the model's generation_config.json; none = neutral."),
+    typer.Option(
+        "--generation-config",
+        help="Sampling defaults: auto = the model's generation_config.json; none = neutral.",
+        show_default=_DEFAULTS.model.generation_config,
+    ),
 ]
-Host = Annotated[str | None, typer.Option("--host", help="Address of the HTTP API.")]
-HttpPort = Annotated[int | None, typer.Option("--port", help="Port of the HTTP API; 0 = any free one.")]
+NumPrefill = Annotated[
+    str | None,
+    typer.Option("--prefill", metavar="N", help="Number of prefill workers.", show_default=str(_DEFAULTS.local.num_prefill)),
+]
+NumDecode = Annotated[
+    str | None,
+    typer.Option("--decode", metavar="N", help="Number of decode workers.", show_default=str(_DEFAULTS.local.num_decode)),
+]
+NumEncode = Annotated[
+    int | None,
+    typer.Option(
+        "--encode",
+        help="Number of encode workers, for a model that sees images.",
+        show_default=str(_DEFAULTS.local.num_encode),
+    ),
+]
+Host = Annotated[str | None, typer.Option("--host", help="Address of the HTTP API.", show_default=_DEFAULTS.router.host)]
+HttpPort = Annotated[
+    str | None,
+    typer.Option(
+        "--port", metavar="PORT", help="Port of the HTTP API; 0 = any free one.", show_default=str(_DEFAULTS.router.port)
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        help="What clients send as a bearer token; several: by commas. Lists of processes show it, the variable is not shown.",
+        show_default="$KVFERRY_API_KEY, or none",
+    ),
+]
 WorkerAddress = Annotated[str | None, typer.Option("--worker-address", help="Where workers connect, tcp://host:port.")]
 EngineId = Annotated[str | None, typer.Option("--engine-id", help="Stable name of the instance; default role, host and pid.")]
 Routers = Annotated[list[str] | None, typer.Option("--router", help="A router's worker address; repeatable.")]
 Transports = Annotated[
-    list[str] | None, typer.Option("--transport", help="Transport of the KV blocks, in order of preference; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--transport",
+        help="Transport of the KV blocks, in order of preference; repeatable.",
+        show_default=" ".join(_DEFAULTS.connector.transports),
+    ),
 ]
 ControlAddress = Annotated[str | None, typer.Option("--control-address", help="Where readers shake hands.")]
 AdvertiseHost = Annotated[str | None, typer.Option("--advertise-host", help="Host that peers use; default the bound one.")]
-OpsPort = Annotated[int | None, typer.Option("--ops-port", help="Port of /health, /ready, /metrics and others; 0 = any.")]
+OpsPort = Annotated[
+    str | None, typer.Option("--ops-port", metavar="PORT", help="Port of /health, /ready, /metrics and others; 0 = any.")
+]
 StoreAddress = Annotated[str | None, typer.Option("--address", help="Where clients connect, tcp://host:port; port 0 = any.")]
-StoreMemory = Annotated[int | None, typer.Option("--memory-bytes", help="Size of the arena.")]
+StoreMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-bytes",
+        metavar="BYTES",
+        help="Size of the arena, such as 512MiB.",
+        show_default=str(_DEFAULTS.kvstore.memory_bytes),
+    ),
+]
 StoreDisk = Annotated[str | None, typer.Option("--disk-path", help="Folder of the disk tier; default none.")]
 StoreRedis = Annotated[str | None, typer.Option("--redis-url", help="Redis or Valkey below it, redis://host:port/db.")]
 Insecure = Annotated[

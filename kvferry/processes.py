@@ -2,7 +2,7 @@
 
 Owns pids, pipes and log files of the children. Knows nothing of roles and readiness (``kvferry.local``). One thread starts all
 children and lives as long as they do, because the kernel ties ``die_with_parent`` to the *thread* that started a child. A child
-tells its addresses by a pipe; its end is noticed by a pidfd.
+tells its addresses, and why it ends, by a pipe; its end is noticed by a pidfd.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TypeVar
 from core.clock import Clock
 from core.errors import StartFailed
 from core.log import event
+from kvferry.child import FAILURE
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,10 @@ T = TypeVar("T")
 
 _STDERR_FD = 2
 _MAX_INPUT_BYTES = 64 << 10  # what a pipe holds
+_PIPE_READ_BYTES = 64 << 10
 _SPAWN_RETRY_S = 5.0
 _LIVENESS_CHECK_S = 1.0
+_REPLACE_GRACE_S = 2.0  # a stopped process takes no notice of SIGTERM, and one that hangs seldom does
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,19 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class Child:
-    """One child process. ``addresses`` is set once by the child, or fails if it ends before."""
+    """One child process. ``addresses`` is set once by the child, or fails if it ends before.
+
+    ``failure`` is why it ends, in its own words, or in its supervisor's who has it replaced; "" where nobody has said.
+    """
 
     spec: ChildSpec
     process: subprocess.Popen[bytes]
     pidfd: int
     pipe_fd: int
     started_at: float
-    is_exit_expected: bool = False  # set and read on the keeper's thread
+    is_exit_expected: bool = False  # set and read on the keeper's thread, as are the next two
+    failure: str = ""
+    unread: bytes = b""  # the begin of a line
     addresses: Future[Mapping[str, str]] = field(default_factory=Future)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -73,6 +81,12 @@ class Child:
     def is_alive(self) -> bool:
         """False once the child has ended and is reaped."""
         return not self.ended.is_set()
+
+    def describe_end(self) -> str:
+        """Return how and why it has ended, in one line without its name."""
+        code = self.process.returncode
+        how = "is running" if code is None else f"ended with {describe_exit(code)}"
+        return f"{how}: {self.failure}" if self.failure else how
 
 
 class Backoff:
@@ -123,6 +137,12 @@ class ProcessKeeper:
     def send_signal(self, child: Child, number: int) -> bool:
         """Send a signal; returns False if the child has ended."""
         return self._call(lambda: self._signal(child, number))
+
+    def replace(self, child: Child, reason: str) -> None:
+        """End a child that does no work, and kill it if it does not leave at once; its end counts like a crash."""
+        if self._call(lambda: self._give_up(child, reason)) and not child.ended.wait(_REPLACE_GRACE_S):
+            self.send_signal(child, signal.SIGKILL)
+            child.ended.wait()
 
     def end(self, names: Sequence[str], grace_s: float) -> None:
         """Ask these children to leave, kill the process groups of those that have not after ``grace_s``, and reap them all.
@@ -183,7 +203,7 @@ class ProcessKeeper:
         handlers: dict[int, Callable[[], None]] = {self._wake_read: self._drain_wakeups}
         for child in self._children.values():
             if child.pipe_fd >= 0:  # before the pidfd: what a child has said is read before the child is reaped
-                handlers[child.pipe_fd] = lambda child=child: self._read_addresses(child)  # type: ignore[misc]
+                handlers[child.pipe_fd] = lambda child=child: self._hear(child)  # type: ignore[misc]
                 poll.register(child.pipe_fd, select.POLLIN)
             handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
             poll.register(child.pidfd, select.POLLIN)
@@ -213,6 +233,7 @@ class ProcessKeeper:
         assert spec.name not in self._children, f"{spec.name} is running"
         self._restarts.pop(spec.name, None)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_fd, False)
         command = [*spec.command, "--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
         try:
             with contextlib.ExitStack() as stack:
@@ -235,28 +256,49 @@ class ProcessKeeper:
         logger.info(event("started", child=spec.name, pid=child.pid))
         return child
 
-    def _read_addresses(self, child: Child) -> None:
-        """Take the child's one line; a child that closes the pipe without one is about to end."""
-        with os.fdopen(child.pipe_fd, "rb") as pipe:
+    def _hear(self, child: Child) -> None:
+        """Take in what the child has written; the end of the pipe is the end of its interest in us, or its own."""
+        try:
+            chunk = os.read(child.pipe_fd, _PIPE_READ_BYTES)
+        except BlockingIOError:
+            return
+        if not chunk:
+            os.close(child.pipe_fd)
             child.pipe_fd = -1
-            line = pipe.readline()
-        if line:
-            child.addresses.set_result(json.loads(line))
+        *lines, child.unread = (child.unread + chunk).split(b"\n")
+        for line in lines:
+            told: dict[str, str] = json.loads(line)
+            if FAILURE in told:
+                child.failure = told[FAILURE]
+            elif not child.addresses.done():
+                child.addresses.set_result(told)
 
     def _reap(self, child: Child) -> None:
         if child.pipe_fd >= 0:
-            self._read_addresses(child)
+            self._hear(child)
         code = child.process.wait()
+        if child.pipe_fd >= 0:
+            os.close(child.pipe_fd)
+            child.pipe_fd = -1
         os.close(child.pidfd)
         del self._children[child.spec.name]
         if not child.addresses.done():
-            child.addresses.set_exception(ChildProcessError(f"{child.spec.name} ended with {describe_exit(code)}"))
+            child.addresses.set_exception(ChildProcessError(child.describe_end()))
         child.ended.set()
         if child.is_exit_expected:
             return
         lived_s = self._clock.now() - child.started_at
         delay_s = self._on_exit(child, lived_s)
-        logger.warning(event("died", child=child.spec.name, pid=child.pid, exit=describe_exit(code), restart_in_s=delay_s))
+        logger.warning(
+            event(
+                "died",
+                child=child.spec.name,
+                pid=child.pid,
+                exit=describe_exit(code),
+                reason=child.failure,
+                restart_in_s=delay_s,
+            )
+        )
         if delay_s is not None:
             self._restarts[child.spec.name] = (self._clock.now() + delay_s, child.spec)
 
@@ -270,6 +312,12 @@ class ProcessKeeper:
         else:
             signal.pidfd_send_signal(child.pidfd, number)
         return True
+
+    def _give_up(self, child: Child, reason: str) -> bool:
+        if child.is_exit_expected:
+            return False
+        child.failure = child.failure or reason
+        return self._signal(child, signal.SIGTERM)
 
     def _ask_to_leave(self, names: Sequence[str]) -> list[Child]:
         for name in names:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import Literal
 
 import msgspec
 
 from core.config import KVFerryConfig
-from core.errors import ConfigError
+from core.errors import ConfigError, KVFerryError
 from core.log import configure_logging
-from core.wire.curve import derive_keys
+from core.wire.key_rotation import keys_of
+from core.wire.messages import Role
 from core.wire.sockets import is_loopback, split_tcp
-from kvferry.child import announcer, die_with_parent
+from kvferry.child import SupervisorPipe, die_with_parent
 
 ProcessRole = Literal["router", "encode", "prefill", "decode", "aggregated", "kvstore"]
 
@@ -27,33 +29,65 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
     Raises:
         KVFerryError: it cannot start.
     """
-    check_exposure(role, config)
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    announce, is_json = announcer(ready_fd), config.log.format == "json"
+    pipe = SupervisorPipe(ready_fd)
+    try:
+        check_exposure(role, config)
+        if parent_pid is not None:
+            die_with_parent(parent_pid)
+        elif role != "kvstore":
+            _check(role, config)
+        return _run(role, config, pipe)
+    except KVFerryError as error:
+        pipe.fail(error.message)
+        raise
+    except Exception as bug:
+        pipe.fail(f"{type(bug).__name__}: {bug}")
+        raise
+
+
+def _check(role: Role | Literal["router"], config: KVFerryConfig) -> None:
+    """Look for wrong settings before the role's libraries are imported; a supervisor has done so for its children."""
+    from kvferry.preflight import check_process
+
+    check_process(role, config)
+
+
+def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
+    is_json = config.log.format == "json"
     if role == "router":
         from router.main import run as run_router
 
         configure_logging(config.log.level, "router", is_json=is_json)
-        return run_router(config, announce)
+        return run_router(config, pipe.announce)
     if role == "kvstore":
         from kvferry.store_role import run_store
 
         configure_logging(config.log.level, "kvstore", is_json=is_json)
-        return run_store(config.kvstore, announce, derive_keys(config.security.cluster_key))
+        return run_store(config.kvstore, pipe.announce, keys_of(config.security))
     config = _named(role, config)
+    limit_kernel_caches(config.worker.kernel_cache_entries)
     configure_logging(config.log.level, config.worker.engine_id, is_json=is_json)
     if role == "encode":
         from encode.worker import run as run_encode
 
-        return run_encode(config, announce)
+        return run_encode(config, pipe.announce)
     if role == "prefill":
         from prefill.worker import run as run_prefill
 
-        return run_prefill(config, announce)
+        return run_prefill(config, pipe.announce)
     from decode.worker import run as run_decode
 
-    return run_decode(config, role, announce)
+    return run_decode(config, role, pipe.announce)
+
+
+def limit_kernel_caches(num_entries: int) -> None:
+    """Bound what torch and oneDNN keep per shape on a CPU; by default 1,024 kernels each, which is up to a gigabyte.
+
+    They read these variables when torch is loaded, so this comes before the role is imported. One that is set already holds.
+    """
+    assert "torch" not in sys.modules, "torch is loaded already: the limit would have no effect"
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(num_entries))
 
 
 def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
@@ -73,9 +107,18 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
     }
     if role in keyed and not config.security.cluster_key:
         _refuse_exposed(*keyed[role], "set a cluster key (`kvferry keygen`, $KVFERRY_CLUSTER_KEY)")
+    if role == "decode" and not config.security.cluster_key and _reads_by_ucx(config):
+        fix = "and so could UCX (transport nixl) of this worker: set a cluster key, or take nixl out of connector.transports"
+        for address in worker.router_addresses:
+            _refuse_exposed("worker.router_addresses", address, fix)
     if role in ("prefill", "decode", "aggregated") and config.cache.kv_events:
         fix = "it has no authentication: keep it on this machine"
         _refuse_exposed("worker.kv_events_address", worker.kv_events_address, fix)
+
+
+def _reads_by_ucx(config: KVFerryConfig) -> bool:
+    """Say whether a decode worker has UCX agents, which listen as well."""
+    return "p2p" in config.connector.names and "nixl" in config.connector.transports
 
 
 def _refuse_exposed(setting: str, address: str, fix: str) -> None:

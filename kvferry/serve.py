@@ -1,18 +1,23 @@
 """``kvferry serve``: a supervised local cluster in the foreground.
 
-Owns the signals: the first SIGINT or SIGTERM lets requests finish, the second ends everything at once.
+Owns what is said at begin and end, and the signals: the first SIGINT or SIGTERM lets requests finish, the second ends
+everything at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from types import FrameType
 
 from core.config import KVFerryConfig
+from core.errors import ConfigError, StartFailed
 from core.log import configure_logging
+from core.process_signals import SIGNALS
 from kvferry.local import LocalCluster
+from kvferry.machine import format_bytes, memory_limit_bytes
 
 _MARGIN_S = 5.0  # on top of a process's own drain timeout
 
@@ -29,16 +34,19 @@ def serve_forever(config: KVFerryConfig) -> int:
         StartFailed: a process did not become ready.
     """
     configure_logging(config.log.level, "serve", is_json=config.log.format == "json")
+    cluster = LocalCluster(config, supervise=True, inherit_logs=True)
+    cluster.prepare()  # before a signal is handled here: until then there is no process to end
+    _say_what_is_reserved(cluster)
     is_leaving = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if is_leaving.is_set():
+            _ignore_signals()
             raise _Hurry
         is_leaving.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, on_signal)
-    cluster = LocalCluster(config, supervise=True, inherit_logs=True)
     try:
         cluster.start(is_cancelled=is_leaving.is_set)
         if not is_leaving.is_set():
@@ -48,14 +56,39 @@ def serve_forever(config: KVFerryConfig) -> int:
     except _Hurry:
         cluster.stop(grace_s=0.0)
         return 0
+    except (StartFailed, ConfigError):
+        if not is_leaving.is_set():  # else a process was told to leave, as this one was
+            raise
     with contextlib.suppress(_Hurry):
         cluster.stop(
             grace_s=config.worker.drain_timeout_s + _MARGIN_S, router_grace_s=config.router.drain_timeout_s + _MARGIN_S
         )
+        _ignore_signals()
+    _say_what_failed(cluster)
     return 0
+
+
+def _ignore_signals() -> None:
+    """Let no further signal interrupt the end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _say_what_is_reserved(cluster: LocalCluster) -> None:
+    parts = cluster.reserved_bytes
+    if parts:
+        total, limit = format_bytes(sum(parts.values())), format_bytes(memory_limit_bytes())
+        print(f"memory beside the model: {', '.join(parts)}; {total} of {limit}", flush=True)
 
 
 def _say_where(cluster: LocalCluster, config: KVFerryConfig) -> None:
     model = config.model.served_name or config.model.name
     workers = ", ".join(worker.engine_id for worker in cluster.workers)
     print(f"serving {model} at {cluster.base_url}/v1 ({workers})", flush=True)
+
+
+def _say_what_failed(cluster: LocalCluster) -> None:
+    """Name the processes that have ended although nobody had asked them to."""
+    for name, ends in cluster.ends.items():
+        count = f" {len(ends)} times, at last" if len(ends) > 1 else ""
+        print(f"kvferry: {name} ended by itself{count}: it {ends[-1]}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +18,7 @@ from core.config import KVStoreSection
 from core.engine.ops_http import OpsResponse, OpsServer
 from core.ids import RandomIds
 from core.log import event
+from core.process_signals import handled_signals
 from core.wire.curve import ClusterKeys
 from kvstore.build import machine_options, make_tiers
 from kvstore.metrics import register_store_metrics
@@ -41,9 +41,17 @@ def run_store(
 
 async def _run(config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None, keys: ClusterKeys | None) -> int:
     loop, must_stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, must_stop.set)
-    ids = RandomIds()
+    with handled_signals(loop, must_stop.set):
+        return await _serve(config, announce, keys, must_stop)
+
+
+async def _serve(
+    config: KVStoreSection,
+    announce: Callable[[Mapping[str, str]], None] | None,
+    keys: ClusterKeys | None,
+    must_stop: asyncio.Event,
+) -> int:
+    loop, ids = asyncio.get_running_loop(), RandomIds()
 
     def on_death(_: BaseException) -> None:
         loop.call_soon_threadsafe(must_stop.set)

@@ -18,6 +18,13 @@ DEFAULT_NUM_REQUESTS = 64  # of a synthetic workload
 DEFAULT_PROMPT = "256"  # tokens
 DEFAULT_OUTPUT = "64"  # tokens
 
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Seed of the workload; one that was used before finds its prompts cached.", show_default="a new one"
+    ),
+]
+
 
 def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     url: Annotated[str, typer.Option(help="Server to load, without /v1.")] = "http://127.0.0.1:8000",
@@ -38,7 +45,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     ignore_eos: Annotated[bool, typer.Option(help="Ask the server to ignore end-of-sequence.")] = True,
     goodput: Annotated[list[str] | None, typer.Option(help="SLO as ttft:MS, tpot:MS or e2e:MS; repeatable.")] = None,
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence of the server.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
+    seed: Seed = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
 ) -> None:
     """Load an OpenAI-compatible server and report TTFT, ITL, E2E percentiles, throughput and goodput."""
@@ -48,9 +55,10 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     from kvferry.bench.client import Target
     from kvferry.bench.report import make_report, parse_slos
     from kvferry.bench.run import first_model, print_report, run_with_progress
-    from kvferry.bench.workload import SyntheticShape, TraceShape, parse_range, synthetic_workload, trace_workload
+    from kvferry.bench.workload import SyntheticShape, TraceShape, new_seed, parse_range, synthetic_workload, trace_workload
 
     slos = parse_slos(goodput or [])
+    seed = new_seed() if seed is None else seed
     if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens or DEFAULT_PROMPT, "prompt-tokens")
         output_low, output_high = parse_range(output_tokens or DEFAULT_OUTPUT, "output-tokens")
@@ -69,13 +77,12 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     else:
         lengths = {"prompt-tokens": prompt_tokens, "output-tokens": output_tokens, "shared-prefix": shared_prefix}
         _refuse_beside_trace({"rate": rate, **lengths})
-        cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text)
+        cut = TraceShape(num_requests, length_scale, time_scale, max_prompt_tokens, max_output_tokens, text, seed=seed)
         requests = trace_workload(trace, cut)
-    base_url = url.rstrip("/").removesuffix("/v1")
-    target = Target(base_url=base_url, model=model or first_model(base_url, api_key), api_key=api_key, ignore_eos=ignore_eos)
+    url = url.rstrip("/").removesuffix("/v1")
+    target = Target(base_url=url, model=model or first_model(url, api_key), api_key=api_key, ignore_eos=ignore_eos)
     results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
-    report = make_report(results, duration_s, slos)
-    print_report(report, Console())
+    print_report(report := msgspec.structs.replace(make_report(results, duration_s, slos), seed=seed), Console())
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     raise typer.Exit(1 if report.num_failed else 0)

@@ -44,6 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     slo_ms: dict[str, float] = {}
     goodput_per_s: float | None = None  # requests per second that met every SLO
     errors: dict[str, int] = {}
+    seed: int | None = None  # of the workload
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

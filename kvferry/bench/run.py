@@ -39,6 +39,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(
         f"tokens: {report.num_prompt_tokens} prompt ({report.num_cached_tokens} cached), {report.num_output_tokens} output"
     )
+    if report.seed is not None:
+        console.print(f"seed: {report.seed} (--seed {report.seed} sends the same prompts again)", highlight=False)
     if report.goodput_per_s is not None:
         limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in report.slo_ms.items())
         console.print(f"goodput: {report.goodput_per_s:.2f} requests/s with {limits}")

@@ -18,6 +18,7 @@ import msgspec
 from core.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
+_SEED_BITS = 32
 FIRST_TOKEN_ID = 1000  # below lie special and byte tokens of the usual vocabularies
 _WORDS = ("river", "stone", "light", "cargo", "north", "wheel", "paper", "cloud", "green", "seven", "music", "house")
 
@@ -65,6 +66,11 @@ def parse_range(text: str, name: str) -> tuple[int, int]:
     return low, high
 
 
+def new_seed() -> int:
+    """Return a seed that nobody has used, so that no server has the prompts in its prefix cache."""
+    return random.SystemRandom().getrandbits(_SEED_BITS)
+
+
 def synthetic_workload(shape: SyntheticShape, seed: int) -> list[BenchRequest]:
     """Draw a workload of random tokens (or words) from a seed."""
     rng = random.Random(seed)
@@ -104,6 +110,7 @@ class TraceShape:
     max_output_tokens: int | None = None
     text: bool = False
     vocab_size: int = 10_000
+    seed: int = 0  # of the tokens; lengths and sharing are the trace's
 
 
 def trace_workload(path: Path, shape: TraceShape) -> list[BenchRequest]:
@@ -121,7 +128,7 @@ def trace_workload(path: Path, shape: TraceShape) -> list[BenchRequest]:
         output = max(1, round(line.output_length * shape.length_scale))
         if shape.max_output_tokens is not None:
             output = min(output, shape.max_output_tokens)
-        tokens = _trace_tokens(line, length, block, shape.vocab_size)
+        tokens = _trace_tokens(line, length, block, shape)
         prompt = _words(tokens) if shape.text else tuple(tokens)
         requests.append(BenchRequest(line.timestamp / 1000 * shape.time_scale, prompt, output))
     return requests
@@ -140,15 +147,17 @@ def _read_trace(path: Path, count: int | None) -> Iterable[_TraceLine]:
             raise ConfigError(f"{path}:{number}: {error}", param="trace") from None
 
 
-def _trace_tokens(line: _TraceLine, length: int, block: int, vocab_size: int) -> list[int]:
-    """Return tokens of which each block is a function of its hash id alone; the tail past the ids belongs to this line."""
+def _trace_tokens(line: _TraceLine, length: int, block: int, shape: TraceShape) -> list[int]:
+    """Return tokens of which each block is a function of seed and hash id alone; the tail past the ids belongs to this line."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
         if len(tokens) >= length:
             break
-        tokens += _tokens(random.Random(hash_id), block, vocab_size)
+        tokens += _tokens(random.Random(f"{shape.seed}/{hash_id}"), block, shape.vocab_size)
     if len(tokens) < length:
-        tokens += _tokens(random.Random(f"{line.timestamp}/{line.input_length}"), length - len(tokens), vocab_size)
+        tokens += _tokens(
+            random.Random(f"{shape.seed}/{line.timestamp}/{line.input_length}"), length - len(tokens), shape.vocab_size
+        )
     return tokens[:length]
 
 

@@ -19,8 +19,9 @@ def kvferry(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_version_is_printed():
-    result = CliRunner().invoke(cli.app, ["version"])
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version_is_printed(argument):
+    result = CliRunner().invoke(cli.app, [argument])
     assert (result.exit_code, result.stdout.strip()) == (0, __version__)
 
 
@@ -42,21 +43,28 @@ def test_every_process_of_a_cluster_can_be_told_the_served_name(command, monkeyp
     assert [config.model.served_name for config in seen] == ["my-model"]
 
 
-def test_serve_takes_the_model_s_length_and_dtype(monkeypatch):
+def test_serve_takes_the_model_s_length_and_dtype_and_the_clients_key(monkeypatch):
     seen = []
-    monkeypatch.setattr("kvferry.serve.serve_forever", lambda config: seen.append(config.model) or 0)
-    assert CliRunner().invoke(cli.app, ["serve", "--max-model-len", "512", "--dtype", "bfloat16"]).exit_code == 0
-    assert [(model.max_model_len, model.dtype) for model in seen] == [(512, "bfloat16")]
+    monkeypatch.setattr("kvferry.serve.serve_forever", lambda config: seen.append(config) or 0)
+    flags = ["--max-model-len", "1Ki", "--dtype", "bfloat16", "--api-key", "007"]
+    assert CliRunner().invoke(cli.app, ["serve", *flags]).exit_code == 0
+    assert [(c.model.max_model_len, c.model.dtype, c.router.api_key) for c in seen] == [(1024, "bfloat16", "007")]
+
+
+def test_help_of_serve_tells_the_defaults():
+    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    defaults = ("smollm2-135m", "127.0.0.1", "8000", "shm tcp", "$KVFERRY_API_KEY, or none", "INFO")
+    assert [value for value in defaults if f"[default: ({value})]" not in text] == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
         (["serve", "--set", "cache.blok_size=16"], "did you mean cache.block_size?"),
-        (["router", "--port", "99999"], "router.port: expected `int` <= 65535"),
-        (["prefill", "--log-level", "loud"], "allowed: DEBUG, INFO, WARNING, ERROR"),
+        (["router", "--port", "99999"], "router.port = '99999': expected a whole number, at least 0 and at most 65535"),
+        (["prefill", "--log-level", "loud"], "expected one of: DEBUG, INFO, WARNING, ERROR"),
         (["decode", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
-        (["serve", "--dtype", "int3"], "model.dtype: "),
+        (["serve", "--dtype", "int3"], "model.dtype = 'int3': "),
         (["serve", "--prefill", "0"], "at least one of each is needed"),
         (["prefill", "--model", "no-such-model", "--set", "connector.name=x"], "connector.name = 'x': no such connector"),
     ],

@@ -41,7 +41,8 @@ def test_model_in_a_folder_is_found(tmp_path):
 def test_pool_larger_than_the_memory_limit_is_a_failure(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
     first = next(doctor_checks.check_memory(load_config(assignments=[f"cache.memory_bytes={2 << 30}"])))
-    assert (first.verdict, first.text) == ("failure", "KV pools of 2048 MiB, 1024 MiB of memory")
+    text = "KV pools of 2 workers of this machine: 4 GiB; kernels: up to 128 MiB; 1 GiB of memory"
+    assert (first.verdict, first.text) == ("failure", text)
 
 
 def test_pools_of_all_workers_of_a_host_count(monkeypatch):
@@ -50,13 +51,25 @@ def test_pools_of_all_workers_of_a_host_count(monkeypatch):
     assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
 
 
-def test_container_s_limit_counts_if_it_is_lower_than_the_machine_s(monkeypatch, tmp_path):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(doctor_checks, "_CGROUP_LIMITS", (str(limit),))
-    limit.write_text("1048576\n")
-    assert doctor_checks.memory_limit_bytes() == 1 << 20
-    limit.write_text("max\n")
-    assert doctor_checks.memory_limit_bytes() > 1 << 20
+def test_both_pools_of_a_served_cluster_count_and_one_of_a_single_worker(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 3 << 29)
+    served, single = load_config(), load_config(assignments=["worker.engine_id=p0"])
+    assert next(doctor_checks.check_memory(served)).verdict == "failure"
+    assert (
+        next(doctor_checks.check_memory(single)).text == "KV pools of a worker: 1 GiB; kernels: up to 64 MiB; 1.5 GiB of memory"
+    )
+
+
+def test_kernels_that_every_worker_on_a_processor_may_keep_count_too(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 4 << 30)
+    settings = [f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=3", "worker.kernel_cache_entries=400"]
+    assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
+    found = next(doctor_checks.check_memory(load_config(assignments=[*settings, "model.device=cuda"])))
+    assert (found.verdict, found.text) == ("warning", "KV pools of 3 workers of this machine: 3 GiB; 4 GiB of memory")
+
+
+def test_router_that_serve_would_start_itself_is_not_missed():
+    assert list(doctor_checks.check_peers(load_config())) == []
 
 
 def test_port_in_use_is_named_with_its_setting(listener):
@@ -88,6 +101,33 @@ def test_peer_that_listens_is_told_from_one_that_does_not(listener):
 def test_open_sockets_need_a_key(settings, verdict, monkeypatch):
     monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
     assert verdicts(doctor_checks.check_security, *settings)["security"].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ([], "ok"),
+        (["worker.control_address=tcp://10.0.0.1:5571"], "warning"),
+        (["worker.router_addresses=tcp://router:5570"], "warning"),
+        (["worker.control_address=tcp://*:5571", "security.cluster_key=0123456789abcdef0123456789abcdef"], "warning"),
+    ],
+)
+def test_ucx_beyond_loopback_is_told_whatever_key_there_is(settings, verdict, monkeypatch):
+    for variable in ("KVFERRY_CLUSTER_KEY", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    found = verdicts(doctor_checks.check_security, "connector.transports=nixl,tcp", *settings)
+    assert found["security of nixl"].verdict == verdict
+
+
+@pytest.mark.parametrize(("devices", "verdict"), [("lo", "ok"), ("eth0,mlx5_0:1", "warning")])
+def test_ucx_devices_of_the_environment_are_told(devices, verdict, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    found = verdicts(doctor_checks.check_security, "connector.transports=nixl,tcp")["security of nixl"]
+    assert (found.verdict, devices in found.text) == (verdict, True)
+
+
+def test_without_nixl_nothing_is_said_of_ucx():
+    assert "security of nixl" not in verdicts(doctor_checks.check_security)
 
 
 def test_every_configured_transport_is_looked_at():
@@ -122,7 +162,7 @@ def test_huge_pages_that_are_missing_are_as_bad_as_the_wish_for_them_is_strong(m
     wishes = ["cache.huge_pages=always", "kvstore.huge_pages=always"]
     pool, store = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, *wishes]))
     assert (pool.verdict, store.verdict) == ("failure", "ok")
-    assert pool.text == "cache.huge_pages = always: 8 pages of 2048 kB are needed, 4 of 8 are free"
+    assert pool.text == "cache.huge_pages = always: 16 pages of 2048 kB are needed, 4 of 8 are free"
     (wish,) = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, "cache.huge_pages=auto"]))
     assert wish.verdict == "warning"
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
 import socket
 
 import pytest
 
 from core.config import load_config
 from core.errors import ConfigError, StartFailed
+from core.wire.curve import derive_keys
 from kvferry import LocalCluster
 from kvferry.local import ProcessOptions
 
@@ -25,6 +30,34 @@ def test_encode_workers_are_read_by_a_connector_even_if_none_was_named():
     assert LocalCluster(load_config())._config.ec_connector.name == "none"
     named = load_config(assignments=["local.num_encode=1", "ec_connector.name=shared", "local.kvstore=true"])
     assert LocalCluster(named)._config.ec_connector.name == "shared"
+
+
+def keys_of(cluster):
+    """Return the keys that the processes of a cluster read from their standard input."""
+    names = [*cluster._services, *cluster._roles]
+    return {json.loads(cluster._spec(name).read_input())["security"]["cluster_key"] for name in names}
+
+
+def test_a_cluster_makes_one_key_of_its_own_for_all_its_processes():
+    config = load_config(assignments=["local.kvstore=true", "local.num_encode=1"])
+    first, second = LocalCluster(config), LocalCluster(config)
+    (key,), (other,) = keys_of(first), keys_of(second)
+    assert derive_keys(key) is not None
+    assert key != other
+
+
+def test_the_key_is_in_no_command_line_and_no_environment():
+    cluster = LocalCluster(load_config(assignments=["local.kvstore=true"]))
+    (key,) = keys_of(cluster)
+    for name in [*cluster._services, *cluster._roles]:
+        assert not [part for part in cluster._spec(name).command if key in part]
+    assert key not in os.environ.values()
+
+
+def test_a_key_that_is_set_is_used_and_an_open_cluster_has_none():
+    key = "the key of the cluster, which is long enough"
+    assert keys_of(LocalCluster(load_config(assignments=[f"security.cluster_key={key}"]))) == {key}
+    assert keys_of(LocalCluster(load_config(assignments=["security.insecure=true"]))) == {""}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +115,69 @@ def test_cluster_that_is_not_running_has_nothing_to_show():
 
 @pytest.mark.slow
 def test_worker_that_cannot_start_fails_the_start_with_its_own_words(cluster_config, no_child_left):
-    cluster = LocalCluster(cluster_config("connector.name=carrier-pigeon"))
-    with pytest.raises(StartFailed, match="no such connector") as caught:
+    cluster = LocalCluster(cluster_config("connector.name=no_such_module:connector"))  # not looked for before it starts
+    with pytest.raises(ConfigError) as caught:
         cluster.start()
-    assert "ended before it was ready" in caught.value.message
+    *_, reason = caught.value.message.splitlines()
+    end = r"did not start: it ended with exit code 2: connector\.name = 'no_such_module:connector': No module named"
+    assert re.match(rf"(prefill|decode)-0 {end}", reason)
     assert cluster.pids == {}
+
+
+@pytest.mark.slow
+def test_start_that_is_cancelled_does_not_wait_for_the_router(cluster_config, no_child_left):
+    cluster = LocalCluster(cluster_config())
+    try:
+        assert cluster.start(is_cancelled=lambda: True).base_url == ""
+    finally:
+        cluster.stop(grace_s=0.0)
+
+
+QUICK_CHECKS = ("local.health_interval_s=0.2", "local.health_timeout_s=1", "local.health_max_silence_s=3")
+
+
+class RouterAlone(LocalCluster):
+    """A cluster without workers, which is ready once its router listens."""
+
+    def __init__(self, config, log_dir):
+        super().__init__(config, supervise=True, log_dir=log_dir)
+        self._roles.clear()
+
+    def _is_ready(self, name):
+        child = self._live(name)
+        return child is not None and child.addresses.done()
+
+
+@pytest.mark.slow
+def test_router_that_is_stopped_and_stays_so_is_replaced(cluster_config, eventually, no_child_left, tmp_path):
+    """The supervisor's own checks find it; nobody sends it another signal."""
+    with RouterAlone(cluster_config(*QUICK_CHECKS), tmp_path) as cluster:
+        pid = cluster.pids["router"]
+        cluster.kill("router", signal.SIGSTOP)
+        eventually(lambda: cluster.pids.get("router", pid) != pid, "the router's successor")
+        (end,) = cluster.ends["router"]
+        assert end.startswith("ended with signal SIGKILL: no answer to /health for ")
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.full
+def test_worker_that_is_stopped_and_stays_so_is_replaced(cluster_config, eventually, no_child_left, tmp_path):
+    name = "aggregated-0"
+    with LocalCluster(cluster_config("local.aggregated=true", *QUICK_CHECKS), supervise=True, log_dir=tmp_path) as cluster:
+        pids = cluster.pids
+        cluster.kill(name, signal.SIGSTOP)
+        eventually(lambda: cluster.pids.get(name, pids[name]) != pids[name], "the worker's successor")
+        cluster.wait_until_ready()
+        assert len(cluster.ends[name]) == 1
+        assert cluster.pids["router"] == pids["router"]
+
+
+def test_last_line_of_a_failed_start_is_the_reason(tmp_path):
+    cluster = LocalCluster(log_dir=tmp_path)
+    (tmp_path / "prefill-0.log").write_text("one line\nkvferry: out of luck\n")
+    cluster._ends["prefill-0"] = ["ended with exit code 1: out of luck"]
+    error = cluster._failed("prefill-0")
+    assert isinstance(error, StartFailed)
+    assert error.message.splitlines()[0] == "the end of the log of prefill-0:"
+    assert error.message.splitlines()[-1] == "prefill-0 did not start: it ended with exit code 1: out of luck"

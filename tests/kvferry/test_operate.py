@@ -1,11 +1,13 @@
 """The operators' commands: keys, draining a worker, probing a cluster."""
 
+import socket
+
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from kvferry import cli
-from kvferry.operate import ProbeFailed, drain_worker, probe_cluster
+from kvferry.operate import DrainFailed, ProbeFailed, drain_worker, probe_cluster
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
 
@@ -38,18 +40,35 @@ def test_keygen_prints_a_key_that_kvferry_takes():
 
 def test_drain_asks_once_and_waits_for_the_end(monkeypatch):
     asked = worker_that_leaves(monkeypatch, [202, 200, 503, httpx.ReadTimeout("busy"), httpx.ConnectError("refused")])
-    assert drain_worker("http://localhost:1", 60.0, no_sleep)
+    drain_worker("http://localhost:1", 60.0, no_sleep)
     assert asked == [("POST", "/drain"), *[("GET", "/health")] * 4]
 
 
-def test_drain_of_a_worker_that_is_gone_is_done(monkeypatch):
-    worker_that_leaves(monkeypatch, [httpx.ConnectError("refused")])
-    assert drain_worker("http://localhost:1", 60.0, no_sleep)
+def test_drain_asks_again_where_the_first_question_was_not_answered(monkeypatch):
+    asked = worker_that_leaves(monkeypatch, [httpx.ReadTimeout("busy"), 202, httpx.ConnectError("refused")])
+    drain_worker("http://localhost:1", 60.0, no_sleep)
+    assert asked == [("POST", "/drain"), ("POST", "/drain"), ("GET", "/health")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([httpx.ConnectError("refused")], "no worker listens at http://localhost:1: refused"),
+        ([httpx.ReadTimeout("busy"), httpx.ConnectError("refused")], "no worker listens"),
+        ([404], "does not drain: POST /drain is answered with HTTP 404"),
+        ([405], "does not drain"),
+    ],
+)
+def test_worker_that_never_agreed_has_not_left(monkeypatch, answers, reason):
+    worker_that_leaves(monkeypatch, answers)
+    with pytest.raises(DrainFailed, match=reason):
+        drain_worker("http://localhost:1", 60.0, no_sleep)
 
 
 def test_drain_gives_up_in_time(monkeypatch):
     asked = worker_that_leaves(monkeypatch, [202, 200])
-    assert not drain_worker("http://localhost:1", 0.0, no_sleep)
+    with pytest.raises(DrainFailed, match="is still there after 0 s"):
+        drain_worker("http://localhost:1", 0.0, no_sleep)
     assert asked == [("POST", "/drain")]
 
 
@@ -72,8 +91,20 @@ def test_probe_tells_of_a_verified_handover():
     assert line == "served: 4 tokens, 1 KV blocks handed over and verified by tcp"
 
 
-def test_probe_waits_for_a_cluster_that_is_not_ready():
-    assert "verified" in probe_cluster(cluster((503, None), (200, TRANSFER)), 60.0, True, no_sleep)
+def test_probe_waits_for_a_cluster_that_is_not_ready_and_says_so_once(capsys):
+    answers = [(503, None)] * 3 + [(200, TRANSFER)]
+    assert "verified" in probe_cluster(cluster(*answers), 60.0, True, no_sleep)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("http://router: Server error '503 Service Unavailable'")
+    assert line.endswith("; trying for 60 s more")
+
+
+def test_probe_of_a_dead_port_says_so_and_fails():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    result = CliRunner().invoke(cli.app, ["probe", address, "--timeout", "0.3"])
+    assert "Connection refused; trying for 0 s more" in result.stderr
+    assert isinstance(result.exception, ProbeFailed)
 
 
 @pytest.mark.parametrize(

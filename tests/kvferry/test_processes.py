@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from core.clock import SystemClock
+from kvferry.child import FAILURE, SupervisorPipe
 from kvferry.processes import Backoff, ChildSpec, ProcessKeeper
 
 # Children are scripts; each is called with --ready-fd FD --parent-pid PID at the end of its arguments.
@@ -153,9 +154,9 @@ def test_closing_kills_what_is_left_even_if_it_is_stopped():
 def test_child_dies_with_a_parent_that_is_killed():
     """A process that keeps one child is killed; the child, which ignores SIGTERM, must be gone."""
     inner = (
-        "import signal, sys; from kvferry.child import announcer, die_with_parent;"
+        "import signal, sys; from kvferry.child import SupervisorPipe, die_with_parent;"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); die_with_parent(int(sys.argv[-1]));"
-        "announcer(int(sys.argv[-3]))({'ops_address': 'here'});" + SLEEP
+        "SupervisorPipe(int(sys.argv[-3])).announce({'ops_address': 'here'});" + SLEEP
     )
     outer = (
         "import sys; from core.clock import SystemClock; from kvferry.processes import ChildSpec, ProcessKeeper;"
@@ -179,14 +180,51 @@ def test_child_refuses_to_start_without_its_parent():
     assert "the parent process 1 is gone" in result.stderr
 
 
-def test_announcer_without_a_pipe_does_nothing_and_with_one_writes_json():
-    from kvferry.child import announcer
-
-    announcer(None)({"a": "b"})
+def test_pipe_to_no_supervisor_does_nothing_and_a_real_one_carries_one_line_each():
+    SupervisorPipe(None).announce({"a": "b"})
     read_fd, write_fd = os.pipe()
-    announcer(write_fd)({"a": "b"})
-    with os.fdopen(read_fd) as pipe:
-        assert json.loads(pipe.read()) == {"a": "b"}
+    pipe = SupervisorPipe(write_fd)
+    pipe.announce({"a": "b"})
+    pipe.fail("two\nlines " + "x" * 100_000)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as lines:
+        addresses, failure = map(json.loads, lines)
+    assert addresses == {"a": "b"}
+    assert failure[FAILURE].startswith("two lines xxx")
+    assert len(failure[FAILURE]) == 2000
+
+
+def test_child_s_own_words_are_known_when_it_ends(keeper):
+    script = (
+        "import sys; from kvferry.child import SupervisorPipe; pipe = SupervisorPipe(int(sys.argv[-3]));"
+        "pipe.announce({'ops_address': 'here'}); pipe.fail('no luck'); sys.exit(2)"
+    )
+    started = keeper.start(child(script))
+    assert started.ended.wait(30)
+    assert started.addresses.result(0) == {"ops_address": "here"}
+    assert started.describe_end() == "ended with exit code 2: no luck"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_child_that_is_replaced_counts_as_one_that_died(keeper, exits, is_stopped):
+    started = keeper.start(child(TELL + SLEEP))
+    started.addresses.result(30)
+    if is_stopped:
+        keeper.send_signal(started, signal.SIGSTOP)
+        os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
+    keeper.replace(started, "it hangs")
+    assert keeper.current("c") is None  # asked on the keeper's thread, hence after its report
+    number = signal.SIGKILL if is_stopped else signal.SIGTERM
+    assert exits == [-number]
+    assert started.describe_end() == f"ended with signal {number.name}: it hangs"
+
+
+def test_child_that_was_told_to_leave_is_not_replaced(keeper, exits):
+    started = keeper.start(child(TELL + SLEEP))
+    started.addresses.result(30)
+    keeper.end(["c"], 30.0)
+    keeper.replace(started, "it hangs")
+    assert exits == []
 
 
 def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_long_life():

@@ -49,3 +49,12 @@ def test_no_key_protects_the_stream_of_kv_events():
         check_exposure("decode", load_config(assignments=settings))
     check_exposure("decode", load_config(assignments=[*settings, "security.insecure=true"]))
     check_exposure("decode", load_config(assignments=[settings[0], settings[2]]))  # off
+
+
+@pytest.mark.parametrize("permission", [KEY, "security.insecure=true", "connector.transports=shm,tcp"])
+def test_decode_worker_does_not_open_ucx_to_other_machines_unasked(permission):
+    settings = ["connector.transports=nixl,tcp", "worker.router_addresses=tcp://router:5570"]
+    with pytest.raises(ConfigError, match=r"worker\.router_addresses.*nixl.*--insecure"):
+        check_exposure("decode", load_config(assignments=settings))
+    check_exposure("decode", load_config(assignments=[*settings, permission]))
+    check_exposure("decode", load_config(assignments=settings[:1]))

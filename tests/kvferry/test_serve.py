@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from typing import ClassVar
 
 import pytest
 
@@ -18,11 +19,17 @@ def signals():
 
 
 @pytest.mark.usefixtures("signals")
-def test_each_process_gets_the_time_that_it_drains_for_and_some_more(monkeypatch):
+def test_each_process_gets_the_time_that_it_drains_for_and_some_more(monkeypatch, capsys):
     graces = {}
 
     class Cluster:
         def __init__(self, config, **options):
+            pass
+
+        reserved_bytes: ClassVar = {"2 KV pools of 1 GiB": 2 << 30}
+        ends: ClassVar = {"decode-0": ["ended with signal SIGKILL", "ended with exit code 1: no luck"]}
+
+        def prepare(self):
             pass
 
         def start(self, is_cancelled):
@@ -37,3 +44,6 @@ def test_each_process_gets_the_time_that_it_drains_for_and_some_more(monkeypatch
     assert serve.serve_forever(config) == 0
     assert 70 < graces["grace_s"] < 80
     assert 40 < graces["router_grace_s"] < 50
+    said = capsys.readouterr()
+    assert said.out.startswith("memory beside the model: 2 KV pools of 1 GiB; 2 GiB of ")
+    assert said.err == "kvferry: decode-0 ended by itself 2 times, at last: it ended with exit code 1: no luck\n"

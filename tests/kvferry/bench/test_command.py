@@ -1,6 +1,7 @@
 """``kvferry bench`` as it is called."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -68,3 +69,14 @@ def test_wrong_lengths_are_refused_by_name(bench):
 def test_processes_of_a_cluster_do_not_import_the_http_client():
     code = "import sys, kvferry.cli; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_trace", [False, True])
+def test_every_run_has_prompts_of_its_own_unless_its_seed_is_given(bench, server, trace, is_trace):
+    flags = ["--num-requests", "1", *(["--trace", trace] if is_trace else ["--output-tokens", "4"])]
+    first, second = bench(*flags), bench(*flags)
+    seed = re.search(r"--seed (\d+) sends the same prompts again", second.output).group(1)
+    again = bench(*flags, "--seed", seed)
+    assert [result.exit_code for result in (first, second, again)] == [0, 0, 0]
+    prompts = [body["prompt"] for body in server.bodies]
+    assert prompts[0] != prompts[1] == prompts[2]

@@ -1,0 +1,86 @@
+"""Which processes a local cluster has, and which settings it leaves to nobody else.
+
+Owns names, roles and the refusal of settings that contradict them. Starts nothing (``kvferry.local``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from core.config import KVFerryConfig, WorkerSection
+from core.errors import ConfigError
+from core.ids import RandomIds
+from core.wire.curve import new_cluster_key
+from core.wire.messages import Role
+
+CHOSEN_SETTINGS = (
+    "engine_id",
+    "router_addresses",
+    "control_address",
+    "ops_port",
+    "workers_on_host",
+    "host_slot",
+    "is_supervised",
+)
+
+
+def worker_roles(config: KVFerryConfig) -> dict[str, Role]:
+    """Return the workers' names and roles in the order of their start.
+
+    Raises:
+        ConfigError: no worker, or prefill workers without decode workers or the other way round.
+    """
+    local = config.local
+    encoders: dict[str, Role] = {f"encode-{number}": "encode" for number in range(local.num_encode)}
+    if local.aggregated:
+        count = max(1, local.num_prefill, local.num_decode)
+        return encoders | {f"aggregated-{number}": "aggregated" for number in range(count)}
+    if not local.num_prefill or not local.num_decode:
+        raise ConfigError(
+            f"local.num_prefill = {local.num_prefill} and local.num_decode = {local.num_decode}: "
+            "at least one of each is needed, or local.aggregated",
+            param="local.num_prefill",
+        )
+    prefills: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(local.num_prefill)}
+    return encoders | prefills | {f"decode-{number}": "decode" for number in range(local.num_decode)}
+
+
+def with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:
+    """Return the configuration with a way for workers to read what encode workers compute, if there are any."""
+    if not config.local.num_encode or config.ec_connector.name != "none":
+        return config
+    return msgspec.structs.replace(config, ec_connector=msgspec.structs.replace(config.ec_connector, name="p2p"))
+
+
+def with_cluster_key(config: KVFerryConfig) -> KVFerryConfig:
+    """Return the configuration with a key of this cluster's own, unless it has one or is to have none."""
+    if config.security.cluster_key or config.security.insecure:
+        return config
+    security = msgspec.structs.replace(config.security, cluster_key=new_cluster_key(RandomIds()))
+    return msgspec.structs.replace(config, security=security)
+
+
+def free_ports(names: Sequence[str]) -> dict[str, int]:
+    """Return a port for each name; another program could still take it before it is bound."""
+    with contextlib.ExitStack() as stack:
+        sockets = {name: stack.enter_context(socket.socket()) for name in names}
+        for probe in sockets.values():
+            probe.bind(("127.0.0.1", 0))
+        return {name: probe.getsockname()[1] for name, probe in sockets.items()}
+
+
+def check_worker_settings(worker: WorkerSection) -> None:
+    """Refuse settings that every worker of a local cluster gets from it, rather than overwrite them silently."""
+    defaults = WorkerSection()
+    for name in CHOSEN_SETTINGS:
+        value = getattr(worker, name)
+        if value != getattr(defaults, name):
+            raise ConfigError(
+                f"worker.{name} = {value!r}: a local cluster chooses it for each of its workers; leave it out, "
+                "or start the processes one by one with kvferry router, prefill, decode and encode",
+                param=f"worker.{name}",
+            )

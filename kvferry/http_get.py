@@ -1,0 +1,33 @@
+"""One GET to a process of this machine with a bounded time, by the standard library: the supervisor loads no HTTP client."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+_MAX_BODY_BYTES = 16 << 20  # /metrics of a router with many workers
+
+
+class NoAnswer(OSError):
+    """Nothing listens there, or nothing was said in time."""
+
+
+def get(url: str, timeout_s: float) -> tuple[int, str]:
+    """Return status and body.
+
+    Raises:
+        NoAnswer: it cannot be connected to, or is silent for ``timeout_s``.
+        OSError: it answers otherwise than by HTTP, such as by closing the connection.
+    """
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        return response.status, response.read(_MAX_BODY_BYTES).decode()
+    except (TimeoutError, ConnectionRefusedError) as error:
+        raise NoAnswer(f"{url}: {error!r}") from None
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{url}: {error!r}") from None
+    finally:
+        connection.close()

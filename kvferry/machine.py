@@ -1,0 +1,75 @@
+"""What this machine has: memory, GPUs, ports and folders, looked at without the libraries that use them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CUDA_DRIVER = "libcuda.so.1"
+
+
+def memory_limit_bytes(limit_files: Sequence[str] = CGROUP_LIMITS) -> int:
+    """Return the memory of this container, or of the machine where it has no limit of its own."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in limit_files:
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            return min(machine, int(text))
+    return machine
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with a binary unit, such as ``1 GiB`` or ``1.5 MiB``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB" if num_bytes < 1024 else f"{num_bytes / 1024:.4g} TiB"
+
+
+def why_no_cuda() -> str | None:
+    """Return why torch would find no CUDA device here, or None if it would find one. Does not load torch."""
+    with contextlib.suppress(PackageNotFoundError):
+        if version("torch").endswith("+cpu"):
+            return f"torch {version('torch')} is built for the CPU only"
+    try:
+        driver = ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:
+        return f"there is no NVIDIA driver ({_CUDA_DRIVER})"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return "the NVIDIA driver shows no device"
+    return None
+
+
+def why_not_bindable(host: str, port: int) -> str | None:
+    """Try to listen on an address; return why that fails. The name of a network interface, as ZeroMQ takes it, is not tried."""
+    name = "" if host == "*" else host.strip("[]")
+    if name in {interface for _, interface in socket.if_nameindex()}:
+        return None
+    try:
+        with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
+            return None
+    except OSError as error:
+        is_of_system = error.errno is not None and error.errno > 0  # else of the resolver
+        return os.strerror(error.errno) if is_of_system and error.errno else str(error.strerror or error)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Try to make a folder and a file in it; return why that fails. The folder stays."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

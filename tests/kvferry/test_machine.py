@@ -1,0 +1,56 @@
+"""What is said of this machine."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvferry import machine
+from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_not_bindable, why_not_writable
+
+
+def test_container_s_limit_counts_if_it_is_lower_than_the_machine_s(tmp_path):
+    limit = tmp_path / "memory.max"
+    limit.write_text("1048576\n")
+    assert memory_limit_bytes((str(limit),)) == 1 << 20
+    limit.write_text("max\n")
+    assert memory_limit_bytes((str(limit),)) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(12, "12 bytes"), (1 << 30, "1 GiB"), (3 << 29, "1.5 GiB"), (192 << 20, "192 MiB"), (1 << 41, "2 TiB")],
+)
+def test_bytes_are_shown_in_the_largest_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+def test_reason_for_no_gpu_is_the_first_thing_that_is_missing(monkeypatch):
+    monkeypatch.setattr(machine, "version", lambda _: "2.9.0+cpu")
+    assert why_no_cuda() == "torch 2.9.0+cpu is built for the CPU only"
+    monkeypatch.setattr(machine, "version", lambda _: "2.9.0")
+    monkeypatch.setattr(machine, "_CUDA_DRIVER", "libno-such-driver.so")
+    assert why_no_cuda() == "there is no NVIDIA driver (libno-such-driver.so)"
+
+
+def test_port_is_bindable_until_somebody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert why_not_bindable("127.0.0.1", port) == "Address already in use"
+    assert why_not_bindable("127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("host", ["*", "lo", "localhost"])
+def test_names_that_sockets_are_bound_by_are_understood(host):
+    assert why_not_bindable(host, 0) is None
+
+
+def test_address_that_nobody_knows_is_not_bindable():
+    assert "not known" in why_not_bindable("no-such-host.invalid", 0)
+
+
+def test_folder_below_a_file_is_not_writable(tmp_path):
+    (tmp_path / "file").touch()
+    assert why_not_writable(tmp_path / "file" / "x") == "Not a directory"
+    assert why_not_writable(tmp_path / "a" / "b") is None
