@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from core.config import KVFerryConfig
+from core.config import HASH_BLOCK_SIZE, KVFerryConfig
 
 SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
 
@@ -33,8 +33,9 @@ CHART_OWNED = {
         "workers_on_host",
         "host_slot",
         "kv_events_address",
+        "is_supervised",
     },
-    "RouterSection": {"host", "port", "worker_address", "api_key"},
+    "RouterSection": {"host", "port", "worker_address", "ops_host", "ops_port", "api_key"},
     "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url", "redis_password"},
     "ECConnectorSection": {"kvstore_address"},
     "LMCacheSection": {"server_address", "http_address"},
@@ -77,9 +78,16 @@ def image(**more: Schema) -> Schema:
     )
 
 
-def probe(*names: str) -> Schema:
+def probe() -> Schema:
     """Return the settings of a probe."""
-    return closed(**dict.fromkeys(names, POSITIVE))
+    return closed(initialDelaySeconds=COUNT, **dict.fromkeys(("periodSeconds", "timeoutSeconds", "failureThreshold"), POSITIVE))
+
+
+def resource_claim() -> Schema:
+    """Return a claim of dynamic resource allocation, with the request of it that the container gets."""
+    found = closed(name=TEXT, resourceClaimName=TEXT, resourceClaimTemplateName=TEXT, request=TEXT)
+    sources = [{"required": ["resourceClaimName"]}, {"required": ["resourceClaimTemplateName"]}]
+    return {**found, "required": ["name"], "oneOf": sources}
 
 
 def role(*kinds: str, **more: Schema) -> Schema:
@@ -104,13 +112,16 @@ def role(*kinds: str, **more: Schema) -> Schema:
         runtimeClassName=TEXT,
         schedulerName=TEXT,
         extraEnv=LIST,
+        envFrom=LIST,
+        extraVolumes=LIST,
+        extraVolumeMounts=LIST,
+        podSecurityContext=ANYTHING,
+        securityContext=ANYTHING,
+        resourceClaims={"type": "array", "items": resource_claim()},
+        progressDeadlineSeconds=POSITIVE,
         terminationGracePeriodSeconds=POSITIVE,
         rollingUpdate=closed(maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": ["integer", "string"]}),
-        probes=closed(
-            startup=probe("periodSeconds", "failureThreshold"),
-            readiness=probe("periodSeconds", "failureThreshold"),
-            liveness=probe("periodSeconds", "timeoutSeconds", "failureThreshold"),
-        ),
+        probes=closed(startup=probe(), readiness=probe(), liveness=probe()),
         pdb=closed(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]}),
         autoscaling=autoscaling(),
         **more,
@@ -177,6 +188,7 @@ def hardware() -> dict[str, Schema]:
             size=SIZE,
             storageClassName=TEXT,
             accessModes={"type": "array", "items": one_of("ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany")},
+            singleNode=FLAG,
             readOnly=FLAG,
             fetch=FLAG,
             hfTokenSecret=closed(name=TEXT, key=TEXT),
@@ -189,7 +201,15 @@ def trust() -> dict[str, Schema]:
     key_text = {"anyOf": [{"const": ""}, {"type": "string", "minLength": 32}]}
     return {
         "security": closed(
-            clusterKey=closed(existingSecret=TEXT, key=TEXT, value=key_text),
+            clusterKey=closed(
+                existingSecret=TEXT,
+                key=TEXT,
+                othersKey=TEXT,
+                value=key_text,
+                others={"type": "array", "items": {"type": "string", "minLength": 32, "pattern": "^[^,]+$"}},
+                generate=FLAG,
+            ),
+            revision={"type": ["string", "integer"]},
             insecure=FLAG,
             apiKeys=closed(existingSecret=TEXT, key=TEXT),
         ),
@@ -204,6 +224,28 @@ def trust() -> dict[str, Schema]:
             redis=LIST,
             collector=LIST,
         ),
+    }
+
+
+def ways_in() -> dict[str, Schema]:
+    """Return the values of what leads clients to the router."""
+    path: Schema = {"type": "string", "pattern": "^/"}
+    texts: Schema = {"type": "array", "items": TEXT}
+    return {
+        "ingress": closed(enabled=FLAG, className=TEXT, annotations=TEXTS, hosts=texts, path=path, tls=LIST),
+        "httpRoute": closed(
+            enabled=FLAG,
+            annotations=TEXTS,
+            parentRefs=LIST,
+            hostnames=texts,
+            path=path,
+            requestTimeout={"type": "string", "pattern": "^([0-9]+(ms|s|m|h))*$"},
+            toInferencePool=FLAG,
+        ),
+        "inferencePool": closed(
+            enabled=FLAG, endpointPicker=closed(name=TEXT, port=PORT, failureMode=one_of("FailOpen", "FailClose"))
+        ),
+        "extraObjects": {"type": "array", "items": {"type": ["object", "string"]}},
     }
 
 
@@ -235,6 +277,7 @@ def settings() -> dict[str, Schema]:
     for definition in found.values():
         for setting in definition["properties"].values():
             setting.pop("default", None)  # some are this machine's; kvferry knows them
+    found["CacheSection"]["properties"]["block_size"]["multipleOf"] = HASH_BLOCK_SIZE
     used = reachable("KVFerryConfig", found)
     return {name: definition for name, definition in found.items() if name in used}
 
@@ -271,6 +314,9 @@ def build() -> Schema:
             **stores(),
             **hardware(),
             **trust(),
+            **ways_in(),
+            podSecurityContext=ANYTHING,
+            securityContext=ANYTHING,
             **monitoring(),
             tests=closed(timeoutSeconds=POSITIVE),
             **{"global": ANYTHING},  # Helm's own, for charts that have this one as a part

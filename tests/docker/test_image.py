@@ -1,6 +1,8 @@
 """The image: a linter has nothing to say, it can run under the chart's restrictions, and its steps work."""
 
 import fnmatch
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -41,9 +43,8 @@ def test_linter_would_find_something(tmp_path):
 
 def test_runs_as_the_user_of_the_chart_and_not_as_root(instructions):
     (user,) = values(instructions, "USER")
-    pod = (ROOT / "helm/kvferry/templates/_pod.tpl").read_text()
-    assert user == "10001:10001"
-    assert "runAsUser: 10001" in pod
+    pod = yaml.safe_load((ROOT / "helm/kvferry/values.yaml").read_text())["podSecurityContext"]
+    assert user == "10001:10001" == f"{pod['runAsUser']}:{pod['runAsGroup']}"
 
 
 def test_no_base_floats(instructions):
@@ -97,27 +98,104 @@ def source(instructions, tmp_path_factory):
         *names, target = value.split()
         for name in names if not value.startswith("--from") else ():
             path = ROOT / name
-            if path.is_dir():
-                shutil.copytree(path, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            if name == "docker":
+                shutil.copytree(path, folder / name)
+            elif path.is_dir():
+                shutil.copytree(path, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
             else:
                 (folder / target).mkdir(exist_ok=True)
                 shutil.copy(path, folder / target)
     return folder
 
 
-@pytest.mark.parametrize(("variant", "wanted"), [("cpu", "nixl-cu12"), ("cuda", "nixl-cu13")])
-def test_nixl_is_the_one_for_torchs_cuda(tmp_path, variant, wanted):
-    """Torch of the usual index is built for CUDA 13. Nothing is installed here: pip is a script that does nothing."""
-    prefix = tmp_path / "prefix"
-    python = tmp_path / "python3"
-    python.write_text(f'#!/bin/sh\ncase "$1" in -) exec {sys.executable} "$@" ;; esac\n')
-    python.chmod(0o755)
-    (prefix / "bin").mkdir(parents=True)
-    (prefix / "bin" / "python").symlink_to(python)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["docker/install.sh", "dependencies", variant, prefix], cwd=ROOT, env=env, check=True, timeout=60)
-    names = re.findall(r"^nixl[\w-]*", (prefix / "requirements.txt").read_text(), re.MULTILINE)
-    assert names == [wanted]
+def locked(variant):
+    """Return version and sum of every package of a lock file."""
+    text = (ROOT / f"docker/requirements-{variant}.lock").read_text()
+    lines = [re.fullmatch(r"([a-z0-9-]+)==(\S+) --hash=sha256:([0-9a-f]{64})", line) for line in text.splitlines()]
+    assert all(lines), "every line pins one package by its sum"
+    return {line[1]: (line[2], line[3]) for line in lines}
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_lock_pins_what_ci_tests(variant):
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    packages = locked(variant)
+    differing = {name for name, (version, _) in packages.items() if pins.get(name, version) != version.partition("+")[0]}
+    assert not differing, f"write it again: python3.11 docker/lock.py {variant}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w.-]+", requirement)[0].lower() for requirement in project["dependencies"]}
+    assert names <= packages.keys() | {"uvicorn[standard]"}
+
+
+def test_variants_differ_in_what_belongs_to_cuda_only():
+    cpu, cuda = locked("cpu"), locked("cuda")
+    differing = {name for name in cpu.keys() | cuda.keys() if cpu.get(name) != cuda.get(name)}
+    assert cpu["torch"][0].endswith("+cpu")
+    assert {name for name in differing if not name.startswith(("nvidia-", "cuda-"))} == {
+        "torch",
+        "triton",
+        "nixl-cu12",
+        "nixl-cu13",
+    }
+
+
+def test_sums_are_demanded_and_no_pip_is_left():
+    script = (ROOT / "docker/install.sh").read_text()
+    installs = re.findall(r"^\s*pip install (.*)$", script, re.MULTILINE)
+    assert all("--require-hashes" in command or command.endswith("--no-build-isolation .") for command in installs)
+    assert 'rm -rf "$prefix"/bin/pip*' in script
+    assert "rm -rf /usr/local/bin/pip*" in DOCKERFILE.read_text()
+
+
+def test_bill_of_materials_names_every_package_of_the_lock_with_its_sum(tmp_path):
+    """Of an environment that holds three packages, by their metadata."""
+    lock = ""
+    for number, name in enumerate(("Alpha_One", "beta", "kvferry")):
+        folder = tmp_path / f"{name}-1.{number}.dist-info"
+        folder.mkdir()
+        licence = "License-Expression: MIT\n" if name == "beta" else ""
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.{number}\n{licence}")
+        lock += f"{name.lower()}==1.{number} --hash=sha256:{number:064x}\n" if name != "kvferry" else ""
+    (tmp_path / "some.lock").write_text(lock)
+
+    def bill(text=lock):
+        (tmp_path / "some.lock").write_text(text)
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            PROGRAM,
+            str(tmp_path),
+            str(ROOT / "docker/sbom.py"),
+            str(tmp_path / "some.lock"),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    found = json.loads(bill().stdout)
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
+    assert found["metadata"]["component"]["purl"] == "pkg:pypi/kvferry@1.2"
+    assert [(one["purl"], one["hashes"][0]["content"][-1]) for one in found["components"]] == [
+        ("pkg:pypi/alpha-one@1.0", "0"),
+        ("pkg:pypi/beta@1.1", "1"),
+    ]
+    assert found["components"][1]["licenses"] == [{"expression": "MIT"}]
+    assert bill().stdout == bill().stdout
+    assert "gamma 1 is listed, but nothing is installed" in bill(lock + f"gamma==1 --hash=sha256:{0:064x}\n").stderr
+
+
+# Runs a script with one folder for all packages.
+PROGRAM = (
+    "import runpy, sys; sys.path.insert(0, sys.argv[1]); del sys.argv[:2]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def has_package(name):
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @pytest.mark.slow
@@ -125,18 +203,27 @@ def test_package_step_installs_a_command_that_runs(instructions, source, tmp_pat
     prefix = tmp_path / "prefix"  # with the dependencies of this environment
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True, timeout=60)
     site = next((prefix / "lib").glob("python*/site-packages"))
-    (site / "here.pth").write_text(str(next(Path(sys.prefix, "lib").glob("python*/site-packages"))))
+    (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    source = shutil.copytree(source, tmp_path / "src")
+    installed = {name: importlib.metadata.version(name) for name in locked("cpu") if has_package(name)}
+    lines = [f"{name}=={version} --hash=sha256:{0:064x}\n" for name, version in installed.items()]
+    (source / "docker/requirements-cpu.lock").write_text("".join(lines))
     assert run_step(instructions, "package", source, prefix).strip().splitlines()[-1]
     command = [prefix / "bin" / "kvferry", "prefill", "--help"]
     assert subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert json.loads((prefix / "sbom.cdx.json").read_text())["metadata"]["component"]["name"] == "kvferry"
+    assert not list(prefix.glob("bin/pip*"))
 
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # it downloads and compiles some 800 MB
 def test_all_steps_run_in_a_clean_environment(instructions, source, tmp_path):
     prefix = tmp_path / "prefix"
     run_step(instructions, "dependencies", source, prefix)
     run_step(instructions, "package", source, prefix)
+    assert not list(prefix.glob("lib/python3*/site-packages/pip*"))
+    assert {one["name"] for one in json.loads((prefix / "sbom.cdx.json").read_text())["components"]} == locked("cpu").keys()
     modules = "torch, zmq, core.engine.worker, router.main, connectors.p2p, opentelemetry.exporter.otlp.proto.http"
     program = f"import {modules}; print(torch.__version__)"
     done = subprocess.run([prefix / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -1,6 +1,7 @@
 """Schemas of the custom resources that the chart makes: what their operators would refuse, as far as the chart uses it.
 
-Sources: prometheus-operator API v1 (PodMonitor, ServiceMonitor, PrometheusRule), KEDA v2 (ScaledObject).
+Sources: prometheus-operator API v1 (PodMonitor, ServiceMonitor, PrometheusRule), KEDA v2 (ScaledObject), Gateway API v1
+(HTTPRoute), Gateway API inference extension v1 (InferencePool).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _SELECTOR = closed(
     "", matchLabels=LABELS, matchExpressions=listed(closed("key operator", key=TEXT, operator=TEXT, values=listed(TEXT)))
 )
 _RELABELING = closed("targetLabel", sourceLabels=listed(TEXT), targetLabel=TEXT, replacement=TEXT, action=TEXT, regex=TEXT)
-_ENDPOINT = closed("port", port=TEXT, path=TEXT, interval=DURATION, relabelings=listed(_RELABELING))
+_ENDPOINT = closed(
+    "port", port=TEXT, path=TEXT, interval=DURATION, honorLabels={"type": "boolean"}, relabelings=listed(_RELABELING)
+)
 _RULE = closed("alert expr", alert=TEXT, expr=TEXT, **{"for": DURATION}, labels=LABELS, annotations=LABELS)
 _TRIGGER = closed(
     "type metadata",
@@ -34,6 +37,14 @@ _TRIGGER = closed(
     metadata=closed("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
 )
 _TARGET = closed("name", apiVersion=TEXT, kind=TEXT, name=TEXT)
+_PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+_BACKEND = closed("name", group=TEXT, kind=TEXT, name=TEXT, port=_PORT)
+_ROUTE_RULE = closed(
+    "backendRefs",
+    matches=listed(closed("path", path=closed("type value", type={"const": "PathPrefix"}, value=TEXT))),
+    backendRefs=listed(_BACKEND),
+    timeouts=closed("request", request=DURATION),
+)
 
 SPECS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "PodMonitor"): closed(
@@ -44,6 +55,20 @@ SPECS: dict[tuple[str, str], Schema] = {
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): closed(
         "groups", groups=listed(closed("name rules", name=TEXT, rules=listed(_RULE)))
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): closed(
+        "rules",
+        parentRefs=listed(closed("name", name=TEXT, namespace=TEXT, sectionName=TEXT)),
+        hostnames=listed(TEXT),
+        rules=listed(_ROUTE_RULE),
+    ),
+    ("inference.networking.k8s.io/v1", "InferencePool"): closed(
+        "selector targetPorts endpointPickerRef",
+        selector=closed("matchLabels", matchLabels=LABELS),
+        targetPorts=listed(closed("number", number=_PORT)),
+        endpointPickerRef=closed(
+            "name", name=TEXT, port=closed("number", number=_PORT), failureMode={"enum": ["FailOpen", "FailClose"]}
+        ),
     ),
     ("keda.sh/v1alpha1", "ScaledObject"): closed(
         "scaleTargetRef triggers",

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.leases import LeaseCounts
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.pull import PullCounts
+from connectors.p2p.transport_health import BreakerCounts
 from core.clock import SystemClock
 from core.config import RouterSection
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
@@ -36,7 +37,9 @@ def known():
     RouterService(RouterSection(), "model", "router", SystemClock(), RouterMetrics(router))
     WorkerMetrics(worker, dict.fromkeys([*WORKER_GAUGES, *WORKER_COUNTERS], lambda: 0.0))
     EncodeMetrics(worker)
-    P2PMetrics(worker).read_at_scrape(lambda: 0, lambda: 0, dict)
+    p2p = P2PMetrics(worker)
+    p2p.read_at_scrape(lambda: 0, lambda: 0, dict)
+    p2p.read_broken_transports((), dict)
     return families(router) | families(worker) | ELSEWHERE
 
 
@@ -62,7 +65,7 @@ def test_alerts_ask_for_metrics_that_exist(find, known):
 def counted_events():
     """Of the state machines; the ends of control connections and the transports count further ones."""
     leases = {f"lease_{field.name}" for field in dataclasses.fields(LeaseCounts)}
-    return leases | {field.name for field in dataclasses.fields(PullCounts)}
+    return leases | {field.name for counts in (PullCounts, BreakerCounts) for field in dataclasses.fields(counts)}
 
 
 def test_alerts_ask_for_label_values_that_exist(find):

@@ -128,3 +128,27 @@ def test_metrics_are_for_prometheus(find):
     assert [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 9400] == [
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     ]
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_metrics_are_for_nobody_if_no_peer_is_named(find, role):
+    ingress = find("cpu-minimal", "NetworkPolicy", role, "networkPolicy.prometheus=null")["spec"]["ingress"] or []
+    assert not [rule for rule in ingress if {"protocol": "TCP", "port": PORTS["ops"]} in rule["ports"]]
+    assert all(rule.get("from") for rule in ingress if rule["ports"][0]["port"] != PORTS["http"])
+
+
+def test_metrics_of_the_router_are_apart_from_its_clients(find):
+    ingress = find("ha", "NetworkPolicy", "router")["spec"]["ingress"]
+    (metrics,) = (rule for rule in ingress if rule["ports"][0]["port"] == PORTS["ops"])
+    assert metrics["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    (monitor,) = find("ha", "ServiceMonitor", "router")["spec"]["endpoints"]
+    assert monitor["port"] == "ops"
+    assert "ops" not in {port["name"] for port in find("ha", "Service", "router")["spec"]["ports"]}
+    assert "ops" in {port["name"] for port in find("ha", "Service", "router-workers")["spec"]["ports"]}
+
+
+def test_models_are_fetched_over_both_families(find):
+    egress = find("cpu-minimal", "NetworkPolicy", "decode")["spec"]["egress"]
+    (rule,) = (rule for rule in egress if rule["ports"][0]["port"] == 443)
+    assert [peer["ipBlock"]["cidr"] for peer in rule["to"]] == ["0.0.0.0/0", "::/0"]
+    assert "fc00::/7" in rule["to"][1]["ipBlock"]["except"]

@@ -12,7 +12,7 @@ from core.config import load_config
 pytestmark = pytest.mark.slow
 
 WORKLOADS = ("Deployment", "StatefulSet")
-PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "store-sidecar", "ha")
+PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "store-sidecar", "ha", "vision")
 
 
 def pods(helm, preset):
@@ -47,7 +47,7 @@ def config_of(find, preset, role, *sets):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_pod_is_restricted(helm, preset):
-    for role, pod in pods(helm, preset):
+    for _, pod in pods(helm, preset):
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -58,8 +58,7 @@ def test_every_pod_is_restricted(helm, preset):
             assert security["allowPrivilegeEscalation"] is False
             assert security["readOnlyRootFilesystem"] is True
             assert security["capabilities"]["drop"] == ["ALL"]
-            may_lock = preset == "gpu-rdma" and container["name"] == role and role in ("prefill", "decode")
-            assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if may_lock else [])
+            assert "add" not in security["capabilities"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -178,7 +177,9 @@ def test_without_a_key_the_chart_makes_one_of_32_random_bytes(helm):
     def made():
         (secret,) = (
             item
-            for item in yaml.safe_load_all(helm.template("cpu-minimal", sets=("security.clusterKey.value=",)))
+            for item in yaml.safe_load_all(
+                helm.template("cpu-minimal", sets=("security.clusterKey.value=", "security.clusterKey.generate=true"))
+            )
             if item and item["kind"] == "Secret"
         )
         return base64.b64decode(secret["data"]["cluster-key"])
@@ -239,7 +240,11 @@ def test_store_in_a_worker_s_pod_is_on_its_loopback_and_shares_its_processes(fin
     assert store["disk_path"] == "/var/lib/kvferry"
     volume = next(volume for volume in pod["volumes"] if volume["name"] == "store")
     assert volume["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"] == "100Gi"
-    assert {entry["name"] for entry in sidecar["env"]} == {"KVFERRY_CLUSTER_KEY", "KVFERRY_REDIS_PASSWORD"}
+    assert {entry["name"] for entry in sidecar["env"]} == {
+        "KVFERRY_CLUSTER_KEY",
+        "KVFERRY_OTHER_CLUSTER_KEYS",
+        "KVFERRY_REDIS_PASSWORD",
+    }
     assert "KVFERRY_REDIS_PASSWORD" not in environment(pod["containers"][0])
 
 
@@ -288,6 +293,12 @@ def test_model_on_a_read_only_claim_is_not_fetched(find):
     assert environment(pod["containers"][0])["HF_HUB_OFFLINE"] == "1"
     assert next(volume for volume in pod["volumes"] if volume["name"] == "models")["persistentVolumeClaim"]["readOnly"] is True
     assert main(find, "cpu-minimal", "decode")["initContainers"][0]["name"] == "fetch-model"
+
+
+@pytest.mark.parametrize(("role", "has_weights"), [("router", False), ("prefill", True), ("decode", True)])
+def test_only_workers_fetch_weights(find, role, has_weights):
+    (fetch,) = main(find, "cpu-minimal", role)["initContainers"]
+    assert ("--no-weights" not in fetch["args"]) is has_weights
 
 
 # ---- scaling ---------------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ CASES = {
     ),
     "several stores beside a worker": (
         ["kvstore.enabled=true", "kvstore.mode=sidecar", "kvstore.replicas=2"],
-        "kvstore.replicas = 2: a sidecar is there once in every worker's pod",
+        "kvstore.replicas = 2: one store serves all workers",
     ),
     "scaled stores beside workers": (
         [
@@ -76,7 +76,7 @@ CASES = {
             "kvstore.mode=sidecar",
             *(f"kvstore.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_kvstore_clients=9")),
         ],
-        "kvstore.autoscaling: a sidecar scales with its workers",
+        "kvstore.autoscaling: a store is not scaled",
     ),
     "arena beyond the memory limit of a sidecar": (
         ["kvstore.enabled=true", "kvstore.mode=sidecar", "config.kvstore.memory_bytes=9000000000"],

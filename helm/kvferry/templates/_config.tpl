@@ -11,13 +11,16 @@
       "router" (dict
         "host" (trimPrefix "[" $any | trimSuffix "]")
         "port" $ports.http
+        "ops_host" (trimPrefix "[" $any | trimSuffix "]")
+        "ops_port" $ports.ops
         "worker_address" (printf "tcp://%s:%v" $any $ports.workers))
       "worker" (dict
         "router_addresses" (list $routers)
         "control_address" (printf "tcp://%s:%v" $any $ports.control)
         "data_port" $ports.data
         "ops_host" (trimPrefix "[" $any | trimSuffix "]")
-        "ops_port" $ports.ops)
+        "ops_port" $ports.ops
+        "is_supervised" true)
       "security" (dict "insecure" $root.Values.security.insecure) -}}
 {{- $config = mergeOverwrite $config $chart -}}
 {{- $loopback := ternary "[::1]" "127.0.0.1" (eq $root.Values.network.ipFamily "IPv6") -}}

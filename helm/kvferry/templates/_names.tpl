@@ -1,12 +1,12 @@
 {{/* Names, labels and small calculations. Every helper with a role takes (dict "root" $ "role" "prefill"). */}}
 
 {{- define "kvferry.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- $full := default (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) .Values.fullnameOverride -}}
+{{- if gt (len $full) 40 -}}
+{{- $full = printf "%s-%s" ($full | trunc 33 | trimSuffix "-") (sha256sum $full | trunc 6) -}}
 {{- end -}}
+{{- trimSuffix "-" $full -}}
 {{- end -}}
 
 {{- define "kvferry.roleName" -}}
@@ -96,6 +96,41 @@ matchExpressions:
 {{- default (printf "%s-cluster-key" (include "kvferry.fullname" .)) .Values.security.clusterKey.existingSecret -}}
 {{- end -}}
 
+{{/* The cluster key that the chart's own Secret holds, in base64: given, or found in the cluster, or made; one per rendering. */}}
+{{- define "kvferry.ownClusterKey" -}}
+{{- $key := .Values.security.clusterKey -}}
+{{- if not (hasKey .Values "madeClusterKey") -}}
+{{- $kept := dig "data" $key.key "" (lookup "v1" "Secret" .Release.Namespace (include "kvferry.clusterKeySecret" .) | default dict) -}}
+{{- $_ := set .Values "madeClusterKey" (default (default (randBytes 32 | b64enc) $kept) ($key.value | b64enc)) -}}
+{{- end -}}
+{{- .Values.madeClusterKey -}}
+{{- end -}}
+
+{{/* A checksum of what the secrets of a role's pods hold, so that a change replaces the pods. Without a cluster only names are
+known: change security.revision by hand there. */}}
+{{- define "kvferry.secretChecksum" -}}
+{{- $security := .root.Values.security -}}
+{{- $names := list -}}
+{{- $held := list (toString $security.revision) -}}
+{{- if not $security.insecure -}}
+{{- if $security.clusterKey.existingSecret -}}
+{{- $names = append $names $security.clusterKey.existingSecret -}}
+{{- else -}}
+{{- $held = append $held (printf "%s %s" (include "kvferry.ownClusterKey" .root) (join "," $security.clusterKey.others)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .role "router") $security.apiKeys.existingSecret -}}
+{{- $names = append $names $security.apiKeys.existingSecret -}}
+{{- end -}}
+{{- if and (or (eq .role "kvstore") (include "kvferry.hasStore" .)) .root.Values.kvstore.redis.existingSecret -}}
+{{- $names = append $names .root.Values.kvstore.redis.existingSecret -}}
+{{- end -}}
+{{- range $names -}}
+{{- $held = append $held (printf "%s %s" . (lookup "v1" "Secret" $.root.Release.Namespace . | default dict | dig "data" dict | toJson)) -}}
+{{- end -}}
+{{- join "\n" $held | sha256sum -}}
+{{- end -}}
+
 {{- define "kvferry.modelClaim" -}}
 {{- default (printf "%s-models" (include "kvferry.fullname" .)) .Values.modelCache.existingClaim -}}
 {{- end -}}
@@ -119,6 +154,12 @@ matchExpressions:
 {{- if include "kvferry.hasStore" . -}}{{- $derived = add $derived 10 -}}{{- end -}}
 {{- $given := (index .root.Values .role).terminationGracePeriodSeconds -}}
 {{- default $derived $given | int -}}
+{{- end -}}
+
+{{/* How long a Deployment waits for a new pod: as long as its startup probe allows, and a minute to be placed. */}}
+{{- define "kvferry.startSeconds" -}}
+{{- $probe := dig "probes" "startup" dict (index .root.Values .role) -}}
+{{- add (mul (dig "periodSeconds" 5 $probe) (dig "failureThreshold" 180 $probe)) (dig "initialDelaySeconds" 0 $probe) 60 -}}
 {{- end -}}
 
 {{/* The port of an http or https address. */}}

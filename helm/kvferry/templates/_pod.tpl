@@ -4,10 +4,11 @@
 {{- $values := index .root.Values .role -}}
 metadata:
   labels:
-    {{- include "kvferry.labels" . | nindent 4 }}
+    {{- include "kvferry.selector" . | nindent 4 }}
     {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
     kvferry/config-checksum: {{ printf "%s%s" (include "kvferry.config" .) (include "kvferry.hasStore" . | empty | ternary "" (include "kvferry.config" (dict "root" .root "role" "kvstore"))) | sha256sum }}
+    kvferry/secret-checksum: {{ include "kvferry.secretChecksum" . }}
     {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- if and .root.Values.rdma.enabled (has .role (list "prefill" "decode")) }}
     {{- with .root.Values.rdma.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
@@ -21,12 +22,13 @@ spec:
   {{- end }}
   terminationGracePeriodSeconds: {{ include "kvferry.graceSeconds" . }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: 10001
-    runAsGroup: 10001
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile: {type: RuntimeDefault}
+    {{- include "kvferry.podSecurity" . | nindent 4 }}
+  {{- with $values.resourceClaims }}
+  resourceClaims:
+    {{- range . }}
+    - {{ omit . "request" | toJson }}
+    {{- end }}
+  {{- end }}
   {{- with .root.Values.imagePullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -60,7 +62,14 @@ nodeSelector: {{ toYaml . | nindent 2 }}
 {{- with .values.tolerations }}
 tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
-{{- if .values.affinity }}
+{{- if and .root.Values.modelCache.singleNode (ne .role "kvstore") (not .values.affinity) }}
+affinity:
+  podAffinity:   # all pods mount one ReadWriteOnce claim
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          {{- include "kvferry.selectorOf" (dict "root" .root "roles" (without (include "kvferry.roles" .root | fromJsonArray) "kvstore")) | nindent 10 }}
+{{- else if .values.affinity }}
 affinity: {{ toYaml .values.affinity | nindent 2 }}
 {{- else if has .role (list "prefill" "decode") }}
 affinity:
@@ -85,14 +94,14 @@ topologySpreadConstraints:
   {{- end }}
 {{- end -}}
 
+{{- define "kvferry.podSecurity" -}}
+{{- $own := dig "podSecurityContext" dict (index .root.Values .role | default dict) -}}
+{{- mergeOverwrite (deepCopy .root.Values.podSecurityContext) (deepCopy $own) | toYaml -}}
+{{- end -}}
+
 {{- define "kvferry.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-  {{- if . }}
-  add: [IPC_LOCK]
-  {{- end }}
+{{- $own := dig "securityContext" dict (index .root.Values .role | default dict) -}}
+{{- mergeOverwrite (deepCopy .root.Values.securityContext) (deepCopy $own) | toYaml -}}
 {{- end -}}
 
 {{- define "kvferry.mainContainer" -}}
@@ -107,6 +116,9 @@ args:
   {{- include "kvferry.args" . | nindent 2 }}
 env:
   {{- include "kvferry.env" . | nindent 2 }}
+{{- with $values.envFrom }}
+envFrom: {{ toYaml . | nindent 2 }}
+{{- end }}
 ports:
   {{- include "kvferry.containerPorts" . | nindent 2 }}
 {{- include "kvferry.probes" . | nindent 0 }}
@@ -121,7 +133,7 @@ lifecycle:
       command: [sleep, {{ ternary $root.Values.router.endpointDelaySeconds 2 (eq .role "router") | quote }}]
       {{- end }}
 securityContext:
-  {{- include "kvferry.containerSecurity" $isRdma | nindent 2 }}
+  {{- include "kvferry.containerSecurity" . | nindent 2 }}
 resources:
   {{- include "kvferry.resources" (dict "root" $root "values" $values "isRdma" $isRdma) | nindent 2 }}
 volumeMounts:
@@ -191,6 +203,7 @@ volumeMounts:
 {{- if eq .role "router" }}
 - {name: http, containerPort: {{ $ports.http }}}
 - {name: workers, containerPort: {{ $ports.workers }}}
+- {name: ops, containerPort: {{ $ports.ops }}}
 {{- else if eq .role "kvstore" }}
 - {name: store, containerPort: {{ $ports.store }}}
 - {name: ops, containerPort: {{ $ports.ops }}}
@@ -205,22 +218,18 @@ volumeMounts:
 
 {{/* Start-up and liveness ask about this process alone; only readiness depends on others. */}}
 {{- define "kvferry.probes" -}}
-{{- $probes := default dict (index .root.Values .role).probes -}}
-{{- $port := ternary "http" "ops" (eq .role "router") -}}
-{{- $started := ternary "/started" "/health" (has .role (list "encode" "prefill" "decode" "aggregated")) }}
-startupProbe:
-  httpGet: {path: {{ $started }}, port: {{ $port }}}
-  periodSeconds: {{ dig "startup" "periodSeconds" 5 $probes }}
-  failureThreshold: {{ dig "startup" "failureThreshold" 180 $probes }}
-readinessProbe:
-  httpGet: {path: /ready, port: {{ $port }}}
-  periodSeconds: {{ dig "readiness" "periodSeconds" 2 $probes }}
-  failureThreshold: {{ dig "readiness" "failureThreshold" 2 $probes }}
-livenessProbe:
-  httpGet: {path: /health, port: {{ $port }}}
-  periodSeconds: {{ dig "liveness" "periodSeconds" 10 $probes }}
-  timeoutSeconds: {{ dig "liveness" "timeoutSeconds" 5 $probes }}
-  failureThreshold: {{ dig "liveness" "failureThreshold" 6 $probes }}
+{{- $given := default dict (index .root.Values .role).probes -}}
+{{- $started := ternary "/started" "/health" (has .role (list "encode" "prefill" "decode" "aggregated")) -}}
+{{- $defaults := dict
+      "startup" (dict "path" $started "periodSeconds" 5 "failureThreshold" 180)
+      "readiness" (dict "path" "/ready" "periodSeconds" 2 "failureThreshold" 2)
+      "liveness" (dict "path" "/health" "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
+{{- range $name := list "startup" "readiness" "liveness" }}
+{{- $probe := get $defaults $name }}
+{{ $name }}Probe:
+  httpGet: {path: {{ $probe.path }}, port: ops}
+  {{- merge (deepCopy (default dict (get $given $name))) (omit $probe "path") | toYaml | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvferry.resources" -}}
@@ -234,6 +243,11 @@ livenessProbe:
 {{- end -}}
 {{- $_ := set $resources "limits" (merge (default dict $resources.limits) $extended) -}}
 {{- $_ := set $resources "requests" (merge (default dict $resources.requests) $extended) -}}
+{{- with .values.resourceClaims -}}
+{{- $claims := list -}}
+{{- range . -}}{{- $claims = append $claims (pick . "name" "request") -}}{{- end -}}
+{{- $_ := set $resources "claims" $claims -}}
+{{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}
 
@@ -245,6 +259,9 @@ livenessProbe:
 - {name: models, mountPath: /var/cache/kvferry{{ if .root.Values.modelCache.readOnly }}, readOnly: true{{ end }}}
 {{- else if .root.Values.kvstore.disk.size }}
 - {name: store, mountPath: /var/lib/kvferry}
+{{- end }}
+{{- with (index .root.Values .role).extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -272,6 +289,9 @@ livenessProbe:
       spec:
         {{- include "kvferry.storeClaim" .root | nindent 8 }}
 {{- end }}
+{{- with (index $values .role).extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* /dev/shm: what UCX needs, and the pool of an LMCache server that shares memory with the worker by it. */}}
@@ -294,15 +314,21 @@ livenessProbe:
 - name: fetch-model
   image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
-  args: [models, --config, /etc/kvferry/config.yaml, {{ $config.model.name | quote }}]
+  args: [models, {{ if eq .role "router" }}--no-weights, {{ end }}--config, /etc/kvferry/config.yaml, {{ $config.model.name | quote }}]
   env:
     - {name: HF_HOME, value: /var/cache/kvferry/huggingface}
     {{- with $values.modelCache.hfTokenSecret.name }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
     {{- end }}
+    {{- with (index $values .role).extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with (index $values .role).envFrom }}
+  envFrom: {{ toYaml . | nindent 4 }}
+  {{- end }}
   securityContext:
-    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+    {{- include "kvferry.containerSecurity" . | nindent 4 }}
   resources:
     {{- toYaml (default dict (index $values .role).resources) | nindent 4 }}
   volumeMounts:

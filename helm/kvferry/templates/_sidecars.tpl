@@ -19,7 +19,7 @@
     periodSeconds: 2
     failureThreshold: 150
   securityContext:
-    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+    {{- include "kvferry.containerSecurity" . | nindent 4 }}
   resources:
     requests: {cpu: {{ $values.lmcache.cpu | quote }}, memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
     limits: {memory: {{ add (include "kvferry.bytes" $values.lmcache.memory | int64) 2147483648 | quote }}}
@@ -50,7 +50,7 @@
     timeoutSeconds: 5
     failureThreshold: 6
   securityContext:
-    {{- include "kvferry.containerSecurity" false | nindent 4 }}
+    {{- include "kvferry.containerSecurity" . | nindent 4 }}
   resources:
     {{- toYaml (default dict $values.kvstore.resources) | nindent 4 }}
   volumeMounts:
@@ -85,6 +85,8 @@
 {{- if not .Values.security.insecure }}
 - name: KVFERRY_CLUSTER_KEY
   valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . }}, key: {{ .Values.security.clusterKey.key }}}}
+- name: KVFERRY_OTHER_CLUSTER_KEYS   # while the key changes
+  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . }}, key: {{ .Values.security.clusterKey.othersKey }}, optional: true}}
 {{- end }}
 {{- end -}}
 

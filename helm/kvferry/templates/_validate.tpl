@@ -19,15 +19,24 @@
 {{- if .Values.encode.enabled -}}
 {{- include "kvferry.validateEncode" . -}}
 {{- end -}}
-{{- if and (eq .Values.modelCache.kind "existingClaim") (not .Values.modelCache.existingClaim) -}}
-{{- fail "modelCache.existingClaim: name the claim, or set modelCache.kind to emptyDir or create" -}}
-{{- end -}}
-{{- if and .Values.modelCache.readOnly (eq .Values.modelCache.kind "emptyDir") -}}
-{{- fail "modelCache.readOnly: an emptyDir starts empty, so the model must be fetched into it; use a claim that holds the model" -}}
-{{- end -}}
+{{- include "kvferry.validateModelCache" . -}}
 {{- range $role := include "kvferry.roles" . | fromJsonArray -}}
 {{- include "kvferry.validateRole" (dict "root" $ "role" $role) -}}
 {{- end -}}
+{{- include "kvferry.validateAgreement" . -}}
+{{- if and .Values.rdma.enabled (not .Values.prefill.enabled) -}}
+{{- fail "rdma.enabled: RDMA moves blocks from prefill to decode workers, and aggregated workers move none; turn it off, or enable prefill and decode" -}}
+{{- end -}}
+{{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
+{{- fail "inferencePool.endpointPicker.name: name the Service of the endpoint picker that chooses a router" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.hosts: name at least one host" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs: name the Gateway that the route belongs to" -}}
+{{- end -}}
+{{- include "kvferry.validateKeySource" . -}}
 {{- end -}}
 
 {{- define "kvferry.validateSecurity" -}}
@@ -37,6 +46,20 @@
 {{- end -}}
 {{- if and $key.existingSecret $key.value -}}
 {{- fail "security.clusterKey: existingSecret and value are two keys; give one" -}}
+{{- end -}}
+{{- if and $key.generate (or $key.existingSecret $key.value) -}}
+{{- fail "security.clusterKey.generate: a key is given already; remove generate, or existingSecret and value" -}}
+{{- end -}}
+{{- if and $key.others (not $key.value) -}}
+{{- fail (printf "security.clusterKey.others: they go with security.clusterKey.value; of an existingSecret they are its key %s" $key.othersKey) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Last, so that every other mistake is told first. */}}
+{{- define "kvferry.validateKeySource" -}}
+{{- $key := .Values.security.clusterKey -}}
+{{- if not (or .Values.security.insecure $key.existingSecret $key.value $key.generate) -}}
+{{- fail (printf "security.clusterKey: no key is given. Make one: kubectl -n %s create secret generic kvferry-cluster --from-literal=%s=$(openssl rand -hex 32), and set security.clusterKey.existingSecret=kvferry-cluster. With helm install and upgrade security.clusterKey.generate=true makes one too; where templates are rendered without a cluster (helm template, Argo CD) it would be another one each time" .Release.Namespace $key.key) -}}
 {{- end -}}
 {{- end -}}
 
@@ -92,13 +115,14 @@
 {{- if and $limit (lt (include "kvferry.bytes" $limit | int64) $arena) -}}
 {{- fail (printf "kvstore.resources.limits.memory = %s does not hold the arena (config.kvstore.memory_bytes = %d)" $limit $arena) -}}
 {{- end -}}
-{{- if eq .Values.kvstore.mode "sidecar" -}}
 {{- if ne (int .Values.kvstore.replicas) 1 -}}
-{{- fail (printf "kvstore.replicas = %v: a sidecar is there once in every worker's pod; leave it at 1, or set kvstore.mode to service" .Values.kvstore.replicas) -}}
+{{- fail (printf "kvstore.replicas = %v: one store serves all workers, and several would be separate caches that clients reach by chance; leave it at 1 and raise its memory, or set kvstore.mode to sidecar" .Values.kvstore.replicas) -}}
 {{- end -}}
 {{- if .Values.kvstore.autoscaling -}}
-{{- fail "kvstore.autoscaling: a sidecar scales with its workers; remove it, or set kvstore.mode to service" -}}
+{{- fail "kvstore.autoscaling: a store is not scaled, its blocks are in one process; remove it and raise its memory" -}}
 {{- end -}}
+{{- if and (eq .Values.kvstore.kind "Deployment") .Values.kvstore.disk.size (eq .Values.kvstore.mode "service") -}}
+{{- fail "kvstore.kind = Deployment: only a StatefulSet has a disk of its own; use kvstore.kind = StatefulSet, or leave kvstore.disk.size empty" -}}
 {{- end -}}
 {{- end -}}
 
@@ -114,12 +138,14 @@
 {{- if lt $grace (add $drain 5 | int) -}}
 {{- fail (printf "%s.terminationGracePeriodSeconds = %d: draining takes up to %d s, so the pod would be killed in the middle of it; give at least %d, or shorten the drain time and connector.lease_s" .role $grace $drain (add $drain 5)) -}}
 {{- end -}}
-{{- $gpu := dig "gpu" "count" 0 $values | int -}}
-{{- if and (has .role (list "prefill" "decode" "aggregated")) (eq $gpu 0) -}}
-{{- include "kvferry.validateMemory" (dict "role" .role "values" $values "config" $config "root" .root) -}}
+{{- $checked := dict "role" .role "values" $values "config" $config "root" .root -}}
+{{- include "kvferry.validateWorkload" $checked -}}
+{{- include "kvferry.validateSettings" $checked -}}
+{{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
+{{- include "kvferry.validateDevices" $checked -}}
 {{- end -}}
-{{- if and $gpu (eq (default "cpu" $config.model.device) "cpu") -}}
-{{- fail (printf "%s.gpu.count = %d, but config.model.device is cpu: set it to cuda, or the GPU idles" .role $gpu) -}}
+{{- if has .role (list "prefill" "decode" "aggregated") -}}
+{{- include "kvferry.validateMemory" $checked -}}
 {{- end -}}
 {{- if and .root.Values.rdma.enabled (ne (include "kvferry.usesNixl" .) "true") (has .role (list "prefill" "decode")) -}}
 {{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
@@ -159,15 +185,36 @@
 {{- define "kvferry.validateMemory" -}}
 {{- $limit := dig "resources" "limits" "memory" "" .values -}}
 {{- $pool := dig "cache" "memory_bytes" 1073741824 .config | int64 -}}
-{{- if eq (dig "cache" "huge_pages" "never" .config) "always" -}}
+{{- $others := include "kvferry.connectorBytes" . | int64 -}}
+{{- if or (gt (dig "gpu" "count" 0 .values | int) 0) .values.resourceClaims -}}
+{{- $pool = 0 | int64 -}}
+{{- else if eq (dig "cache" "huge_pages" "never" .config) "always" -}}
 {{- include "kvferry.validateHugePages" (dict "role" .role "values" .values "section" "config.cache" "wish" "always" "bytes" $pool) -}}
 {{- $pool = 0 | int64 -}}
 {{- end -}}
 {{- if $limit -}}
 {{- $shm := include "kvferry.bytes" .root.Values.shm.size | int64 -}}
 {{- $bytes := include "kvferry.bytes" $limit | int64 -}}
-{{- if lt $bytes (add $pool $shm | int64) -}}
+{{- if lt $bytes (add $pool $shm $others | int64) -}}
+{{- if $others -}}
+{{- fail (printf "%s.resources.limits.memory = %s does not hold the KV pool (%d), the connector's blocks in host memory (config.connector.offload.memory_bytes or config.kvstore.memory_bytes: %d) and /dev/shm (%s); the model comes on top" .role $limit $pool $others .root.Values.shm.size) -}}
+{{- end -}}
 {{- fail (printf "%s.resources.limits.memory = %s does not even hold the KV pool (config.cache.memory_bytes = %d) and /dev/shm (shm.size = %s); the model comes on top" .role $limit $pool .root.Values.shm.size) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+
+{{/* Host memory that connectors take within a worker: the arena of "offload", and of "store" where no store has an address. */}}
+{{- define "kvferry.connectorBytes" -}}
+{{- $connector := .config.connector -}}
+{{- $names := ternary (default list $connector.connectors) (list (default "p2p" $connector.name)) (eq (default "p2p" $connector.name) "multi") -}}
+{{- $bytes := 0 | int64 -}}
+{{- if and (has "offload" $names) (ne (dig "offload" "huge_pages" "never" $connector) "always") -}}
+{{- $bytes = add $bytes (dig "offload" "memory_bytes" 1073741824 $connector | int64) -}}
+{{- end -}}
+{{- if and (has "store" $names) (not .root.Values.kvstore.enabled) (ne (dig "kvstore" "huge_pages" "never" .config) "always") -}}
+{{- $bytes = add $bytes (dig "kvstore" "memory_bytes" 1073741824 .config | int64) -}}
+{{- end -}}
+{{- $bytes -}}
 {{- end -}}
