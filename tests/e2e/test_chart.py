@@ -25,6 +25,7 @@ CHART = Path(__file__).parents[2] / "helm" / "kvferry"
 PORTS = ("http", "workers", "control", "data", "ops", "store", "storeOps")
 ROUTERS = "kvferry-router-workers.llm.svc.cluster.local"
 SETTINGS = (
+    "security.clusterKey.existingSecret=kvferry-cluster",
     "config.cache.memory_bytes=536870912",
     "config.worker.drain_timeout_s=20",
     "prefill.resources.requests.cpu=1",

@@ -109,18 +109,21 @@ def test_cluster_finds_in_redis_what_another_has_computed(start, redis_process, 
     def ask(served):
         body = served.complete(corpus[:280], max_tokens=8)
         assert_token_identical(corpus[:280], body["choices"][0]["token_ids"])
-        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return body["usage"]
 
     with ThreadPoolExecutor() as pool:  # one of them keeps a single processor busy, mostly
         first, second, third = pool.map(start_one, ("first", "second", "behind the damage"))
-    assert ask(first) == 0
+    assert ask(first)["prompt_tokens_details"]["cached_tokens"] == 0
     with redis.Redis.from_url(redis_process.url) as client:
         eventually(lambda: client.dbsize() >= 4, "four blocks in Redis")
-        assert ask(second) == 4 * BLOCK_SIZE
+        usage = ask(second)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK_SIZE
+        assert "kv_transfer" not in usage
         for key in client.scan_iter():
             stored = client.get(key)
             client.set(key, stored[:-1] + bytes([stored[-1] ^ 1]))
-    ask(third)  # found, refused, and computed
+    transfer = ask(third)["kv_transfer"]  # found, refused, and computed
+    assert (transfer["recomputed_tokens"], transfer["fallback_reason"]) == (4 * BLOCK_SIZE, "store_miss")
     assert samples(third, "kvstore", "kvferry_kvstore_tier_corrupt_blocks_total") == {"redis": 4}
     (worker,) = third.cluster.workers
     assert samples(third, worker.engine_id, "kvferry_store_events_total")["failed_blocks"] == 4

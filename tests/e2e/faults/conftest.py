@@ -200,6 +200,17 @@ class FaultCluster:
         self.eventually(lambda: self.trace(event), f"event {event!r} of a read", timeout_s)
         return self.trace(event)[0]
 
+    def hang(self, name: str) -> float:
+        """Let the engine of a worker stand still; the rest of the process lives. Returns when."""
+        at = time.monotonic()
+        (self.folder / f"{name}.hang").touch()
+        return at
+
+    def unhang(self) -> None:
+        """Let every engine go on."""
+        for command in self.folder.glob("*.hang"):
+            command.unlink()
+
     def kill(self, name: str, number: int) -> float:
         """Send a signal; returns when."""
         at = time.monotonic()
@@ -439,6 +450,7 @@ def faulty(request, fault_cluster: FaultCluster) -> Iterator[FaultCluster]:
     yield fault_cluster
     if fault_cluster.network is not None:
         fault_cluster.network.heal()
+    fault_cluster.unhang()
     for name in fault_cluster.cluster.pids:
         _thaw(fault_cluster.cluster, name)
     fault_cluster.assert_settled()

@@ -17,6 +17,7 @@ from typing import Any
 from connectors.p2p.bundle import P2PConnector
 from connectors.p2p.transports import TransportSettings, create_transport
 from connectors.registry import Connector, ConnectorContext
+from core.connector import KVConnectorWorker
 from core.errors import KVFerryError, PeerUnreachable, TransferError
 from core.testing.fault_transport import FaultPlan, FaultTransport
 from core.transport import PeerId, ReadResult, RowRegion, Transport
@@ -32,7 +33,20 @@ def connector(context: ConnectorContext) -> Connector:
         return CommandedTransport(create_transport(name, settings), desk, made.end_deadlines)
 
     made = (BoastfulConnector if context.config.extra.get("boastful_leases") else CommandedConnector)(context, create)
+    hang_on_command(made.worker, Path(context.config.extra["faults"]) / f"{context.engine_id}.hang")
     return made
+
+
+def hang_on_command(worker: KVConnectorWorker, command: Path) -> None:
+    """Let the engine's thread, and nothing else of the process, stand still at the end of a step while the file exists."""
+    wait_for_save = worker.wait_for_save
+
+    def wait() -> None:
+        while command.exists():
+            time.sleep(_LOOK_AGAIN_S)
+        wait_for_save()
+
+    worker.wait_for_save = wait  # type: ignore[method-assign]
 
 
 class CommandedConnector(P2PConnector):
