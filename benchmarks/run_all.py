@@ -45,6 +45,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("scheduler", ("--requests", "8", "--prompt-tokens", "32", "--steps", "20"), False, False),
+    Benchmark("handoff_admission"),
     Benchmark("hybrid"),
     Benchmark("attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
@@ -57,7 +58,9 @@ BENCHMARKS = (
     Benchmark("encoder"),
     Benchmark("photographs"),
     Benchmark("through_router"),
+    Benchmark("first_minutes"),
     Benchmark("cluster"),
+    Benchmark("router_attack"),
 )
 
 
