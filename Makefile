@@ -3,6 +3,7 @@
 #   make test    the whole suite, as CI runs it
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
+#   make chaos   four minutes of real processes under faults, every answer compared
 #   make check   the quick suite (no model, no clusters) and the linters
 #   make bench   the benchmarks of docs/benchmarks.md
 #   make chart   write the Helm chart's schema and snapshots again, after a change of the settings or of the chart
@@ -23,19 +24,22 @@ LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)
 PYTHON_USED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))-$(PYTHON_USED)
 
-.PHONY: demo test test-full sim check lint bench chart install install-test install-lmcache check-redis clean
+.PHONY: demo test test-full sim chaos check lint bench chart install install-test install-lmcache check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
 
-test: install-test install-lmcache check-redis
+test: install-test install-lmcache check-tools
 	$(BIN)/python -m pytest -n 2
 
-test-full: install-test install-lmcache check-redis
+test-full: install-test install-lmcache check-tools
 	$(BIN)/python -m pytest -n 2 --full
 
 sim: install
 	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2
+
+chaos: install-test
+	$(BIN)/python -m tests.chaos --transport tcp --minutes 4
 
 check: install-test lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not e2e"
@@ -52,9 +56,10 @@ bench: install-test
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test $(BIN)/helm
 
-check-redis:
+check-tools:
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || \
 		echo "The tests with a real Redis are skipped. To run them: apt-get install redis-server (or valkey-server)"
+	@command -v promtool >/dev/null || echo "The tests of the chart's alerts are skipped. To run them: apt-get install prometheus"
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt core/_multilinear.c

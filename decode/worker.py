@@ -36,7 +36,7 @@ from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, Tra
 class _Choice:
     """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``.
 
-    ``transfer_usage`` is None if the request began here: then there is no hand-over to account for.
+    ``transfer_usage`` is None if the request began here, until a tier has been read: there is no handoff to account for.
     """
 
     position: int

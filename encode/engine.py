@@ -20,6 +20,7 @@ from core.encoder import ECConnectorWorker, EmbeddingsLayout
 from core.engine.core import EngineGauges
 from core.engine.image_preparation import ImageReader
 from core.engine.prepared_images import Pixels
+from core.engine.step_watch import StepSize
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
 from core.wire.media import ECSource, MMFeature
@@ -124,6 +125,12 @@ class EncodeEngine:
         self._must_step = False
         self._is_shut_down = False
         self._gauges = EngineGauges()
+        self._step_size = StepSize()
+
+    @property
+    def step_size(self) -> StepSize:
+        """Images of the step in hand, once it is decided. Another thread may ask."""
+        return self._step_size
 
     @property
     def gauges(self) -> EngineGauges:
@@ -172,7 +179,9 @@ class EncodeEngine:
         """
         self._must_step = False
         outputs: list[EngineCoreOutput] = []
-        for image in self._choose_batch(outputs):
+        batch = self._choose_batch(outputs)
+        self._step_size = StepSize(num_images=len(batch))
+        for image in batch:
             error = self._compute(image)
             if error is not None:
                 outputs += self._fail(image, ErrorInfo.of(error), "bad")

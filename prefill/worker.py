@@ -48,6 +48,8 @@ class _Prefill:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     queue_ms: float = 0.0
+    recomputed_tokens: int = 0
+    fallback_reason: str = ""
 
     def choice_ids(self) -> list[str]:
         """Return the engine requests that have not ended yet."""
@@ -128,6 +130,9 @@ class PrefillHands(RoleHands):
         if index == 0 and output.prefill_stats is not None:
             prefill.num_cached_tokens = output.prefill_stats.num_cached_tokens
             prefill.queue_ms = output.prefill_stats.queue_s * 1e3
+        if output.transfer_usage is not None:
+            prefill.recomputed_tokens += output.transfer_usage.recomputed_tokens
+            prefill.fallback_reason = prefill.fallback_reason or output.transfer_usage.fallback_reason
         if not output.new_token_ids:
             return
         prefill.choices[index] = PrefillChoice(
@@ -163,6 +168,8 @@ class PrefillHands(RoleHands):
                 num_cached_tokens=prefill.num_cached_tokens,
                 queue_ms=prefill.queue_ms,
                 prefill_ms=max(0.0, total_ms - prefill.queue_ms),
+                recomputed_tokens=prefill.recomputed_tokens,
+                fallback_reason=prefill.fallback_reason,
             )
         )
         result.ended.append(request_id)

@@ -42,6 +42,7 @@ _CLUSTER_SETTINGS = (
     "worker.pin_cpus=false",
     "local.ready_timeout_s=240",
     "local.restart_backoff_s=0.1",
+    "local.health_max_silence_s=120",  # tests stop processes and let them go on
 )
 
 

@@ -1,9 +1,12 @@
 """The wheel holds every module, and each one imports from it alone."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -90,3 +93,29 @@ def test_control_plane_starts_without_torch(module):
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr or f"{module} imports torch"
+
+
+def imported_names(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def test_everything_imported_is_a_declared_dependency():
+    """Test suites that ship may use what tests use; the rest what an installation without the extra ``test`` has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name, lines in project["optional-dependencies"].items() if name != "test" for line in lines]
+    declared = {re.match(r"[\w-]+", line).group().replace("-", "_").lower() for line in [*project["dependencies"], *extras]}
+    names = {"pyyaml": "yaml", "pyzmq": "zmq", "pillow": "PIL", "opentelemetry_sdk": "opentelemetry", "uvicorn": "httptools"}
+    allowed = {*declared, *names.values(), *PACKAGES, *sys.stdlib_module_names}
+    found = {
+        (name, str(path.relative_to(ROOT)))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if "testing" not in path.parts
+        for name in imported_names(path)
+        if name not in allowed
+    }
+    assert found == set()

@@ -18,6 +18,7 @@ BY_ENVIRONMENT = {
     "cache_dir": "$KVFERRY_CACHE",
     "api_key": "$KVFERRY_API_KEY",
     "cluster_key": "$KVFERRY_CLUSTER_KEY",
+    "other_cluster_keys": "$KVFERRY_OTHER_CLUSTER_KEYS",
     "redis_password": "$KVFERRY_REDIS_PASSWORD",
 }
 
