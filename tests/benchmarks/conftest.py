@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="session")
 def load_benchmark() -> Callable[[str], ModuleType]:
     """Return a benchmark's module, under a name that is nobody else's."""
+    sys.path.append(str(BENCHMARKS))  # where scripts find what they share
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"kvferry_benchmark_{name}", BENCHMARKS / f"{name}.py")

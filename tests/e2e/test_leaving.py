@@ -35,8 +35,8 @@ def serving(request, cluster_config, tmp_path):
     with (tmp_path / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
-        line = process.stdout.readline()
-        assert line.startswith("serving"), (tmp_path / "serve.log").read_text()[-2000:]
+        line = next((line for line in process.stdout if line.startswith("serving")), "")
+        assert line, (tmp_path / "serve.log").read_text()[-2000:]
         yield process, psutil.Process(process.pid).children(recursive=True), re.search(r"http://[\d.:]+", line)[0]
     finally:
         process.kill()

@@ -210,6 +210,7 @@ def test_installed_package_serves_a_cluster(examples_dir, tmp_path, folder, clus
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--target", site, source], check=True, timeout=120)
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(site)  # settings are checked here, before any worker starts
     settings = (
         "connector.name=folder",
         f"connector.extra.folder={folder}",
