@@ -308,14 +308,20 @@ class SegmentLog:
         try:
             self._space.measure(self.used_bytes)
         except OSError as error:
-            raise Unavailable(f"{self._folder} cannot be measured: {error}") from None
+            raise self._unmeasurable(error) from None
+
+    def _unmeasurable(self, error: OSError) -> Unavailable:
+        return Unavailable(f"{self._folder} cannot be measured: {error}")
 
     def _give_way(self) -> bool:
         """Adapt to a file system that is full before the capacity is reached; True if a file was deleted, so try again.
 
         The file that is written may hold all there is; it is only closed then, and goes when the next block finds no room.
         """
-        self._space.on_full(self.used_bytes)
+        try:
+            self._space.on_full(self.used_bytes)
+        except OSError as error:
+            raise self._unmeasurable(error) from None
         oldest = self._segments[0] if self._segments else None
         if oldest is None or oldest is self._active:
             self._leave_active()

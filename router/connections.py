@@ -138,12 +138,16 @@ class GuardedConnection(HttpToolsProtocol):
     def _parse(self, piece: bytes) -> None:
         """Feed the parser, which calls what follows. In place of uvicorn's, which logs whatever a client gets wrong."""
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserError:
-            self._refuse_unparsed()
-        except httptools.HttpParserUpgrade:
-            return  # to nothing that we speak: the answer to the request is all there is
+        rest = piece
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserError:
+                self._refuse_unparsed()
+                return
+            except httptools.HttpParserUpgrade as stop:  # to nothing that we speak: what follows is the next request
+                rest = rest[stop.args[0] :]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all clocks, and the request that is being served: uvicorn tells only the last one that was sent ahead."""

@@ -7,6 +7,7 @@ nothing of requests.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from core.wire.messages import Role
@@ -18,6 +19,7 @@ _START_FACTOR = 2.0  # a start beside others under load takes longer than the on
 _NOTICE_S = 10.0  # until a death is noticed and a supervisor starts the successor
 _LATE_FACTOR = 1.5  # one that takes longer than expected is expected after half as long again
 _MAX_LEARNED_S = 600.0  # a longer absence was meant
+_NUM_REMEMBERED = 4  # starts of a role: one that was slow is forgotten after some that were not
 _PATIENCE_FACTOR = 3.0  # of the expected time, how long a request waits for a supervised worker
 
 
@@ -26,7 +28,7 @@ class Restarts:
 
     def __init__(self, worker_wait_s: float) -> None:
         self._worker_wait_s = worker_wait_s
-        self._restart_s: dict[Role, float] = {}  # the slowest known
+        self._starts: dict[Role, deque[float]] = {}  # seconds that the last ones took
         self._is_supervised: dict[Role, bool] = {}
         self._missing_since: dict[Role, float] = {}
         self._first_look: float | None = None
@@ -38,14 +40,15 @@ class Restarts:
         start_s = facts.start_ms / 1e3 if facts.start_ms else _UNKNOWN_START_S
         absent_s = now - self._missing_since.get(role, now)
         learned_s = absent_s if absent_s <= _MAX_LEARNED_S else 0.0
-        self._restart_s[role] = max(self._restart_s.get(role, 0.0), _START_FACTOR * start_s + _NOTICE_S, learned_s)
+        starts = self._starts.setdefault(role, deque(maxlen=_NUM_REMEMBERED))
+        starts.append(max(_START_FACTOR * start_s + _NOTICE_S, learned_s))
 
     def look(self, workers: Iterable[Worker], now: float) -> None:
         """Note which of the known roles are missing: nobody of them takes requests."""
         if self._first_look is None:
             self._first_look = now
         there = {worker.role for worker in workers if not worker.is_closed}
-        for role in self._restart_s:
+        for role in self._starts:
             if role in there:
                 self._missing_since.pop(role, None)
             else:
@@ -53,12 +56,12 @@ class Restarts:
 
     def patience_s(self, roles: Sequence[Role]) -> float:
         """Return how long a request waits for a worker of one of these roles."""
-        supervised = [self._restart_s[role] for role in roles if self._is_supervised.get(role)]
+        supervised = [max(self._starts[role]) for role in roles if self._is_supervised.get(role)]
         return max([self._worker_wait_s, *(_PATIENCE_FACTOR * restart_s for restart_s in supervised)])
 
     def retry_after_s(self, now: float) -> int:
         """Return in how many whole seconds the roles will be back without which a request finds no route."""
-        known, ways = self._restart_s.keys(), list[float]()
+        known, ways = self._starts.keys(), list[float]()
         if "aggregated" in known:
             ways.append(self._remaining_s("aggregated", now))
         if "prefill" in known:
@@ -69,8 +72,8 @@ class Restarts:
 
     def _remaining_s(self, role: Role, now: float) -> float:
         """Return how long until a worker of the role is there; the estimate grows once it is late."""
-        if role in self._restart_s:
-            since, expected_s = self._missing_since.get(role), self._restart_s[role]
+        if role in self._starts:
+            since, expected_s = self._missing_since.get(role), max(self._starts[role])
             return _remaining_s(expected_s, now - since) if since is not None else 0.0
         age_s = now - (now if self._first_look is None else self._first_look)
         if age_s < _REGISTER_S:

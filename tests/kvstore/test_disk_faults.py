@@ -223,6 +223,16 @@ def test_disk_that_cannot_be_measured_is_unavailable(tmp_path, monkeypatch):
     log.close()
 
 
+def test_full_disk_that_cannot_be_measured_is_unavailable(tmp_path, monkeypatch):
+    log, (first, second) = open_log(tmp_path), blocks_of(2)
+    append(log, first)
+    fail(monkeypatch, os, "pwritev", errno.ENOSPC)
+    fail(monkeypatch, os, "statvfs", errno.EIO)
+    with pytest.raises(Unavailable, match="cannot be measured"):
+        append(log, second)
+    log.close()
+
+
 def test_quota_that_the_file_system_does_not_tell_is_lived_with(tmp_path, monkeypatch):
     quota, real = 60 * RECORD, os.pwritev
 

@@ -63,6 +63,17 @@ async def test_connection_without_a_request_is_closed(impatient):
     writer.close()
 
 
+async def test_request_behind_one_that_wants_another_protocol_is_answered(impatient):
+    reader, writer = await open_to(impatient)
+    first = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    writer.write(first + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    for _ in range(2):
+        head, body = await read_answer(reader)
+        assert head.startswith(b"HTTP/1.1 200")
+    assert b'"list"' in body
+    writer.close()
+
+
 @pytest.mark.parametrize(
     "start", [b"GET /health HTTP/1.1\r\nx: ", b"\r\n"], ids=["a header that never ends", "nothing but newlines"]
 )

@@ -11,11 +11,13 @@ import threading
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.errors import ContextTooLong, InvalidRequest
 from core.wire.messages import TokenLogprobs
 from router import params as params_module
-from router.body_checks import check_num_values
+from router.body_checks import check_num_values, separators_outside_texts
 from router.logprobs import TokenTexts, prompt_logprobs
 from router.news import PromptReport
 from router.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, DetokenizeRequest, TextPart
@@ -78,7 +80,7 @@ async def post(under_test, path, **body):
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"tokens":[' + b",".join([b"1"] * 600_000) + b"]}",
+        b'{"tokens":[' + b",".join([b"1"] * 700_000) + b"]}",
         b'{"tokens":[' + b"[],".join([b"1"] * 90_000) + b"]}",
         b'{"tokens":[' + b'{"a":1},'.join([b"1"] * 60_000) + b"]}",
         b'{"tokens":{' + b'"a":1,'.join([b""] * 60_000) + b"}}",
@@ -91,9 +93,20 @@ def test_body_of_too_many_values_is_refused_undecoded(monkeypatch, body):
         parse_body(body, DetokenizeRequest)
 
 
-@pytest.mark.parametrize("body", [b"," * 250_000, b"x" * 3_000_000, b"a, b: {c} [d]\n" * 45_000])
-def test_ordinary_bodies_are_not_taken_for_too_many_values(body):
-    check_num_values(body)
+@pytest.mark.parametrize(
+    "prompt",
+    ["," * 700_000, "x" * 3_000_000, ["12:00:01 [worker] step {7}: done, next\n" * 140] * 128, [[7] * 65_000] * 8],
+    ids=["commas", "one text", "logs", "token ids"],
+)
+def test_ordinary_bodies_are_not_taken_for_too_many_values(prompt):
+    check_num_values(json.dumps({"prompt": prompt}).encode())
+
+
+@given(st.lists(st.text(alphabet='a",:[{\\'), max_size=6), st.integers(1, 40))
+def test_what_texts_contain_is_not_counted(texts, piece_bytes):
+    body = json.dumps({"prompt": texts}, separators=(",", ":")).encode()
+    expected = {",": max(0, len(texts) - 1), "[": 1, "{": 1, ":": 1}
+    assert separators_outside_texts(body, piece_bytes) == expected
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------------

@@ -63,6 +63,17 @@ def test_an_absence_that_was_longer_than_expected_is_learned():
     assert restarts.retry_after_s(1000.0) == 80
 
 
+def test_a_slow_start_is_forgotten_after_some_quick_ones():
+    restarts, workers = known("p0", "d0")
+    restarts.look([workers["p0"]], 0.0)
+    restarts.on_joined(workers["d0"], 500.0)
+    restarts.look(workers.values(), 500.0)
+    for _ in range(4):
+        restarts.on_joined(workers["d0"], 600.0)
+    restarts.look([workers["p0"]], 1000.0)
+    assert restarts.retry_after_s(1000.0) == 34
+
+
 def test_of_two_ways_to_serve_the_sooner_counts():
     restarts, _ = known("p0", "d0", "a0")
     restarts.look([], 0.0)
