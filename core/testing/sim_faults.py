@@ -53,11 +53,16 @@ class Fault(StrEnum):
     STORE_LOSS = "store_loss"  # its replies are lost, or late
     STORE_CORRUPT = "store_corrupt"  # bits of stored blocks change
     STORE_FULL = "store_full"  # little memory, all of which may be in use
+    # the disk or the server below a store's memory, in runs that have one
+    TIER_FULL = "tier_full"  # it keeps nothing new for a while
+    TIER_UNREADABLE = "tier_unreadable"  # its reads fail for a while
+    TIER_LOSS = "tier_loss"  # its blocks vanish; a disk still announces them
 
 
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
+TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *GRAY_FAULTS))
+CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS))
 _GRAY_SHARE = 0.4  # of runs with faults
 
 

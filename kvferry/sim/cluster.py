@@ -240,10 +240,10 @@ class SimCluster:
             stalled_reads=reads.num_stalled,
             failed_reads=reads.num_failed,
             corrupted_reads=reads.num_corrupted,
-            flipped_bits=self.stores.num_flipped_bits,
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened.update(self._retries)
+        happened.update(self.stores.count_what_happened())
         for worker in self._lives:
             happened.update(worker.count_what_happened())
         return +happened

@@ -1,7 +1,7 @@
 """Stores of KV blocks under virtual time: one process that workers share, its clients, and a store inside a worker.
 
 Takes the place of ``kvstore.server``, ``kvstore.client`` and ``kvstore.embedded``: carries the real state machines of both
-sides, over the simulated network, by each process's own clock. Lower tiers are dictionaries that outlive the store's process.
+sides, over the simulated network, by each process's own clock. Lower tiers outlive the store's process.
 """
 
 from __future__ import annotations

@@ -6,12 +6,16 @@ pools), embeddings, or both.
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 from core.ids import SeededIds
+from core.testing.sim_faults import Fault
 from core.testing.sim_loop import Process, ProcessClock
+from core.testing.sim_troubles import Kind
 from core.wire.kv import KVLayoutInfo
 from kvferry.sim.host import Host, World
+from kvferry.sim.lower_tier import SimLowerTier
 from kvferry.sim.store import (
     HEARTBEAT_INTERVAL_S,
     REQUEST_TIMEOUT_S,
@@ -24,7 +28,6 @@ from kvferry.sim.tier import SimTier
 from kvferry.sim.tier_plan import TierPlan
 from kvstore.arena import Arena
 from kvstore.client_machine import ClientOptions
-from kvstore.testing.sim_store import DictTier
 
 
 class SharedStore:
@@ -33,7 +36,7 @@ class SharedStore:
     def __init__(self, world: World, plan: TierPlan) -> None:
         self._world = world
         self._plan = plan
-        self._lower = [DictTier(must_be_asked=index > 0) for index in range(plan.num_lower_tiers)]
+        self.lower = [self._make_lower_tier(index) for index in range(plan.num_lower_tiers)]
         self._processes: dict[str, Process] = {}  # by client id
         self._num_lives = 0
         self._server: SimStoreServer | None = None
@@ -50,7 +53,7 @@ class SharedStore:
         name = self._plan.process
         seed = Random(f"{self._plan.seed}/{name}/{self._num_lives}").getrandbits(63)
         process = Process(self._world.loop, name, ProcessClock(self._world.loop, 9000.0))
-        self._server = SimStoreServer(Host(self._world, process), self._plan, seed, self._lower, self._processes)
+        self._server = SimStoreServer(Host(self._world, process), self._plan, seed, self.lower, self._processes)
 
     def crash(self, seconds: float) -> None:
         """End a life; the next one begins later, with what lies on its disk."""
@@ -79,6 +82,15 @@ class SharedStore:
     def leftovers(self) -> list[str]:
         """Return what it holds for nobody."""
         return self._server.leftovers() if self._server is not None else []
+
+    def _make_lower_tier(self, index: int) -> SimLowerTier:
+        """Return a tier like a disk, or one that must be asked. A block that does not come is trouble of its store."""
+
+        def on_lost_read() -> None:
+            self._world.network.troubles.note(Kind.STORE, [self._plan.process], 0.0)
+
+        loop = self._world.loop
+        return SimLowerTier(lambda: loop.now, on_lost_read, must_be_asked=index > 0)
 
     def _arena(self, incarnation: int) -> Arena | None:
         """Return the memory of the life that a client has been welcomed by, None if it is over."""
@@ -110,6 +122,18 @@ class SimStores:
     def corrupt(self, owner: SharedStore | SimTier) -> None:
         """Change a bit of a block that is stored: in a worker's own tier, or in a store that workers share."""
         self.num_flipped_bits += owner.corrupt()
+
+    def fail_tier(self, name: str, index: int, kind: Fault, seconds: float) -> None:
+        """Let a lower tier of a store that workers share fail for a while."""
+        self.shared[name].lower[index].fail(kind, seconds)
+
+    def count_what_happened(self) -> Counter[str]:
+        """Count what need not happen in a run."""
+        happened = Counter(flipped_bits=self.num_flipped_bits)
+        for store in self.shared.values():
+            for tier in store.lower:
+                happened.update(tier.counts)
+        return happened
 
     def open_tier(self, host: Host, layout: KVLayoutInfo, seed: int) -> SimTier | None:
         """Return the tier of a worker that starts, if workers have one."""

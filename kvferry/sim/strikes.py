@@ -76,6 +76,9 @@ class Strikes:
             Fault.STORE_CRASH: self._crash_store,
             Fault.STORE_FREEZE: lambda event: self._freeze(processes.stores.shared[event.targets[0]].process, event.seconds),
             Fault.STORE_CORRUPT: self._corrupt,
+            Fault.TIER_FULL: self._fail_tier,
+            Fault.TIER_UNREADABLE: self._fail_tier,
+            Fault.TIER_LOSS: self._fail_tier,
         }
 
     def strike(self, event: FaultEvent) -> None:
@@ -236,6 +239,12 @@ class Strikes:
     def _crash_store(self, event: FaultEvent) -> None:
         self._troubles.note(Kind.STORE, event.targets, event.seconds + self.rejoin_s)
         self._processes.stores.shared[event.targets[0]].crash(event.seconds)
+
+    def _fail_tier(self, event: FaultEvent) -> None:
+        """Let a lower tier of a store fail. It is no trouble by itself: only what does not come from there is."""
+        name, tier = event.targets
+        index = int(tier.removeprefix("tier-"))
+        self._processes.stores.fail_tier(name, index, event.kind, event.seconds)
 
     def _corrupt(self, event: FaultEvent) -> None:
         """Change a bit of what a store holds, or a worker in a tier of its own or for readers of embeddings."""

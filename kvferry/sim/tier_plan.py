@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from core.testing.sim_faults import STORE_FAULTS, Fault, FaultEvent
+from core.testing.sim_faults import STORE_FAULTS, TIER_FAULTS, Fault, FaultEvent
 
 STORE = "store-0"  # the process's name
 EMBEDDING_STORE = "store-1"
@@ -19,6 +19,8 @@ _GENTLE_SHARE = 0.3  # of these, runs in which nothing goes wrong with it
 _OFFLOAD_SHARE = 0.35
 _ONLY_OF_A_STORE = frozenset({Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS})
 _MANY_SLOTS = 400
+_FAILING_SHARE = 0.5  # of the runs with lower tiers, in which these fail
+_SLOTS_ABOVE_FAILING_TIERS = (6, 24)  # few, so that blocks are got from below
 _FEW_IMAGES = 3
 
 
@@ -31,7 +33,7 @@ class TierPlan:
 
     seed: int
     name: Literal["offload", "store"]
-    kinds: frozenset[Fault]
+    kinds: frozenset[Fault]  # of the store and of its lower tiers
     workers: tuple[str, ...]  # engine ids
     num_slots: int  # of the arena
     eviction: str
@@ -72,6 +74,22 @@ class TierPlan:
                 at = random.choice(moments) + random.choice((0.1, 0.5, 2.0)) * random.random()
                 seconds = random.uniform(0.1, longest_s) if longest_s else 0.0
                 events.append(FaultEvent(at, kind, (random.choice(owners),), seconds))
+        return events + self._draw_failures(moments)
+
+    def _draw_failures(self, moments: Sequence[float]) -> list[FaultEvent]:
+        """Draw when lower tiers fail; each event names the tier by its position."""
+        random = Random(f"{self.seed}/tier failures/{self.process}")
+        events = []
+        for kind, most, longest_s in (
+            (Fault.TIER_FULL, 3, 5.0),
+            (Fault.TIER_UNREADABLE, 4, 3.0),
+            (Fault.TIER_LOSS, 6, 0.0),
+        ):
+            for _ in range(random.randint(1, most) if kind in self.kinds else 0):
+                at = random.choice(moments) + random.choice((0.1, 0.5, 2.0)) * random.random()
+                seconds = random.uniform(0.2, longest_s) if longest_s else 0.0
+                tier = f"tier-{random.randrange(self.num_lower_tiers)}"
+                events.append(FaultEvent(at, kind, (self.process, tier), seconds))
         return events
 
 
@@ -80,10 +98,11 @@ def draw_tier(seed: int, chosen: Collection[Fault] | None, workers: Sequence[str
     random = Random(f"{seed}/tier")
     has_tier = random.random() < _SHARE
     kinds = _draw_kinds(random) if chosen is None else frozenset(chosen) & frozenset(STORE_FAULTS)
-    if not has_tier and (chosen is None or not kinds):
+    has_failing_tiers = chosen is not None and not frozenset(TIER_FAULTS).isdisjoint(chosen)
+    if not has_tier and (chosen is None or not (kinds or has_failing_tiers)):
         return None
-    is_offload = random.random() < _OFFLOAD_SHARE and not kinds & _ONLY_OF_A_STORE
-    return _draw_plan(random, seed, kinds, workers, is_offload=is_offload)
+    is_offload = random.random() < _OFFLOAD_SHARE and not kinds & _ONLY_OF_A_STORE and not has_failing_tiers
+    return _let_tiers_fail(_draw_plan(random, seed, kinds, workers, is_offload=is_offload), chosen)
 
 
 def draw_embedding_store(seed: int, chosen: Collection[Fault] | None, workers: Sequence[str]) -> TierPlan:
@@ -92,7 +111,22 @@ def draw_embedding_store(seed: int, chosen: Collection[Fault] | None, workers: S
     kinds = _draw_kinds(random) if chosen is None else frozenset(chosen) & frozenset(STORE_FAULTS)
     plan = _draw_plan(random, seed, kinds, workers, is_offload=False)
     num_slots = random.randint(1, _FEW_IMAGES) if Fault.STORE_FULL in kinds else plan.num_slots
-    return replace(plan, process=EMBEDDING_STORE, num_slots=num_slots)
+    return _let_tiers_fail(replace(plan, process=EMBEDDING_STORE, num_slots=num_slots), chosen)
+
+
+def _let_tiers_fail(plan: TierPlan, chosen: Collection[Fault] | None) -> TierPlan:
+    """Return a plan of which the lower tiers fail in some way: where that is drawn, or ``chosen``."""
+    random = Random(f"{plan.seed}/failing tiers/{plan.process}")
+    if chosen is not None:
+        kinds = frozenset(chosen) & frozenset(TIER_FAULTS)
+    elif plan.num_lower_tiers and random.random() < _FAILING_SHARE:
+        kinds = frozenset(random.sample(TIER_FAULTS, random.randint(1, len(TIER_FAULTS))))
+    else:
+        kinds = frozenset()
+    if not kinds:
+        return plan
+    num_slots = min(plan.num_slots, random.randint(*_SLOTS_ABOVE_FAILING_TIERS))
+    return replace(plan, kinds=plan.kinds | kinds, num_slots=num_slots, num_lower_tiers=max(1, plan.num_lower_tiers))
 
 
 def _draw_plan(random: Random, seed: int, kinds: frozenset[Fault], workers: Sequence[str], *, is_offload: bool) -> TierPlan:

@@ -1,0 +1,108 @@
+"""A tier below a simulated store's memory that fails for a while, as a disk or a Redis server does, and then heals.
+
+While it is full it keeps nothing new. While it is unreadable reads fail, and a disk forgets what it could not read. Blocks that
+vanish are announced by a disk until somebody wants one of their file. What ``kvstore`` makes of all that is the real code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from core.errors import Unavailable
+from core.testing.sim_faults import Fault
+from kvstore.testing.sim_store import DictTier
+from kvstore.tiers.base import TierBlock
+
+
+class SimLowerTier(DictTier):
+    """A dictionary that fails on demand; ``must_be_asked`` makes it one like Redis.
+
+    ``now`` is the simulation's time in seconds. ``on_lost_read`` is called when a block does not come that was to come.
+    """
+
+    def __init__(self, now: Callable[[], float], on_lost_read: Callable[[], None], *, must_be_asked: bool) -> None:
+        super().__init__(must_be_asked=must_be_asked)
+        self.counts: Counter[str] = Counter()  # what came of the faults
+        self._is_disk = not must_be_asked
+        self._now = now
+        self._on_lost_read = on_lost_read
+        self._fails_until: dict[Fault, float] = {}
+        self._announced: set[bytes] = set()  # blocks that have vanished, and that nobody has missed yet
+        self._lost: set[bytes] = set()  # all that have vanished, or could not be read
+
+    def fail(self, kind: Fault, seconds: float) -> None:
+        """Be full or unreadable for so long, or lose at once all that is here."""
+        if kind is Fault.TIER_LOSS:
+            self._lose_all()
+        else:
+            self._fails_until[kind] = max(self._fails_until.get(kind, 0.0), self._now() + seconds)
+
+    def knows(self, key: bytes) -> bool | None:
+        """Look into the index, unless it has to be asked."""
+        return super().knows(key) or key in self._announced if self._is_disk else None
+
+    def locate(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look; a server that fails says nothing.
+
+        Raises:
+            Unavailable: reads fail.
+        """
+        if not self._is_disk and self._has(Fault.TIER_UNREADABLE):
+            raise self._failure("unanswered_questions")
+        return [key in self.values or key in self._announced for key in keys]
+
+    def load(self, key: bytes, target: memoryview) -> TierBlock | None:
+        """Copy out.
+
+        Raises:
+            Unavailable: reads fail, or the file of the block is gone.
+        """
+        if self._has(Fault.TIER_UNREADABLE):
+            self._on_lost_read()
+            if self._is_disk:
+                self._lost.add(key)
+                self.values.pop(key, None)
+            raise self._failure("failed_reads")
+        if key in self._announced:
+            self._on_lost_read()
+            self._announced.clear()  # as all blocks of a file that cannot be read
+            raise self._failure("vanished_reads")
+        loaded = super().load(key, target)
+        if loaded is None and key in self._lost:
+            self._on_lost_read()
+            self.counts["tier_missing_reads"] += 1
+        return loaded
+
+    def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
+        """Copy in; False from a disk without room.
+
+        Raises:
+            Unavailable: a server has no room.
+        """
+        if self._has(Fault.TIER_FULL):
+            failure = self._failure("full_saves")
+            if self._is_disk:
+                return False
+            raise failure
+        self._announced.discard(key)
+        return super().save(key, seal, block)
+
+    def remove(self, key: bytes) -> None:
+        """Forget."""
+        self._announced.discard(key)
+        super().remove(key)
+
+    def _has(self, kind: Fault) -> bool:
+        return self._now() < self._fails_until.get(kind, 0.0)
+
+    def _lose_all(self) -> None:
+        if self._is_disk:
+            self._announced.update(self.values)
+        self._lost.update(self.values)
+        self.counts["tier_vanished_blocks"] += len(self.values)
+        self.values.clear()
+
+    def _failure(self, what: str) -> Unavailable:
+        self.counts[f"tier_{what}"] += 1
+        return Unavailable(f"{what} of a simulated tier")
