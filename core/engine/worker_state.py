@@ -201,10 +201,10 @@ class WorkerState:
         return self._abort_requests_of(link) if is_another else []
 
     def _on_refused(self, link: str, membership: RouterLink, message: Refused, now: float) -> list[Action]:
-        was_registered = membership.is_registered
+        """Whatever the router has asked for it asked before: also what came late, when it was thought to be lost already."""
         if membership.on_refused(message.error.message, now):
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
-        return self._abort_requests_of(link) if was_registered else []
+        return self._abort_requests_of(link)
 
     def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
         if line := limited_event(self._router_lines, now, name, link, router=link, **fields):

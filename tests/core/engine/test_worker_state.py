@@ -210,6 +210,13 @@ def test_stranger_registers_again(worker):
     assert sent(worker.state.on_timer(1.0 + REGISTER_INTERVAL_S), "a") == [REGISTRATION]
 
 
+def test_request_that_came_late_ends_when_its_router_does_not_know_the_worker(worker):
+    hear_only_from("b", worker, until=5)
+    worker.generate("late", "a", 5.0)
+    refused = Refused(error=ErrorInfo(code="not_registered", message="unknown worker"))
+    assert worker.state.on_router_message("a", refused, 5.1) == [SubmitAbort(["late/0"])]
+
+
 def test_router_that_left_the_name_service_loses_its_requests(worker):
     worker.generate("r", "a")
     assert worker.state.disconnect("a") == [SubmitAbort(["r/0"])]
