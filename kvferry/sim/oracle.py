@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from connectors.p2p.transport_health import BreakerTerms
 from core.errors import EncoderInputMissing, WorkerStalled
 from core.testing.sim_faults import Fault
 from core.testing.sim_troubles import Kind, Troubles
@@ -187,6 +188,21 @@ def busy_reader(case: Case) -> bool:
     )
 
 
+def transport_was_off(case: Case) -> bool:
+    """The pair's reads have failed before, and its transport was not to be tried again yet.
+
+    The back-off doubles with each probe that fails, so it lasts no longer than the failures did by then, and its first value.
+    """
+    since = case.path.start_of_handoff()
+    kinds = {Kind.FAILED, Kind.STALLED, Kind.DATA_PARTED}
+    failures = [each for each in case.troubles.find(kinds, case.path.names, 0.0, since) if len(each.names) > 1]
+    if not failures:
+        return False
+    first, last = min(each.start for each in failures), max(min(each.end, since) for each in failures)
+    slowest = min([1.0, *(case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts)])
+    return since - last <= (last - first + BreakerTerms().retry_s) / slowest + _BEFORE_S
+
+
 def lease_was_over(case: Case) -> bool:
     """It took longer than its lease may last, or than a lease that is in the range of what else takes time."""
     connector = case.plan.config.connector
@@ -252,7 +268,11 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
         lease_was_over,
     ),
     "digest": (trouble(Kind.CORRUPTED), store_was_in_trouble),
-    "peer_lost": (trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.FAILED, Kind.DATA_PARTED), busy_reader),
+    "peer_lost": (
+        trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.FAILED, Kind.DATA_PARTED),
+        busy_reader,
+        transport_was_off,
+    ),
     "deadline": (trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.DATA_PARTED), busy_reader, load_takes_longer),
     "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
     "no_prefill": (prefill_was_away,),

@@ -238,6 +238,14 @@ def test_trouble_that_was_over_before_the_hand_over_is_no_cause(run):
     assert run.end_without_its_kv("peer_lost", 11.0)
 
 
+@pytest.mark.parametrize(("last_failure", "is_explained"), [(9.0, True), (7.0, False)])
+def test_transport_that_is_off_after_failures_is_a_cause_until_its_back_off_is_over(run, last_failure, is_explained):
+    hand_over(run)
+    for at in (last_failure - 0.2, last_failure):
+        run.trouble(Kind.FAILED, "decode-0 prefill-0", at, 0.0)
+    assert (run.end_without_its_kv("peer_lost", 11.0) == []) == is_explained
+
+
 def test_lease_that_was_used_up_is_a_cause(run):
     hand_over(run)
     assert run.end_without_its_kv("stale", 11.0)
