@@ -101,21 +101,22 @@ class Endpoints:
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/completions``. Raises what refuses or ends the request."""
-        options, limits = self._check(request)
+        options, limits = await self._check(request)
         prompts = await self._reader.read_completion(request, limits, caller.hold)
         return await self._generate(request, options, prompts, limits, caller)
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises what refuses or ends the request."""
-        options, limits = self._check(request)
+        options, limits = await self._check(request)
         prompt = await self._reader.read_chat(request, limits, caller.hold)
         return await self._generate(request, options, [prompt], limits, caller)
 
-    def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
+    async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
         self.check_model(request.model)
         check_supported(request)
         check_ranges(request)
         options = output_options(request)
+        await self.service.wait_for_route()
         return options, self.limits()
 
     async def _generate(

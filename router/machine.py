@@ -115,6 +115,11 @@ class RouterMachine:
         """What is missing to serve a request; None if nothing is."""
         return why_not_ready(self.cluster.workers)
 
+    @property
+    def is_route_expected(self) -> bool:
+        """True if no request has a route now, but a worker that this router's own pause has cut off may be back in a moment."""
+        return self.not_ready_reason is not None and any(worker.cut_peer is not None for worker in self.cluster.workers)
+
     def retry_after_s(self, now: float) -> int:
         """Return when a client that finds no route had better come again."""
         self.flows.restarts.look(self.cluster.workers, now)

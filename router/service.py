@@ -117,6 +117,7 @@ class RouterService:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._has_changed = asyncio.Event()  # something that the machine knows
         self._death: asyncio.Future[BaseException] | None = None
         self._add_gauges()
 
@@ -212,6 +213,7 @@ class RouterService:
         Raises:
             RequestError: why one of them cannot be served now.
         """
+        await self.wait_for_route()
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
         now = self._clock.now()
         self._traces.begin(submissions, trace, now)
@@ -230,6 +232,12 @@ class RouterService:
                 self._traces.fail(submission.request_id, reason, self._clock.now())
             raise
         return generation
+
+    async def wait_for_route(self) -> None:
+        """Return once a request has a route, or none is to be expected: after a pause of this router workers come back."""
+        while self.machine.is_route_expected:
+            self._has_changed.clear()
+            await self._has_changed.wait()
 
     async def wait_idle(self) -> None:
         """Return once no request is in flight."""
@@ -324,6 +332,7 @@ class RouterService:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Carry out actions, and those that follow from peers found gone on the way."""
+        self._has_changed.set()
         queue = list(actions)
         for action in queue:  # grows while it is walked
             match action:

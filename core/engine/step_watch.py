@@ -23,7 +23,7 @@ _LEAST_RESTART_BOUND_S = 10.0
 _RESTART_FACTOR = 2.0
 _MAX_LOOK_GAP_S = 3.0  # heartbeats look more often: after a longer gap the whole process stood still
 _MAX_FIRST_S = 10.0  # of a first step's time that tells something of the next one; what took longer was compilation
-_OUTLIER_SHARE = 0.25  # of the bound, as which a step that outlasted it counts
+_OUTLIER_SHARE = 0.4  # of the bound, as which a step that outlasted it counts
 
 
 @dataclass(frozen=True, slots=True)

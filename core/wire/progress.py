@@ -6,7 +6,7 @@ One rule for both ends: the router leaves a worker by it, and the worker judges 
 from __future__ import annotations
 
 _LEAST_BOUND_S = 2.0
-_FACTOR = 8.0  # a step may take this many times as long as the slowest of the last minute
+_FACTOR = 3.0  # a step may take this many times as long as the slowest of the last minute
 
 
 def stall_bound_s(slowest_step_s: float, predicted_step_s: float) -> float:

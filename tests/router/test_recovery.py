@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 
 import pytest
 
@@ -97,6 +98,24 @@ async def test_a_restarted_decode_worker_takes_its_predecessor_s_requests_over(s
         await decode.generated()
         await decode.kill()
         await under_test.add("decode", engine_id=decode.engine_id)
+        response = await call
+    assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "hello world")
+
+
+async def test_a_request_that_comes_as_the_router_thaws_waits_for_its_workers(start_router):
+    under_test = await start_router(has_http=False)
+    workers = await under_test.pair()
+    await asyncio.sleep(0.5)  # the router has ticked
+    for worker in workers:
+        worker.sends_heartbeats = False
+        worker.disconnect()  # as workers do while the router is silent
+    time.sleep(1.5)  # noqa: ASYNC251 - the router stands still
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "max_tokens": 50}))
+        await under_test.until(lambda: under_test.router.service.machine.is_route_expected)
+        for worker in workers:
+            worker.connect()
+            await worker.send(worker.registration)
         response = await call
     assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "hello world")
 

@@ -59,7 +59,7 @@ def test_a_prompt_leaves_a_prefill_worker_without_progress(make_bench):
     ("seconds", "told"),
     [
         (2, {}),
-        (9, {"slowest_step_ms": 1200.0}),
+        (9, {"slowest_step_ms": 3100.0}),
         (4, {"slowest_step_ms": 200.0, "predicted_step_ms": 3000.0}),
         (60, {"is_warming_up": True}),
     ],
