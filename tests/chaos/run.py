@@ -95,8 +95,8 @@ class Report:
             f"handed over: {handed}; computed instead: {dict(reasons) or 'none'}",
             f"longest pause of a stream, without the router's own: median {median(pauses):.2f} s, longest {pauses[-1]:.2f} s",
             *(
-                f"{each.name} ({each.pid}): {each.life_s:.0f} s, {each.rss_bytes / 2**20:.0f} MiB, then "
-                f"{each.more_rss_bytes / 2**20:+.0f} MiB, {each.more_fds:+g} fds, {each.more_threads:+g} threads"
+                f"{each.name} ({each.pid}): {each.life_s:.0f} s, {each.private_bytes / 2**20:.0f} MiB, then "
+                f"{each.more_private_bytes / 2**20:+.0f} MiB, {each.more_fds:+g} fds, {each.more_threads:+g} threads"
                 for each in self.growths
             ),
             *(f"BAD: {problem}" for problem in self.problems),

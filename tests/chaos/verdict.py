@@ -18,8 +18,8 @@ from tests.chaos.watch import Growth
 
 MAX_PAUSE_S = 10.0
 AFTER_EFFECT_S = 30.0  # how long a fault that is over may still show in a dense run: a restart under load
-MAX_MORE_RSS = 0.08  # of a process's memory, or
-MAX_MORE_RSS_BYTES = 48 << 20
+MAX_MORE_SHARE = 0.08  # of a process's memory, or
+MAX_MORE_BYTES = 48 << 20
 MAX_MORE_FDS = 24  # connections that other processes made anew
 MAX_MORE_THREADS = 4
 
@@ -85,8 +85,9 @@ def find_growth(growths: Iterable[Growth]) -> list[str]:
     """Return the processes that took more and more."""
     found = []
     for each in growths:
-        if each.more_rss_bytes > max(MAX_MORE_RSS_BYTES, MAX_MORE_RSS * each.rss_bytes):
-            found.append(f"{each.name} ({each.pid}) took {each.more_rss_bytes / 2**20:.0f} MiB more after {each.life_s:.0f} s")
+        if each.more_private_bytes > max(MAX_MORE_BYTES, MAX_MORE_SHARE * each.private_bytes):
+            more = f"{each.more_private_bytes / 2**20:.0f} MiB"
+            found.append(f"{each.name} ({each.pid}) took {more} more after {each.life_s:.0f} s")
         if each.more_fds > MAX_MORE_FDS:
             found.append(f"{each.name} ({each.pid}) had {each.more_fds:g} file descriptors more after {each.life_s:.0f} s")
         if each.more_threads > MAX_MORE_THREADS:

@@ -1,4 +1,4 @@
-"""What the processes take while the run goes on: resident memory, file descriptors, threads."""
+"""What the processes take while the run goes on: private memory, file descriptors, threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sample:
     """One look at a process; bytes and counts. ``at`` is of the monotonic clock."""
 
     at: float
-    rss_bytes: int
+    private_bytes: int
     num_fds: int
     num_threads: int
 
@@ -32,8 +32,8 @@ class Growth:
     name: str
     pid: int
     life_s: float
-    rss_bytes: float  # of the second quarter
-    more_rss_bytes: float
+    private_bytes: float  # of the second quarter
+    more_private_bytes: float
     more_fds: float
     more_threads: float
 
@@ -69,8 +69,8 @@ class Watch:
             def more(field: str, early: list[Sample] = early, late: list[Sample] = late) -> float:
                 return median(getattr(each, field) for each in late) - median(getattr(each, field) for each in early)
 
-            rss = median(each.rss_bytes for each in early)
-            found.append(Growth(name, pid, life_s, rss, more("rss_bytes"), more("num_fds"), more("num_threads")))
+            rss = median(each.private_bytes for each in early)
+            found.append(Growth(name, pid, life_s, rss, more("private_bytes"), more("num_fds"), more("num_threads")))
         return found
 
     def _run(self) -> None:
@@ -78,7 +78,9 @@ class Watch:
             for name, pid in self._pids().items():
                 try:
                     process = psutil.Process(pid)
-                    sample = Sample(time.monotonic(), process.memory_info().rss, process.num_fds(), process.num_threads())
+                    memory = process.memory_info()
+                    private_bytes = memory.rss - memory.shared  # a KV pool is shared, has a fixed size, and fills as it is used
+                    sample = Sample(time.monotonic(), private_bytes, process.num_fds(), process.num_threads())
                 except psutil.Error:
                     continue  # it has just ended
                 self._samples[name, pid].append(sample)
