@@ -25,6 +25,7 @@ from core.wire.messages import (
 )
 from router.members import Encoder, Member, Worker, WorkerKey
 from router.pauses import OwnPauses
+from router.policy import mismatch
 from router.progress import Standing
 
 NOT_REGISTERED = "not_registered"
@@ -32,6 +33,7 @@ DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
 
 _MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
+_MAX_MET_PREFILLS = 64
 _MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
 
 
@@ -94,7 +96,7 @@ class Cluster:
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
         )
         self._members: dict[str, Member] = {}  # by engine_id
-        self._has_met_prefill = False
+        self._met_prefills: dict[tuple[object, ...], Worker] = {}  # one of each kind that differs in what it can hand over
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
 
@@ -240,9 +242,15 @@ class Cluster:
         return actions
 
     def _note_role(self, member: Member) -> None:
-        self._has_met_prefill |= member.role == "prefill"
-        for worker in self.workers if self._has_met_prefill else ():
-            worker.may_serve_alone = worker.role == "decode"
+        if isinstance(member, Worker) and member.role == "prefill":
+            facts = member.facts
+            kind = (facts.connector, facts.transports, facts.host_id, facts.model_fingerprint, facts.layout, facts.has_digests)
+            self._met_prefills[kind] = self._met_prefills.pop(kind, member)
+            while len(self._met_prefills) > _MAX_MET_PREFILLS:
+                del self._met_prefills[next(iter(self._met_prefills))]
+        for worker in self.workers:
+            if worker.role == "decode" and not worker.may_serve_alone:
+                worker.may_serve_alone = any(mismatch(prefill, worker) is None for prefill in self._met_prefills.values())
 
     def _forget_peer(self, worker: Member, peer: bytes) -> None:
         if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since

@@ -114,8 +114,8 @@ class Member(ABC):
 class Worker(Member):
     """A prefill, decode or aggregated worker; it holds choices.
 
-    ``may_serve_alone``: a decode worker of a cluster in which there has been a prefill worker. Before one has registered, the
-    cluster is still starting.
+    ``may_serve_alone``: a decode worker of a cluster in which there has been a prefill worker that it can read. Before one has
+    registered, the cluster is still starting, or its workers do not fit together.
     """
 
     facts: Register

@@ -112,11 +112,11 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
 
 
 def _alone(workers: Iterable[Worker]) -> list[Worker]:
-    """Return the decode workers that serve requests by themselves: those that may, while no prefill worker is open."""
+    """Return the decode workers that serve requests by themselves: those that may, while nobody is open whom they can read."""
     open_workers = [worker for worker in workers if not worker.is_closed]
-    if any(worker.role == "prefill" for worker in open_workers):
-        return []
-    return [worker for worker in open_workers if worker.may_serve_alone]
+    prefills = [worker for worker in open_workers if worker.role == "prefill"]
+    candidates = [worker for worker in open_workers if worker.may_serve_alone]
+    return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
 
 
 def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
@@ -137,7 +137,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
 
     The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
     equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose hand-overs fail lately come
-    after all others; last comes a decode worker alone, if no prefill worker is open.
+    after all others; last comes a decode worker alone, if no prefill worker is open that it can read.
 
     Raises:
         NoWorker: nobody can serve at the moment; says what is missing.

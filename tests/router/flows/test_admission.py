@@ -169,6 +169,22 @@ def test_a_decode_worker_does_not_serve_alone_before_there_was_a_prefill_worker(
     assert bench.machine.not_ready_reason is not None
 
 
+def test_a_decode_worker_serves_alone_if_the_only_prefill_worker_is_one_that_it_cannot_read(make_bench):
+    bench = make_bench("p0", "d0")
+    bench.join("p1", model_fingerprint=b"new")
+    bench.leave("p0")
+    bench.submit()
+    assert not bench.generated("d0").handoff
+    assert bench.machine.not_ready_reason is None
+
+
+def test_a_decode_worker_that_could_never_read_anybody_does_not_serve_alone(make_bench):
+    bench = make_bench("d0")
+    bench.join("p1", model_fingerprint=b"new")
+    with pytest.raises(NoWorker, match="model fingerprint"):
+        bench.submit()
+
+
 @pytest.mark.parametrize("how", ["drains", "stalls", "dies"])
 def test_a_prefill_worker_that_takes_nothing_counts_as_lost(make_bench, how):
     bench = make_bench("p0", "d0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import EngineDead, InvalidRequest, Overloaded, PeerUnreachable
+from core.errors import EngineDead, InvalidRequest, Overloaded
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
 from router.flow import Phase
@@ -89,8 +89,7 @@ def test_a_request_with_images_is_not_begun_again_by_weights_for_which_they_have
     assert bench.generated("p0")
     bench.leave("p0")
     assert not bench.to("p1", Generate)
-    assert bench.error().code == PeerUnreachable.code
-    bench.assert_idle()
+    assert not bench.generated("d0").handoff  # alone, since it can read nobody else
 
 
 def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_the_same_weights(bench):
