@@ -168,11 +168,11 @@ def hash_model_kv_config(num_blocks: int, block_size: int, attentions: Sequence[
     return KVCacheConfig(num_blocks, groups)
 
 
-def hash_model_layout(block_size: int, num_groups: int = 1) -> KVLayoutInfo:
-    """Return what a block of a ``HashModel`` looks like."""
+def hash_model_layout(block_size: int, num_groups: int = 1, order: str = "NHD") -> KVLayoutInfo:
+    """Return what a block of a ``HashModel`` looks like. Of another ``order`` only the name differs."""
     return KVLayoutInfo(
         dtype="float32",
-        order="NHD",
+        order=order,
         block_size=block_size,
         num_layers=1,
         num_kv_heads=1,
@@ -188,9 +188,10 @@ def hash_model_region(
     incarnation: int = 0,
     digest: Callable[[memoryview], int] | None = None,
     num_groups: int = 1,
+    order: str = "NHD",
 ) -> KVPoolRegion:
     """Return memory of this process for a ``HashModel``. ``digest`` goes into the seals; None = they have none."""
-    layout = hash_model_layout(block_size, num_groups)
+    layout = hash_model_layout(block_size, num_groups, order)
     rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
     buffer, size = rows.data, layout.block_bytes
     digest_blocks = None

@@ -40,6 +40,9 @@ class Fault(StrEnum):
     DRIFT = "drift"  # clocks that run fast or slow
     JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
     SLOW = "slow"  # steps that take long
+    LAYOUT = (
+        "layout"  # workers of a second KV layout, as in the midst of an upgrade; the others and they read nothing of each other
+    )
     DRAIN = "drain"  # a worker is told to leave, and replaced
     TWIN = "twin"  # a worker is replaced without having been told
     # load
@@ -62,7 +65,7 @@ class Fault(StrEnum):
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
 TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS))
+CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT))
 _GRAY_SHARE = 0.4  # of runs with faults
 
 

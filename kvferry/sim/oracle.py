@@ -117,12 +117,17 @@ def shows_what_only_encoders_have(case: Case) -> bool:
 
 
 def _has_route(case: Case, at: float) -> bool:
-    """Say whether an aggregated worker was available at a time, or a decode worker to a router that knew a prefill worker."""
-    available = {worker.role for worker in case.plan.workers if _is_available(case, worker, at)}
-    if "aggregated" in available or {"prefill", "decode"} <= available:
+    """Say whether an aggregated worker was available at a time, or a decode worker to a router that knew whom it can read."""
+    available = [worker for worker in case.plan.workers if _is_available(case, worker, at)]
+    if any(worker.role == "aggregated" for worker in available):
         return True
     prefills = [worker for worker in case.plan.workers if worker.role == "prefill"]
-    return "decode" in available and any(_was_known(case, worker, at) for worker in prefills)
+    return any(
+        prefill.kv_order == decode.kv_order and (prefill in available or _was_known(case, prefill, at))
+        for decode in available
+        for prefill in prefills
+        if decode.role == "decode"
+    )
 
 
 def _is_available(case: Case, worker: WorkerPlan, at: float) -> bool:
@@ -223,11 +228,19 @@ def load_takes_longer(case: Case) -> bool:
 
 
 def prefill_was_away(case: Case) -> bool:
-    """At one time or another since it came, each prefill worker was away from its router."""
+    """At one time or another since it came, each prefill worker that its reader can read was away from its router."""
     since = case.path.submitted_at - _BEFORE_S
-    prefills = [worker.engine_id for worker in case.plan.workers if worker.role == "prefill"]
+    orders = {case.spec(attempt.engine_id).kv_order for attempt in case.path.attempts[-1:]}
+    prefills = [worker.engine_id for worker in case.plan.workers if worker.role == "prefill" and worker.kv_order in orders]
     kinds = UNAVAILABLE | {Kind.PAUSED}
     return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
+
+
+def has_another_layout(case: Case) -> bool:
+    """A worker that had it has another layout than the worker that had its KV."""
+    orders = [(attempt.role, case.spec(attempt.engine_id).kv_order) for attempt in case.path.attempts]
+    owners = {order for role, order in orders if role == "prefill"}
+    return any(owners - {order} for role, order in orders if role == "decode")
 
 
 def store_was_in_trouble(case: Case) -> bool:
@@ -276,6 +289,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "deadline": (trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.DATA_PARTED), busy_reader, load_takes_longer),
     "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
     "no_prefill": (prefill_was_away,),
+    "layout": (has_another_layout,),
     "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED),),
 }
 
@@ -286,6 +300,7 @@ LOAD_ERRORS: Mapping[str, str] = {
     "digest": "digest",
     "deadline": "deadline",
     "peer_lost": "peer_lost",
+    "layout": "layout",
     "store_miss": "store_miss",
     "store_unavailable": "store_miss",
     "transfer_error": "rejected",
@@ -308,6 +323,8 @@ class CausalOracle:
         """Return what has no cause of what became of a request."""
         case = self.case(client)
         found, reason, outcome = [], client.fallback_reason, client.outcome
+        if outcome == "ok" and not reason and _was_to_read_another_layout(case):
+            found.append(f"{client.plan.name}: was told to read KV of another layout")
         if reason and not _has_cause(case, FALLBACKS.get(reason, ())):
             found.append(f"{client.plan.name}: its KV was not used ({reason}), without a cause on its path")
         if outcome != "ok" and not _has_cause(case, self._causes_of_error(client)):
@@ -319,6 +336,17 @@ class CausalOracle:
         if client.plan.policy == "fail" and client.outcome in LOAD_ERRORS:
             causes += FALLBACKS[LOAD_ERRORS[client.outcome]]
         return causes
+
+
+def _was_to_read_another_layout(case: Case) -> bool:
+    """Say whether the last prefill worker gave its KV to a reader of another layout."""
+    owner = ""
+    for attempt in case.path.attempts:
+        order = case.spec(attempt.engine_id).kv_order
+        owner = order if attempt.role == "prefill" else owner
+        if attempt.role == "decode" and attempt.has_handoff and order != owner:
+            return True
+    return False
 
 
 def _has_cause(case: Case, causes: Iterable[Cause]) -> bool:

@@ -51,9 +51,12 @@ _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _SUPERVISED_SHARE = 0.5
 _MANY_TRANSPORTS_SHARE = 0.3
 _TRANSPORTS = ("tcp", "nixl", "shm")
+_OTHER_LAYOUT_SHARE = 0.08  # of runs with workers of a second layout
+_READER_OF_OTHER_LAYOUT_SHARE = 0.7  # of these, with a decode worker that can read them
 _TWO_HOSTS_SHARE = 0.3  # of runs with a transport that needs no common memory
 _HOSTS = ("host-0", "host-1")
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
+_OTHER_ORDER = "HND"
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
     (HashAttention(window=17), HashAttention(), HashAttention(window=40)),
@@ -115,6 +118,7 @@ class WorkerPlan:
     clock_rate: float
     step_s: float  # of a step with tokens, up to
     host: str = "host-0"  # whose memory it shares
+    kv_order: str = "NHD"  # of its layout; workers of different ones read nothing of each other
 
     @property
     def control_address(self) -> str:
@@ -174,6 +178,8 @@ class ClusterPlan:
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}, on {worker.host}")
+            if worker.kv_order != "NHD":
+                lines[-1] += f", layout {worker.kv_order}"
         lines += [str(part) for part in (self.tier, self.images, self.embedding_store) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
@@ -220,6 +226,11 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
         config, workers = _draw_places(Random(f"{seed}/places"), config, workers)
         max_retries = Random(f"{seed}/retries").choice(_MAX_RETRIES)
         config = replace_struct(config, router=replace_struct(config.router, max_retries=max_retries))
+    has_other_layout = (
+        Random(f"{seed}/layout").random() < _OTHER_LAYOUT_SHARE if chosen is None else Fault.LAYOUT in frozenset(chosen)
+    )
+    if has_other_layout:
+        workers += _draw_other_layout(Random(f"{seed}/other layout"), workers)
     requests = _draw_requests(random, kinds, routers, shape.attentions)
     tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
     if tier is not None:
@@ -232,6 +243,8 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     connector = config.connector
     faults.reads.corrupts_data = all(verifies_digests(connector.kv_verify, name) for name in connector.transports)
+    if has_other_layout:
+        faults.add(frozenset({Fault.LAYOUT}), [])
     if tier is not None:
         faults.add(tier.kinds, tier.draw_events(moments))
     gray_kinds = draw_gray_kinds(Random(f"{seed}/gray")) if chosen is None else frozenset(chosen) & frozenset(GRAY_FAULTS)
@@ -340,6 +353,18 @@ def _draw_places(
     if set(config.connector.transports) != {"shm"} and random.random() < _TWO_HOSTS_SHARE:
         workers = tuple(replace(worker, host=random.choice(_HOSTS)) for worker in workers)
     return config, workers
+
+
+def _draw_other_layout(random: Random, workers: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+    """Return a prefill worker of another layout, mostly with a decode worker that can read it."""
+
+    def draw(role: Role) -> WorkerPlan:
+        alike = [worker for worker in workers if worker.role == role]
+        clock_origin = random.uniform(0.0, 1e5)
+        return replace(random.choice(alike), engine_id=f"{role}-{len(alike)}", clock_origin=clock_origin, kv_order=_OTHER_ORDER)
+
+    has_reader = random.random() < _READER_OF_OTHER_LAYOUT_SHARE
+    return (draw("prefill"), draw("decode")) if has_reader else (draw("prefill"),)
 
 
 def _let_tier_be_used(

@@ -70,7 +70,7 @@ class SimWorker(SimMember):
         self._complain = checks.complain
         self._random = Random(ids_seed)
         self._absent_files = plan.images.absent if plan.images is not None else frozenset()
-        self._layout = hash_model_layout(spec.block_size, len(plan.attentions))
+        self._layout = hash_model_layout(spec.block_size, len(plan.attentions), spec.kv_order)
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
@@ -164,7 +164,7 @@ class SimWorker(SimMember):
         num_blocks, block_size = self.spec.num_blocks, self.spec.block_size
         digester = BlockDigester(self._layout.block_bytes) if plan.makes_digests else None
         digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
-        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups)
+        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups, self.spec.kv_order)
         take = self.images.take if self.images is not None else None
         encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None, take)
         kind = LateHashModel if plan.async_scheduling else HashModel
