@@ -27,7 +27,6 @@ from connectors.p2p.transport.nixl import installed_module
 from connectors.registry import connector_builder
 from core.clock import SystemClock
 from core.config import load_config
-from core.engine.assembly import ConnectorBundle, WorkerContext
 from core.engine.build import build_engine
 from core.engine.thread import EngineThread
 from core.ids import RandomIds, new_incarnation
@@ -35,6 +34,7 @@ from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role, TransferUsage
 from core.wire.sampling import SamplingParams
+from core.worker.builder import ConnectorBundle, WorkerContext
 
 TIMEOUT_S = 120.0
 TEXT_TOKENS = 16  # behind the first one, of a prompt that is handed over
@@ -106,7 +106,7 @@ class Host:
             ids=ids,
             metrics=CollectorRegistry(),
         )
-        build = connector_builder("connectors.p2p:connector")
+        build = connector_builder("connectors.p2p:make_connector")
 
         def factory(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
             self._connector = build(context, layout, fingerprint)

@@ -23,7 +23,7 @@ from common import Machine, Outcome, Spread, Table, make_parser, publish
 from encoder import Engine, settings_of
 from PIL import Image
 
-from core.testing.tiny_smolvlm import build_tiny_smolvlm
+from tests.support.tiny_smolvlm import build_tiny_smolvlm
 
 SIZE = (4000, 3000)
 WINDOW_S = 1.0

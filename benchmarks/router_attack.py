@@ -27,14 +27,14 @@ from common import Machine, Outcome, Table, make_parser, publish
 from router_attack_list import ATTACKS, MANY_CONNECTIONS, Attack, Served
 
 from core.config import ModelSection, RouterSection, default_cache_dir
-from core.garbage import freeze_what_is_loaded
+from core.gc_freeze import freeze_what_is_loaded
 from core.model.hub import resolve_model
 from core.wire import codec
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Heartbeat, Register
 from core.wire.sockets import SocketOptions, dealer_socket
-from router.served import ServedModel, served_model
-from router.server import Router
+from router.http.server import Router
+from router.openai.served_model import ServedModel, served_model
 
 CALLBACK_GOAL_MS = 50.0
 MEMORY_GOAL_MB = 320.0  # router.max_upload_bytes, and a quarter for what goes with it

@@ -37,9 +37,9 @@ from core.ids import RandomIds
 from kvstore.base import Ticket
 from kvstore.build import make_embedded_store
 from kvstore.client import StoreClient, own_process
-from kvstore.client_machine import ClientOptions
+from kvstore.client_base import StoreFront
+from kvstore.client_state import ClientOptions
 from kvstore.eviction import POLICIES, make_policy
-from kvstore.front import StoreFront
 from kvstore.replay import clairvoyant, read_trace, replay
 from kvstore.testing.blocks import SealedBlock, make_key, seal_block
 

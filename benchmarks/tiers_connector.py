@@ -35,9 +35,9 @@ from connectors.offload.arena import offload_connector
 from connectors.pool_access import HostPoolAccess
 from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
-from connectors.tier.bundle import TierConnector
-from connectors.tier.jobs import LoadJob, SaveItem, TierConnectorMetadata
-from connectors.tier.mover import TierMover
+from connectors.tier.connector import TierConnector
+from connectors.tier.messages import LoadJob, SaveItem, TierConnectorMetadata
+from connectors.tier.transfer import TierMover
 from core.clock import SystemClock
 from core.config import KVFerryConfig, KVStoreSection, load_config
 from core.digest import BlockDigester

@@ -27,8 +27,8 @@ import zmq
 from common import Machine, Outcome, Spread, Table, make_parser, publish
 from transport_factories import make
 
-from core.testing.transport_owner import HostRegions, ProcessOwner, row_content
-from core.transport import PeerId
+from connectors.p2p.transport.interface import PeerId
+from connectors.testing.transport_owner import HostRegions, ProcessOwner, row_content
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 2_949_120
 QUICK_BLOCKS = 8

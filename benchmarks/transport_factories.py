@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from connectors.p2p.transports import TransportSettings, create_transport
+from connectors.p2p.transport.factory import TransportSettings, create_transport
+from connectors.p2p.transport.interface import Transport
 from core.ids import RandomIds
-from core.transport import Transport
 
 
 def make(name: str) -> Transport:

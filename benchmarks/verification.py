@@ -1,11 +1,11 @@
 """What verification adds to a transfer: the part of ``benchmarks/handover.py`` that needs no model.
 
-Two real connectors in two processes, each beside an engine without a model (``core.testing.connector_engine``): the owner's
-blocks have the size of SmolLM2-135M's in float32 and lie in random order, as the reader's do. Two readers take turns, one
-compares seals, one the digests of all bytes as well. Both say of every load how long it took from the last byte until the last
-seal and digest were at hand; the comparison itself is timed here and added. The rest of the load is the transfer, to which the
-change of threads at its end belongs: a load that verifies nothing needs it as well. So transfer without verification and with
-it are measured on the same load, and the ratio of the two does not mix loads.
+Two real connectors in two processes, each beside an engine without a model (``connectors.testing.connector_engine``): the
+owner's blocks have the size of SmolLM2-135M's in float32 and lie in random order, as the reader's do. Two readers take turns,
+one compares seals, one the digests of all bytes as well. Both say of every load how long it took from the last byte until the
+last seal and digest were at hand; the comparison itself is timed here and added. The rest of the load is the transfer, to
+which the change of threads at its end belongs: a load that verifies nothing needs it as well. So transfer without verification
+and with it are measured on the same load, and the ratio of the two does not mix loads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import msgspec
 from common import Spread, Table
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.load import Load
-from connectors.p2p.verification import SealCheck
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.consumer.load import Load
+from connectors.p2p.consumer.verification import SealCheck
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_engine import ConnectorEngine
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
 from core.kv.spec import ceil_div
-from core.testing.connector_engine import ConnectorEngine
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role
 

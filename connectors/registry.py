@@ -113,7 +113,7 @@ ConnectorFactory = Callable[[ConnectorContext], Connector]
 
 
 class ConnectorHost(Protocol):
-    """What a connector's builder reads of the worker it builds for (``core.engine.assembly.WorkerContext`` has it)."""
+    """What a connector's builder reads of the worker it builds for (``core.worker.builder.WorkerContext`` has it)."""
 
     @property
     def config(self) -> KVFerryConfig:

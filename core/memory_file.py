@@ -1,7 +1,7 @@
 """Anonymous memory files: what other processes of this host can map by ``/proc``, in ordinary or in huge pages.
 
 Owns which pages there are and what becomes of a wish for huge ones that cannot be kept. Knows nothing of what lies in the
-memory: ``core.engine.kv_cache`` keeps the KV pool in such a file, ``kvstore.arena`` the store's arena. Every page is there when
+memory: ``core.engine.kv_pool`` keeps the KV pool in such a file, ``kvstore.arena`` the store's arena. Every page is there when
 a file is made, so that a host without enough memory refuses the file and does not kill its owner later.
 
 Huge pages (hugetlb) are reserved by the operator, beforehand; a pool in them has fewer entries in page tables and TLB. In

@@ -1,7 +1,7 @@
 """What a worker counts, under vLLM's metric names with the prefix ``kvferry_``.
 
 Owns names, units and labels. Knows nothing about who counts: gauges are read by callables when ``/metrics`` is asked, so that
-an idle worker does nothing; counters are moved by ``core.engine.worker_state``. The registry is injected.
+an idle worker does nothing; counters are moved by ``core.worker.state``. The registry is injected.
 """
 
 from __future__ import annotations

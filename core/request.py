@@ -19,7 +19,7 @@ from core.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
-    from core.encoder import ECConnectorMetadata, ECConnectorWorkerMetadata
+    from core.ec_connector import ECConnectorMetadata, ECConnectorWorkerMetadata
 
 
 class RequestStatus(IntEnum):

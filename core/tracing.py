@@ -1,9 +1,9 @@
 """Traces of requests: W3C trace contexts, spans, and the OpenTelemetry collector that they are sent to.
 
 Owns the one use of the OpenTelemetry SDK (extra ``otel``), which is imported only where an endpoint is set. Knows nothing of
-requests: ``router.traces`` and ``core.engine.traces`` say what a span is. Without an endpoint there is no ``Tracer``, and not a
-thing is done. The SDK collects ended spans in a bounded queue and sends them from its own thread; what a collector takes too
-late is dropped.
+requests: ``router.dispatch.traces`` and ``core.worker.traces`` say what a span is. Without an endpoint there is no ``Tracer``,
+and not a thing is done. The SDK collects ended spans in a bounded queue and sends them from its own thread; what a collector
+takes too late is dropped.
 
 Times are seconds of the process's monotonic clock, as everywhere; a span is told the wall-clock time that goes with them.
 Sources: W3C Trace Context, OpenTelemetry's trace API and OTLP/HTTP.

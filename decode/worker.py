@@ -2,7 +2,7 @@
 
 Owns the bookkeeping of requests between ``Generate`` and their last ``Tokens``: positions, usage, and which choices are live.
 Knows nothing of sockets or transfers: the shell carries the messages, the connector loads the blocks. Called by
-``core.engine.worker_state``; ``run`` is the process.
+``core.worker.state``; ``run`` is the process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import msgspec
 from connectors.ec.registry import build_ec_connector
 from connectors.registry import connector_builder
 from core.config import KVFerryConfig
-from core.engine.assembly import Assembled, WorkerContext, assemble
-from core.engine.hands import (
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, FirstTokenTimes, NewRequest, PrefillStats
+from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, TransferUsage, Usage
+from core.worker.builder import Assembled, WorkerContext, assemble
+from core.worker.process import Announce, run_worker
+from core.worker.role import (
     EngineFacts,
     HandsOutput,
     RoleHands,
@@ -26,10 +30,6 @@ from core.engine.hands import (
     request_of_choice,
     split_choice_id,
 )
-from core.engine.worker import Announce, run_worker
-from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, FirstTokenTimes, NewRequest, PrefillStats
-from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, TransferUsage, Usage
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 Owns the queue of images and who waits for each: requests for the same image are answered together, and what was computed
 before is not computed again. There is no KV cache and no scheduler; embeddings are kept by the EC connector, which says where
 they lie. How an image becomes embeddings is ``core.model.image_encoder``, and its pixels come from
-``core.engine.image_preparation``. Runs on the worker's engine thread, as ``core.engine.core`` does elsewhere.
+``core.engine.media.image_decode_thread``. Runs on the worker's engine thread, as ``core.engine.core`` does elsewhere.
 
     queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
        └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from core.clock import Clock
-from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.core import EngineGauges
-from core.engine.image_preparation import ImageReader
-from core.engine.prepared_images import Pixels
+from core.engine.media.image_decode_queue import Pixels
+from core.engine.media.image_decode_thread import ImageReader
 from core.engine.step_watch import StepSize
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
@@ -45,7 +45,7 @@ class Encoder(ImageReader, Protocol):
 
 
 class Preparation(Protocol):
-    """What has images decoded beside the engine (``core.engine.image_preparation.ImagePreparation``, ``ImageReadiness``)."""
+    """What has images decoded beside the engine (``ImagePreparation``, ``ImageReadiness``)."""
 
     def begin_step(self) -> None:
         """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""

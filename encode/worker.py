@@ -1,7 +1,7 @@
 """The encode role as a process: the image half of a model, without its decoder and without a KV pool.
 
-Owns how such a worker is put together. What it does with requests is ``encode.hands``, what it computes ``encode.engine``;
-sockets, drain and the operations port are those of every worker (``core.engine.worker``). ``run`` is the process.
+Owns how such a worker is put together. What it does with requests is ``encode.role``, what it computes ``encode.engine``;
+sockets, drain and the operations port are those of every worker (``core.worker.process``). ``run`` is the process.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from connectors.ec.registry import build_ec_connector
 from core.config import KVFerryConfig
-from core.engine.assembly import Assembled, BuiltEncoder, WorkerContext
 from core.engine.build import apply_cpu_threads, device_of, dtype_of
-from core.engine.image_preparation import ImagePreparation
-from core.engine.worker import Announce, run_worker
+from core.engine.media.image_decode_thread import ImagePreparation
 from core.errors import ConfigError
 from core.log import event
 from core.model.hub import resolve_model
 from core.model.image_encoder import load_image_encoder
+from core.worker.builder import Assembled, BuiltEncoder, WorkerContext
+from core.worker.process import Announce, run_worker
 from encode.engine import EncodeEngine
-from encode.hands import EncodeHands
 from encode.metrics import EncodeMetrics
+from encode.role import EncodeHands
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from core.clock import SystemClock
 from core.config import KVStoreSection
-from core.engine.ops_http import OpsResponse, OpsServer
 from core.ids import RandomIds
 from core.log import event
 from core.process_signals import handled_signals
 from core.wire.curve import ClusterKeys
+from core.worker.ops_http import OpsResponse, OpsServer
 from kvstore.build import machine_options, make_tiers
 from kvstore.metrics import register_store_metrics
 from kvstore.server import StoreServer

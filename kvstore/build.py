@@ -15,8 +15,8 @@ from core.ids import IdSource, new_incarnation
 from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_bytes
 from kvstore.embedded import EmbeddedStore
 from kvstore.eviction import make_policy
-from kvstore.machine import MachineOptions
 from kvstore.memory import MemoryTier
+from kvstore.server_state import MachineOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier
 

@@ -26,8 +26,8 @@ from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
-from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
-from kvstore.front import StoreFront
+from kvstore.client_base import StoreFront
+from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.messages import MAX_BLOCK_BYTES, Parcel, Refused, ToStore, decode_to_client, encode_to_store
 from kvstore.wakeup import Wakeup
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from core.clock import Clock
 from core.ids import IdSource
-from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
-from kvstore.front import StoreFront
-from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine
+from kvstore.client_base import StoreFront
+from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
 from kvstore.messages import Parcel, ToStore
+from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 

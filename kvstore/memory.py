@@ -1,7 +1,7 @@
 """The memory tier: which block lies in which slot of the arena, and which one makes room.
 
 Owns the index by packed key, on top of the arena's slots and an eviction policy. Knows no clients, messages or lower tiers; a
-block that a lower tier still has to take is ``is_dirty`` and stays. Called by ``kvstore.machine`` and ``kvstore.tiering``.
+block that a lower tier still has to take is ``is_dirty`` and stays. Called by ``kvstore.server_state`` and ``kvstore.tiering``.
 """
 
 from __future__ import annotations

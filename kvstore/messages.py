@@ -3,7 +3,7 @@
 Owns what is said and how it becomes bytes: one frame of version byte, kind byte and msgpack as in ``core.wire.codec``, then one
 frame for each block, where a message brings blocks. Fields are checked while they are decoded; a malformed or oversized message
 is a ``ProtocolError`` and nothing else, one of another version a ``VersionMismatch``. Keys and seals travel packed, one after
-another. Called by the carriers; the state machines (``kvstore.machine``, ``kvstore.client_machine``) see messages only.
+another. Called by the carriers; the state machines (``kvstore.server_state``, ``kvstore.client_state``) see messages only.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client import CollectorRegistry, Gauge
 
 from core.metrics import PREFIX, read_counter, read_gauge, read_labelled_counter
-from kvstore.machine import StoreMachine
 from kvstore.memory import MemoryTier
+from kvstore.server_state import StoreMachine
 from kvstore.tiers.base import TierStatistics
 from kvstore.tiers.worker import TierWorker
 

@@ -23,8 +23,8 @@ from core.wire.curve import ClusterKeys
 from core.wire.sockets import CLOSE_LINGER_MS, SocketOptions, bind, router_socket, warn_if_exposed
 from core.wire.version import VersionRefuser
 from kvstore.client import process_start_ticks
-from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.messages import MAX_BLOCK_BYTES, Refused, decode_to_store, encode_to_client
+from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 from kvstore.wakeup import Wakeup

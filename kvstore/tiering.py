@@ -2,7 +2,7 @@
 
 Owns the queries that wait for a tier, the blocks on their way up (each only once, however many wait for it) and the writes to
 lower tiers. Does no I/O: it makes jobs (``kvstore.tiers.base``), and a carrier says when they are done. Called by
-``kvstore.machine``. Knows no messages; a query names whoever asks.
+``kvstore.server_state``. Knows no messages; a query names whoever asks.
 
 Write-through: a new block goes down at once, and may leave the arena at any time. Write-back: it stays dirty until the clean
 slots get few, and goes down then. A block that no tier takes is clean all the same: this is a cache, and room is worth more.

@@ -2,7 +2,7 @@
 
 Owns the bookkeeping of requests between ``Generate`` and ``PrefillDone``, and which hand-over belongs to which request, so that
 an abort that crosses ``PrefillDone`` still frees the blocks. Knows nothing of sockets or leases: the shell carries the
-messages, the connector holds the blocks. Called by ``core.engine.worker_state``; ``run`` is the process.
+messages, the connector holds the blocks. Called by ``core.worker.state``; ``run`` is the process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ import msgspec
 from connectors.ec.registry import build_ec_connector
 from connectors.registry import connector_builder
 from core.config import KVFerryConfig
-from core.engine.assembly import Assembled, WorkerContext, assemble
-from core.engine.hands import (
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, NewRequest
+from core.wire.kv import KVHandoff
+from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
+from core.worker.builder import Assembled, WorkerContext, assemble
+from core.worker.process import Announce, run_worker
+from core.worker.role import (
     EngineFacts,
     HandsOutput,
     RoleHands,
@@ -26,11 +31,6 @@ from core.engine.hands import (
     request_of_choice,
     split_choice_id,
 )
-from core.engine.worker import Announce, run_worker
-from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, NewRequest
-from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
 
 MAX_REMEMBERED_HANDOFFS = 4096  # of answered requests; beyond it the lease alone frees the blocks of a crossed abort
 

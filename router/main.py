@@ -11,14 +11,14 @@ from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
-from core.garbage import freeze_what_is_loaded
+from core.gc_freeze import freeze_what_is_loaded
 from core.model.hub import resolve_model
 from core.process_signals import handled_signals
 from core.tracing import open_tracer
 from core.wire.key_rotation import keys_of
-from router.descriptors import raise_descriptor_limit
-from router.served import served_model
-from router.server import Router
+from router.http.descriptors import raise_descriptor_limit
+from router.http.server import Router
+from router.openai.served_model import served_model
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:

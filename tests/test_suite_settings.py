@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from core.testing.side_by_side import ALONE as ALONE_UNIT
-from core.testing.side_by_side import scope_of
+from tests.support.side_by_side import ALONE as ALONE_UNIT
+from tests.support.side_by_side import scope_of
 
-SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
+ROOT = Path(__file__).parents[1]
+COMMAND = [  # pytest with the settings of this suite
+    *(sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"),
+    *("-p", "tests.support.watchdog", "-p", "tests.support.side_by_side"),
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}  # where the plugins are
 IN_PYTHON = """
 import time
 
@@ -114,6 +120,10 @@ def test_alone(number):
 """
 
 
+def run_to_end(command, folder):
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder, env=ENVIRONMENT)
+
+
 def test_every_test_has_a_time_limit(pytestconfig):
     assert float(pytestconfig.getini("timeout")) > 0
     assert float(pytestconfig.getini("watchdog_grace")) > 0
@@ -157,10 +167,8 @@ def test_tests_that_run_alone_run_behind_all_others_and_are_counted_with_them(tm
     (root / "a_alone" / "test_alone.py").write_text(ALONE.format(folder=str(state)))
     for name in "bcde":
         (root / f"test_{name}.py").write_text(SIDE_BY_SIDE.format(folder=str(state)))
-    command = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), "--rootdir", str(root), "-p", "no:cacheprovider", "-n", "2"]
-    result = subprocess.run(
-        [*command, "-o", "alone=a_alone", str(root)], capture_output=True, text=True, timeout=120, check=False, cwd=root
-    )
+    command = [*COMMAND, "--rootdir", str(root), "-n", "2"]
+    result = run_to_end([*command, "-o", "alone=a_alone", str(root)], root)
     assert result.returncode == 0, result.stdout
     assert "83 passed" in result.stdout.splitlines()[-1]
     assert len(list(state.glob("ran-*"))) == 2
@@ -178,22 +186,9 @@ def run_suite(tmp_path) -> Callable[..., str]:
 
     def run(source: str, *settings: str, workers: int = 0) -> str:
         (tmp_path / "test_hang.py").write_text(source)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            str(SETTINGS),
-            "--rootdir",
-            str(tmp_path),
-            "-p",
-            "no:cacheprovider",
-            f"-n{workers}",
-        ]
+        command = [*COMMAND, "--rootdir", str(tmp_path), f"-n{workers}"]
         options = [option for setting in settings for option in ("-o", setting)]
-        result = subprocess.run(
-            [*command, *options, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
-        )
+        result = run_to_end([*command, *options, str(tmp_path)], tmp_path)
         assert result.returncode != 0
         return result.stderr + result.stdout
 

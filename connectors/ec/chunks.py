@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.digest import WORD_BYTES, BlockDigester
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.errors import CorruptBlock, LayoutMismatch
 from core.kv.hashing import BLOCK_HASH_BYTES
 from core.wire.kv import KVLayoutInfo

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.encoder import ECConnectorMetadata, ECConnectorWorkerMetadata
+from connectors.p2p.transport.interface import PeerId
+from core.ec_connector import ECConnectorMetadata, ECConnectorWorkerMetadata
 from core.kv.seals import ExpectedSeal
-from core.transport import PeerId
 from core.wire.media import ECSeal
 from core.wire.messages import ErrorInfo
 

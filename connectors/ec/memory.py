@@ -11,8 +11,8 @@ import os
 
 import numpy as np
 
+from connectors.ec.chunk_cache import ShelfItem
 from connectors.ec.chunks import ChunkLayout, RowsDigester, rows_in_chunk
-from connectors.ec.shelf import ShelfItem
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.errors import ConfigError

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from connectors.ec import handover
-from connectors.ec.alarm import Alarm
+from connectors.ec import p2p_adapter as handover
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, Source
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches
-from connectors.ec.offers import HeldOffers, OfferTerms
+from connectors.ec.produced_embeddings import HeldOffers, OfferTerms
 from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
+from connectors.ec.wakeup_timer import Alarm
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
-from connectors.p2p.carrier import CarrierOwner, NodeCarrier
-from connectors.p2p.handshake import WorkerIdentity
-from connectors.p2p.host import host_id
+from connectors.p2p.driver import CarrierOwner, NodeCarrier
+from connectors.p2p.host_id import host_id
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.transports import TransportFactory, create_transport
+from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.registry import ConnectorContext
 from core.config import ConnectorSection
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
 
 _RENEWALS_PER_LEASE = 6

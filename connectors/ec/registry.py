@@ -1,8 +1,8 @@
 """EC connectors by name, and what a worker gets of one.
 
-An EC connector is a bundle of a scheduler side, a worker side (``core.encoder``) and whatever runs in the worker's event loop,
-as a KV connector is (``connectors.registry``). ``ec_connector.name`` says which; with "none" there is none, and every worker
-computes the embeddings that it needs.
+An EC connector is a bundle of a scheduler side, a worker side (``core.ec_connector``) and whatever runs in the worker's event
+loop, as a KV connector is (``connectors.registry``). ``ec_connector.name`` says which; with "none" there is none, and every
+worker computes the embeddings that it needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from connectors.registry import ConnectorHost
 from core.clock import Clock
 from core.config import ECConnectorSection, KVStoreSection
-from core.encoder import ECConnectorScheduler, ECConnectorWorker
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
 from core.ids import IdSource
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import keys_of
@@ -109,7 +109,7 @@ def build_ec_connector(host: ConnectorHost, model_fingerprint: bytes) -> ECConne
 def new_ec_connector(context: ECContext) -> ECConnector:
     """Return the connector that the context names, which is not "none". Libraries of one are loaded for that one."""
     if context.config.name == "shared":
-        from connectors.ec.shared import SharedECConnector
+        from connectors.ec.store_connector import SharedECConnector
 
         return SharedECConnector(context)
     from connectors.ec.p2p import P2PECConnector

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from connectors.ec.chunk_cache import Shelf, ShelfItem
 from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import (
     CacheLoad,
@@ -30,9 +31,8 @@ from connectors.ec.jobs import (
     PeerSource,
     Source,
 )
-from connectors.ec.shelf import Shelf, ShelfItem
 from core.clock import Clock
-from core.encoder import ECConnectorScheduler
+from core.ec_connector import ECConnectorScheduler
 from core.errors import (
     EncoderInputMissing,
     Full,

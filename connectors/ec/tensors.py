@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 
 
 def to_bytes(rows: torch.Tensor) -> memoryview:

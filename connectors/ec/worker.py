@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from connectors.ec.chunks import RowsDigester
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, FetchingReports, Report
-from core.encoder import ECConnectorMetadata, ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnectorMetadata, ECConnectorWorker, EmbeddingsLayout
 from core.errors import CorruptBlock, EngineDead
 from core.request import ECConnectorOutput
 from core.wire.media import ECSource

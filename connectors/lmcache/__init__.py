@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from connectors.registry import Connector, ConnectorContext
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker (entry point ``kvferry.connectors`` → ``lmcache``)."""
-    from connectors.lmcache.bundle import LMCacheConnector
+    from connectors.lmcache.connector import LMCacheConnector
 
     return LMCacheConnector(context)

@@ -7,7 +7,7 @@ write is memory that nobody uses any more: the next session gets fresh memory, a
 
     DOWN ──timer──▶ PROBING ──version, settings, memory──▶ REGISTERING ──reply──▶ UP ──silence, loss──▶ DOWN
 
-Owned by ``connectors.lmcache.bundle``; the sessions of requests are kept by ``connectors.lmcache.sessions``.
+Owned by ``connectors.lmcache.connector``; the sessions of requests are kept by ``connectors.lmcache.sessions``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from connectors.lmcache.actions import (
     ServerFacts,
     ServerSession,
 )
-from connectors.lmcache.calls import NodeSettings, ServerCalls
 from connectors.lmcache.loads import Loads
+from connectors.lmcache.pending_requests import NodeSettings, ServerCalls
 from connectors.lmcache.saves import Saves
 from connectors.lmcache.sessions import Sessions
 from connectors.lmcache.staging import Staging

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from connectors.lmcache.actions import Save, SealPages
-from connectors.lmcache.calls import ServerCalls
+from connectors.lmcache.pending_requests import ServerCalls
 from connectors.lmcache.sessions import Sessions
 from connectors.lmcache.wire import is_done, store_call
 

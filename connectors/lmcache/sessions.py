@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from connectors.lmcache.actions import Lookup, LookupAnswered
-from connectors.lmcache.calls import ServerCalls
+from connectors.lmcache.pending_requests import ServerCalls
 from connectors.lmcache.wire import Operation, TokenSpan, encode_call
 
 POLL_INTERVAL_S = 0.005  # between questions whether a lookup is done; a hit in the server's memory is done at once

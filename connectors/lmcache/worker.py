@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from connectors.async_worker import LoadEnded, ReportingWorker
 from connectors.lmcache.actions import LMCacheMPConnectorMetadata, Save
 from connectors.lmcache.staging import Bytes
-from connectors.reporting import LoadEnded, ReportingWorker
 from core.connector import KVConnectorMetadata, KVPoolRegion
 from core.request import KVConnectorOutput
 

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from connectors.registry import Connector, ConnectorContext
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connectors of a worker (entry point ``kvferry.connectors`` → ``multi``).
 
     Raises:
         ConfigError: there is no such connector, or they do not go together.
     """
-    from connectors.multi.bundle import MultiConnector
+    from connectors.multi.connector import MultiConnector
 
     return MultiConnector.build(context)

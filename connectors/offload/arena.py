@@ -6,7 +6,7 @@ Owns what the settings mean for it. Everything else is ``connectors.tier`` and `
 from __future__ import annotations
 
 from connectors.registry import ConnectorContext
-from connectors.tier.bundle import TierConnector
+from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierSettings
 from core.config import KVStoreSection
 from core.errors import ConfigError, Full

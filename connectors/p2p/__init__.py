@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from connectors.registry import Connector, ConnectorContext
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker (entry point ``kvferry.connectors`` → ``p2p``)."""
-    from connectors.p2p.bundle import P2PConnector
+    from connectors.p2p.connector import P2PConnector
 
     return P2PConnector(context)

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from connectors.reporting import LoadEnded
+from connectors.async_worker import LoadEnded
+from connectors.p2p.transport.interface import PeerId
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
-from core.transport import PeerId
 from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest, ReadUnit, Refusal
-from connectors.p2p.handshake import WorkerIdentity
-from connectors.p2p.units import Extent, group_units
+from connectors.p2p.consumer.block_mapping import Extent, group_units
+from connectors.p2p.producer.handshake import WorkerIdentity
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock
 from core.ids import IdSource, new_hex_id

@@ -1,6 +1,6 @@
 """What the settings of a connector mean for a node: how it reads, and how long it keeps blocks for readers.
 
-Values without behaviour. Built by ``connectors.p2p.carrier`` in a worker, and by the simulation.
+Values without behaviour. Built by ``connectors.p2p.driver`` in a worker, and by the simulation.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from connectors.p2p.leases import LeaseTerms
-from connectors.p2p.transport_health import BreakerTerms
+from connectors.p2p.consumer.transport_health import BreakerTerms
+from connectors.p2p.producer.leases import LeaseTerms
 from core.config import ConnectorSection
 from core.wire.kv import KVVerify
 

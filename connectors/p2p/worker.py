@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from connectors.async_worker import LoadEnded, ReportingWorker
 from connectors.p2p.actions import P2PConnectorMetadata, QuarantineEnded, Report, SendingEnded
-from connectors.reporting import LoadEnded, ReportingWorker
 from core.connector import KVConnectorMetadata
 from core.request import KVConnectorOutput
 

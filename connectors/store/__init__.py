@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from connectors.registry import Connector, ConnectorContext
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker (entry point ``kvferry.connectors`` → ``store``)."""
     from connectors.store.shared import store_connector
 

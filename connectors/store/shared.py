@@ -7,7 +7,7 @@ and later: the client goes on trying.
 from __future__ import annotations
 
 from connectors.registry import ConnectorContext
-from connectors.tier.bundle import TierConnector
+from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierSettings
 from core.errors import ConfigError, Full
 from kvstore.base import BlockStore

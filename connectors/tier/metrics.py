@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from connectors.tier.mover import TierMover
 from connectors.tier.scheduler import TierConnectorScheduler
+from connectors.tier.transfer import TierMover
 from core.metrics import read_counter, read_gauge, read_labelled_counter
 from kvstore.base import BlockStore
 

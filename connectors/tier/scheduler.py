@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from connectors.tier.coordinator import TierCoordinator
-from connectors.tier.jobs import LoadJob, TierConnectorMetadata, TierConnectorWorkerMetadata
-from connectors.tier.saving import SavePlanner
+from connectors.tier.messages import LoadJob, TierConnectorMetadata, TierConnectorWorkerMetadata
+from connectors.tier.prefix_lookup import TierCoordinator
+from connectors.tier.save_planner import SavePlanner
 from core.clock import Clock
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import ConfigError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from connectors.reporting import LoadEnded, ReportingWorker
-from connectors.tier.jobs import Report, SaveEnded, SavesAreSlow, TierConnectorMetadata, TierConnectorWorkerMetadata
+from connectors.async_worker import LoadEnded, ReportingWorker
+from connectors.tier.messages import Report, SaveEnded, SavesAreSlow, TierConnectorMetadata, TierConnectorWorkerMetadata
 from core.connector import KVConnectorMetadata
 from core.request import KVConnectorOutput
 

@@ -30,16 +30,16 @@ from core.config import (
     WorkerSection,
 )
 from core.connector import KVConnectorScheduler, KVConnectorWorker
-from core.encoder import ECConnectorScheduler, ECConnectorWorker
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
 from core.engine.core import EngineCore
-from core.engine.device_memory import measure, pool_bytes, run_largest_step, run_widest_decode
-from core.engine.encoder_runner import EncoderRunner
-from core.engine.graphs import CudaRecorder, batch_sizes
-from core.engine.image_preparation import ImagePreparation
-from core.engine.inputs import InputBatch
-from core.engine.kv_cache import KVPool, PoolOptions, allocate_kv_pool
+from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
+from core.engine.cuda.device_memory import measure, pool_bytes, run_largest_step, run_widest_decode
+from core.engine.input_batch import InputBatch
 from core.engine.kv_events import KVEventPublisher
+from core.engine.kv_pool import KVPool, PoolOptions, allocate_kv_pool
 from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
+from core.engine.media.encoder_runner import EncoderRunner
+from core.engine.media.image_decode_thread import ImagePreparation
 from core.engine.runner import ModelRunner
 from core.errors import ConfigError
 from core.kv.grouping import group_layers

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from core.engine.inputs import StepInputs
+from core.engine.input_batch import StepInputs
 from core.engine.sampler import gather_logprobs
 from core.request import NewRequestData
 from core.wire.messages import TokenLogprobs

@@ -20,10 +20,10 @@ from core.attention.base import AttentionBackend, AttentionPlan
 from core.attention.torch_kernels import upload
 from core.connector import KVConnectorWorker
 from core.engine.connector_steps import ConnectorSteps, with_layer_hooks
-from core.engine.encoder_runner import EncoderRunner
-from core.engine.graphs import DecodeGraphs, GraphRecorder
-from core.engine.inputs import InputBatch, Promised, StepInputs
-from core.engine.kv_cache import KVPool
+from core.engine.cuda.cuda_graphs import DecodeGraphs, GraphRecorder
+from core.engine.input_batch import InputBatch, Promised, StepInputs
+from core.engine.kv_pool import KVPool
+from core.engine.media.encoder_runner import EncoderRunner
 from core.engine.prompt_logprobs import PromptLogprobs, PromptRows
 from core.engine.sampler import LaunchedSamples, launch_sampling
 from core.kv.spec import ceil_div

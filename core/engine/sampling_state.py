@@ -1,7 +1,7 @@
 """What the sampler keeps per request: parameters as numpy columns, edits of the logits, and the random number.
 
 Owns the counter-based random stream, the incremental penalty counts, and one row per running request. Does not know
-schedulers, models or batches; rows are numbered by ``core.engine.inputs.InputBatch``, read by ``core.engine.sampler``.
+schedulers, models or batches; rows are numbered by ``core.engine.input_batch.InputBatch``, read by ``core.engine.sampler``.
 """
 
 from __future__ import annotations

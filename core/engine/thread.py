@@ -1,7 +1,7 @@
 """The engine's thread: an inbox in front of the engine, and a loop that sleeps when there is nothing to do.
 
 Owns the thread and the order of what reaches the engine. Does not know routers, roles or event loops: outputs and death are
-handed to callbacks, which run on this thread and pass them on. Called by ``core.engine.worker``; any thread may submit.
+handed to callbacks, which run on this thread and pass them on. Called by ``core.worker.process``; any thread may submit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from core.clock import Clock, SystemClock
 from core.engine.core import Engine, EngineGauges
-from core.engine.inbox import Abort, Add, EngineMessage, Wake, take_in
+from core.engine.engine_messages import Abort, Add, EngineMessage, Wake, take_in
 from core.engine.step_watch import StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event

@@ -7,7 +7,7 @@ their blocks must have the same bytes: equal page sizes, and the same number of 
         sliding   group 0  0  1  2,  group 1  3  4  6,  ...  group 5  13 15 16
         full      group 2  5 11 17
 
-Knows neither models nor memory. Called by ``core.engine.kv_cache``, and by whoever wants to know beforehand what it would do.
+Knows neither models nor memory. Called by ``core.engine.kv_pool``, and by whoever wants to know beforehand what it would do.
 """
 
 from __future__ import annotations

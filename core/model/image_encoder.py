@@ -1,8 +1,8 @@
 """An image file to its embeddings: decoding and processing, then the model's image half.
 
 Owns what a worker needs of a checkpoint to embed images. Knows nothing of requests, caches or connectors. The two halves of the
-work have threads of their own: ``prepare`` is called by ``core.engine.image_preparation``, ``embed`` by
-``core.engine.encoder_runner`` and by encode workers, each on the one thread that computes.
+work have threads of their own: ``prepare`` is called by ``core.engine.media.image_decode_thread``, ``embed`` by
+``core.engine.media.encoder_runner`` and by encode workers, each on the one thread that computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.attention.torch_kernels import upload
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.kv.hashing import hash_media
 from core.kv.spec import ceil_div
 from core.model.arch import model_fingerprint, parse_arch

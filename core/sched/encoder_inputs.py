@@ -3,7 +3,7 @@
 A request's next tokens are cut before the first item whose embeddings cannot be had in this step. Owns the encoder's budget of
 a step and the scheduler side of the EC connector; the room is ``core.sched.encoder_cache``'s, and which images are decoded
 ``ImageReadiness``'. Knows no queue and no KV block:
-``core.sched.running`` and ``core.sched.admission`` ask for each request with media ahead of it, ``core.sched.release`` and
+``core.sched.running`` and ``core.sched.admission`` ask for each request with media ahead of it, ``core.sched.finish`` and
 ``Scheduler.update_from_output`` tell what has ended. One order for all: once an item found no room, none behind it gets any in
 the same step, lest small images overtake a large one for ever.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.encoder import ECConnectorScheduler, ImageReadiness
+from core.ec_connector import ECConnectorScheduler, ImageReadiness
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.request import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from core.sched.encoder_cache import EncoderCacheManager

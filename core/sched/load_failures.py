@@ -19,8 +19,7 @@ from itertools import chain
 from core.errors import TransferError, fallback_reason
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
-from core.sched.claims import Claim
-from core.sched.in_flight import evict_left_behind, void_steps
+from core.sched.inflight_steps import evict_left_behind, void_steps
 from core.sched.invalid_blocks import (
     AffectedRequest,
     BlocksInUse,
@@ -30,6 +29,7 @@ from core.sched.invalid_blocks import (
     spread_invalidity,
     update_requests_with_invalid_blocks,
 )
+from core.sched.recompute_ownership import Claim
 from core.sched.state import SchedulerState, Step
 from core.wire.messages import ErrorInfo
 

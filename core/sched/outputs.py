@@ -15,8 +15,8 @@ from core.request import (
     Request,
     RequestStatus,
 )
-from core.sched.in_flight import evict_failed_departures, evict_left_behind
-from core.sched.release import finish_requests, free_request, remove_from_running
+from core.sched.finish import finish_requests, free_request, remove_from_running
+from core.sched.inflight_steps import evict_failed_departures, evict_left_behind
 from core.sched.state import SchedulerState, Step
 from core.sched.stop import append_output_tokens
 from core.wire.messages import ErrorInfo

@@ -8,7 +8,7 @@ Called by admission (promotion) and by ``Scheduler.update_from_output`` (the wor
 from __future__ import annotations
 
 from core.request import KVConnectorOutput, Request, RequestStatus
-from core.sched.release import free_blocks
+from core.sched.finish import free_blocks
 from core.sched.state import SchedulerState
 
 

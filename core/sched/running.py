@@ -9,7 +9,7 @@ from __future__ import annotations
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
 from core.sched.encoder_inputs import EncoderPlan
-from core.sched.in_flight import leave_steps
+from core.sched.inflight_steps import leave_steps
 from core.sched.queue import priority_key
 from core.sched.state import SchedulerState, Step
 

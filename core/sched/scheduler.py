@@ -23,7 +23,7 @@ from collections.abc import Container, Iterable, Sequence, Set
 from core.clock import Clock
 from core.config import SchedulerSection
 from core.connector import KVConnectorScheduler
-from core.encoder import ECConnectorScheduler
+from core.ec_connector import ECConnectorScheduler
 from core.errors import ContextTooLong, InvalidRequest, NoWorker
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheManager
@@ -32,12 +32,12 @@ from core.sched.admission import schedule_waiting
 from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
-from core.sched.in_flight import end_step, seal_left_behind
+from core.sched.finish import finish_requests
+from core.sched.inflight_steps import end_step, seal_left_behind
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, still_running, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
 from core.sched.queue import RequestQueue
-from core.sched.release import finish_requests
 from core.sched.remote_kv import update_from_kv_xfer_finished
 from core.sched.running import schedule_running
 from core.sched.sealing import seal_computed_blocks

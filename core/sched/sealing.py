@@ -16,8 +16,8 @@ from core.sched.state import SchedulerState
 def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
     """Seal the blocks that the step has completed, of every request whose step was good.
 
-    ``failed`` requests seal nothing. What others have left behind, ``core.sched.in_flight`` seals. The loop runs over every
-    request of the step; most have not reached the end of a hash block and are done with after one comparison:
+    ``failed`` requests seal nothing. What others have left behind, ``core.sched.inflight_steps`` seals. The loop runs over
+    every request of the step; most have not reached the end of a hash block and are done with after one comparison:
 
         tokens  |------ before ------|- n -|       n = scheduled in this step
                               end of a block ^     passed in this step if C mod size < n, C = tokens computed now

@@ -28,9 +28,9 @@ from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
-from core.sched.claims import BlockClaims
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.queue import RequestQueue, create_request_queue
+from core.sched.recompute_ownership import BlockClaims
 from core.wire.messages import LoadFailurePolicy, TransferUsage
 
 _NOTHING_LOADED = TransferUsage()
@@ -129,7 +129,7 @@ class Step:
     """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
 
     ``lacks_blocks`` is set once a running request did not get its blocks at first: nobody may be admitted in this step.
-    ``synchronous_loads`` start in the step and are hits once it has run. While it is in flight (``core.sched.in_flight``),
+    ``synchronous_loads`` start in the step and are hits once it has run. While it is in flight (``core.sched.inflight_steps``),
     ``void`` names requests for which its results do not count any more, ``pinned`` blocks that it alone keeps.
     ``holders`` hold blocks and wait to run, newest first; loads that began in this step are among them.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from core.encoder import ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.kv.hashing import hash_media
 from core.request import ECConnectorOutput, SchedulerOutput

@@ -1,7 +1,7 @@
 """Sampling parameters as they travel from the router to the workers and as the engine uses them.
 
-The router has validated every range (``router.params``); workers trust the types that the decoder checked. Stop *strings*
-never reach a worker: the router owns the text.
+The router has validated every range (``router.openai.sampling``); workers trust the types that the decoder checked. Stop
+*strings* never reach a worker: the router owns the text.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ has ended. Both are called on the engine's thread; ``FolderConnector`` ties them
 One hand-over is one file: the blocks, then a digest of each. It appears by a rename, so it is whole when it is there; until
 then its reader waits. It is deleted once it is older than ``connector.lease_s``, whoever wrote it.
 
-What a connector must do in all cases is in ``core.testing.connector_suite``; ``tests/examples/test_folder_connector.py`` shows
-how to run it.
+What a connector must do in all cases is in ``connectors.testing.connector_suite``; ``tests/examples/test_folder_connector.py``
+shows how to run it.
 """
 
 from __future__ import annotations
@@ -468,6 +468,6 @@ class FolderConnector(Connector):
                     path.unlink()
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker (entry point ``kvferry.connectors`` → ``folder``)."""
     return FolderConnector(context)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -21,10 +22,9 @@ from connectors.p2p.actions import (
     StartProbe,
     TransferEvent,
 )
-from connectors.p2p.load import Load
-from connectors.reporting import LoadEnded
+from connectors.p2p.consumer.load import Load
+from connectors.p2p.transport.interface import PeerId
 from core.errors import TransferTimeout
-from core.transport import PeerId
 
 
 @dataclass(slots=True)

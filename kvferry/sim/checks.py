@@ -2,7 +2,7 @@
 
 - Every row that a transport writes belongs to the block of the load that asked for it, or is quarantined: it has not been
   freed, allocated anew or prepared for recomputing since the read was posted.
-- After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.integrity``).
+- After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.invariants``).
 - What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet. While steps are in flight
   this holds of what is sealed; they compute what may be hit already.
 - An engine that sleeps has nothing that it could do; one that has nothing to do sleeps.
@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterable, Sequence
 from connectors.ec.jobs import FetchingMetadata
 from connectors.multi.scheduler import MultiKVConnectorMetadata
 from connectors.p2p.actions import P2PConnectorMetadata
-from connectors.tier.jobs import TierConnectorMetadata
+from connectors.p2p.transport.interface import SEAL_REGION
+from connectors.tier.messages import TierConnectorMetadata
 from core.config import HASH_BLOCK_SIZE
 from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.seals import BROKEN, decode_seal
 from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput, extra_keys_of
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
-from core.transport import SEAL_REGION
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.pool_checks import PoolChecks
 from kvferry.sim.tier import SimTier
-from kvferry.sim.times import TimeChecks
+from kvferry.sim.timing_checks import TimeChecks
 
 _MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been reported
 

@@ -13,8 +13,8 @@ from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.request_path import RequestPath
-from router.accounting import FirstTokenTiming, HandoverReport, SecondTokenTiming
-from router.news import ChoiceUpdate, Submission, Update
+from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming
+from router.dispatch.types import ChoiceUpdate, Submission, Update
 
 _ROUNDING_MS = 1e-6
 ROUTER_LOST = "router_lost"  # the connection to the router broke: what an HTTP client sees when the router dies

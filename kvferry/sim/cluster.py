@@ -12,25 +12,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from core.testing.sim_faults import Fault
-from core.testing.sim_loop import EventLoop, Process, ProcessClock
-from core.testing.sim_network import Network
-from core.testing.sim_transport import SimFabric
-from core.testing.sim_troubles import Troubles
 from kvferry.sim.checks import Oracle, WorkerChecks
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
+from kvferry.sim.faults import Fault
 from kvferry.sim.host import Host, World
-from kvferry.sim.member import FINGERPRINT
+from kvferry.sim.idempotent_messages import may_drop, may_repeat
+from kvferry.sim.loop import EventLoop, Process, ProcessClock
+from kvferry.sim.network import Network
 from kvferry.sim.oracle import CausalOracle
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
-from kvferry.sim.repeatable import may_drop, may_repeat
 from kvferry.sim.router import SimRouter
 from kvferry.sim.stalls import find_stalls
 from kvferry.sim.stores import SimStores
 from kvferry.sim.strikes import Strikes
+from kvferry.sim.transport import SimFabric
+from kvferry.sim.troubles import Troubles
 from kvferry.sim.worker import SimWorker
+from kvferry.sim.worker_protocol import FINGERPRINT
 
 MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
 _CHECK_END_S = 0.25

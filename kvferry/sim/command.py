@@ -10,7 +10,7 @@ import typer
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from core.testing.sim_faults import Fault
+    from kvferry.sim.faults import Fault
 
 
 DRAWN = "drawn"
@@ -59,7 +59,7 @@ def parse_kinds(text: str) -> tuple[Fault, ...] | None:
     Raises:
         ConfigError: one is not known; lists those that are.
     """
-    from core.testing.sim_faults import Fault
+    from kvferry.sim.faults import Fault
 
     if text == DRAWN:
         return None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import Action, P2PConnectorMetadata, Report
-from connectors.p2p.handshake import WorkerIdentity
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reporting import LoadEnded
 from core.config import ConnectorSection
 from core.ids import IdSource
 from kvferry.sim.host import Host
 from kvferry.sim.node import SimNode, WriteWatch
-from kvferry.sim.times import TimeChecks
+from kvferry.sim.timing_checks import TimeChecks
 
 
 class SimConnector(SimNode):

@@ -10,10 +10,10 @@ import numpy as np
 
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.testing.hash_encoder import HASH_EMBEDDINGS, ROW_BYTES
-from core.testing.sim_loop import Process, Timer
 from core.wire.media import ECSource
+from kvferry.sim.loop import Process, Timer
 
 
 class Embeddings(Protocol):
@@ -48,7 +48,7 @@ class Embeddings(Protocol):
 
 
 class SimAlarm:
-    """``connectors.ec.alarm`` as an event: calls ``ring`` at the time that was set last, by the process's own clock."""
+    """``connectors.ec.wakeup_timer`` as an event: calls ``ring`` at the time that was set last, by the process's own clock."""
 
     def __init__(self, process: Process, ring: Callable[[], None]) -> None:
         self._process = process

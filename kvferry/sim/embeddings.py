@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from connectors.ec import handover
+from connectors.ec import p2p_adapter as handover
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, PeerSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.offers import HeldOffers, OfferTerms
+from connectors.ec.produced_embeddings import HeldOffers, OfferTerms
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
-from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.producer.handshake import WorkerIdentity
 from core.config import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS

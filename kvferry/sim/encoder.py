@@ -1,6 +1,7 @@
 """One life of a simulated encode worker: real protocol, hands, engine and EC connector around the encoder of a ``HashModel``.
 
-Owns what such a worker consists of and its engine thread, as events; how it talks to its routers is ``kvferry.sim.member``.
+Owns what such a worker consists of and its engine thread, as events; how it talks to its routers is
+``kvferry.sim.worker_protocol``.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.handshake import WorkerIdentity
-from core.engine.actions import AdmissionLimits, EngineLoad
-from core.engine.image_preparation import ImagePreparation
+from connectors.p2p.producer.handshake import WorkerIdentity
+from core.engine.media.image_decode_thread import ImagePreparation
 from core.engine.step_watch import StepSize
-from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
 from core.testing.hash_encoder import HashImageEncoder
 from core.testing.hash_model import hash_model_layout
-from core.testing.sim_loop import Process
 from core.wire.media import ECSource
 from core.wire.messages import RegisterEncoder
+from core.worker.actions import AdmissionLimits, EngineLoad
+from core.worker.state import WorkerState
 from encode.engine import EncodeEngine
-from encode.hands import EncodeHands
 from encode.metrics import EncodeMetrics
+from encode.role import EncodeHands
 from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.images import SimPixels, draw_decode_s
-from kvferry.sim.member import FINGERPRINT, SimMember
+from kvferry.sim.loop import Process
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
+from kvferry.sim.worker_protocol import FINGERPRINT, SimMember
 
 _MAX_BATCH_IMAGES = 2
 

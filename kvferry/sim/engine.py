@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.engine.core import Engine, EngineCore, ScheduledStep
-from core.engine.inbox import EngineMessage, Wake, take_in
+from core.engine.engine_messages import EngineMessage, Wake, take_in
 from core.engine.step_watch import StepReading, StepSize, StepWatch
 from core.request import EngineCoreOutput
-from core.testing.sim_loop import Process
+from kvferry.sim.loop import Process
 
 WARM_UP_S = 5.0  # how long the first step of a size may take
 TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in

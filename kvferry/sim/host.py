@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from core.testing.sim_loop import EventLoop, Process, Queue
-from core.testing.sim_network import Network
-from core.testing.sim_transport import SimFabric
-from core.testing.sim_troubles import Troubles
 from kvferry.sim.eventlog import EventLog
+from kvferry.sim.loop import EventLoop, Process, Queue
+from kvferry.sim.network import Network
+from kvferry.sim.transport import SimFabric
+from kvferry.sim.troubles import Troubles
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from random import Random
 
 from connectors.ec.chunks import CHUNK_EMBEDS
 from core.testing.hash_encoder import Image, image_feature
-from core.testing.sim_faults import Fault, FaultEvent
 from core.wire.media import MMFeature
+from kvferry.sim.faults import Fault, FaultEvent
 
 _SHARE = 0.2  # of runs that have images, most of them with encode workers whose memory is read
 _SHARED_SHARE = 0.15  # of the others: images with a store for embeddings

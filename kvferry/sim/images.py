@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from core.engine.image_preparation import ImageReader
-from core.engine.prepared_images import Pixels, Preparation
-from core.testing.manual_images import ManualImages
-from core.testing.sim_loop import Process
+from core.engine.media.image_decode_queue import Pixels, Preparation
+from core.engine.media.image_decode_thread import ImageReader
+from kvferry.sim.loop import Process
+from kvferry.sim.manual_images import ManualImages
 
 
 class SimImages(ManualImages):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from core.errors import Unavailable
-from core.testing.sim_faults import Fault
+from kvferry.sim.faults import Fault
 from kvstore.testing.sim_store import DictTier
 from kvstore.tiers.base import TierBlock
 

@@ -1,4 +1,4 @@
-"""A p2p node under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.carrier`` does in a worker.
+"""A p2p node under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.driver`` does in a worker.
 
 Node and transfer executor are the real ones; the event loop, the sockets and the transfer thread are simulated. The queues
 between the three threads keep their order, and each takes its time. What the blocks hold, and who asks for them, is
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -33,29 +34,28 @@ from connectors.p2p.actions import (
     TransportBroken,
     TransportRestored,
 )
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import node_settings
-from connectors.p2p.staging import StagedRows, StagingArea, map_staging_area
-from connectors.p2p.transfer import TransferExecutor
-from connectors.p2p.transports import TransportSettings, open_transports
-from connectors.reporting import LoadEnded
+from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
+from connectors.p2p.transfer.thread import TransferExecutor
+from connectors.p2p.transport.factory import TransportSettings, open_transports
+from connectors.p2p.transport.interface import regions_of
 from core.config import ConnectorSection
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.ids import IdSource
 from core.kv.seals import each_by_itself
 from core.testing.hash_model import SLOT_BYTES
-from core.testing.sim_loop import Queue, Timer
-from core.testing.sim_network import Link
-from core.testing.sim_transport import TRAITS, LandingWatch, SimTransport
-from core.transport import regions_of
 from core.wire.codec import decode_control_frame, encode_control_message
 from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState
 from kvferry.sim.breaker_checks import BreakerChecks
 from kvferry.sim.host import Host
 from kvferry.sim.lease_checks import LeaseChecks
+from kvferry.sim.loop import Queue, Timer
+from kvferry.sim.network import Link
 from kvferry.sim.seal_checks import WrongSeals
+from kvferry.sim.transport import TRAITS, LandingWatch, SimTransport
 
 STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
 

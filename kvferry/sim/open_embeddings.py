@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.producer.handshake import WorkerIdentity
 from core.ids import SeededIds
 from kvferry.sim.ec import Embeddings
 from kvferry.sim.embeddings import SimEmbeddings

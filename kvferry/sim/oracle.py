@@ -1,7 +1,7 @@
 """The causal oracle: every error, and every hand-over that was not used, has a cause on its own path at its own time.
 
 Judges each request after the run by what it passed through (``kvferry.sim.request_path``) and by what really went wrong
-(``core.testing.sim_troubles``). What no row of the two tables explains is a violation. A fault elsewhere, or at another time,
+(``kvferry.sim.troubles``). What no row of the two tables explains is a violation. A fault elsewhere, or at another time,
 explains nothing; nor does the loss of a worker while another could have served. The router's own pause explains no error: its
 workers lived. ``docs/kv-handover.md`` shows the tables.
 """
@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from connectors.p2p.transport_health import BreakerTerms
+from connectors.p2p.consumer.transport_health import BreakerTerms
 from core.errors import EncoderInputMissing, WorkerStalled
-from core.testing.sim_faults import Fault
-from core.testing.sim_troubles import Kind, Troubles
 from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.request_path import RequestPath, Setback
+from kvferry.sim.troubles import Kind, Troubles
 
 # What keeps a worker from being used. The router's own pause is none of them.
 UNAVAILABLE = frozenset(

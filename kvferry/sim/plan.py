@@ -23,7 +23,10 @@ from core.config import (
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config
-from core.testing.sim_faults import (
+from core.wire.media import MMFeature
+from core.wire.messages import LoadFailurePolicy, Role
+from core.wire.pairing import verifies_digests
+from kvferry.sim.faults import (
     GRAY_FAULTS,
     Fault,
     FaultSchedule,
@@ -32,9 +35,6 @@ from core.testing.sim_faults import (
     draw_gray_kinds,
     draw_kinds,
 )
-from core.wire.media import MMFeature
-from core.wire.messages import LoadFailurePolicy, Role
-from core.wire.pairing import verifies_digests
 from kvferry.sim.image_plan import ImagePlan, draw_images
 from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 

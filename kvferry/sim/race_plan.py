@@ -12,7 +12,7 @@ from random import Random
 
 from msgspec.structs import replace as replace_struct
 
-from core.testing.sim_faults import Fault, FaultEvent
+from kvferry.sim.faults import Fault, FaultEvent
 from kvferry.sim.plan import FIRST_REQUEST_S, ClusterPlan, draw_plan, draw_shape
 
 _RACE_SHARE = 0.25  # of the seeds of which no kinds of faults are asked for

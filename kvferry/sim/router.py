@@ -1,7 +1,7 @@
 """One life of a simulated router: a real ``RouterMachine`` on the simulated network, and its clients.
 
-Takes the place of ``router.service``. When the process dies its clients lose their connections; the next life is another object
-with another router id.
+Takes the place of ``router.dispatch.worker_gateway``. When the process dies its clients lose their connections; the next life
+is another object with another router id.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
 from kvferry.sim.request_path import Attempt, Setback
-from router.cluster import Joined, Left
-from router.flow import Deliver, EncodeEnded, Ended, Retried
-from router.machine import Action, RouterLimits, RouterMachine, Transmit
-from router.members import WorkerKey
-from router.progress import Standing
-from router.service import RECONNECT_S
+from router.dispatch.core import Action, RouterLimits, RouterMachine, Transmit
+from router.dispatch.members import WorkerKey
+from router.dispatch.membership import Joined, Left
+from router.dispatch.progress import Standing
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
+from router.dispatch.worker_gateway import RECONNECT_S
 
 
 class SimRouter:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import RunResult, SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.race_plan import draw_any_plan
 
 _SEEDS_PER_TASK = 50

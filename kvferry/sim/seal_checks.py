@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from connectors.p2p.actions import ReadEnded, ReadUnit
-from connectors.p2p.open_reads import OpenReads
+from connectors.p2p.consumer.inflight_reads import OpenReads
 from core.kv.seals import SEAL_BYTES, Seal, decode_seal
 
 

@@ -1,8 +1,8 @@
 """The EC connector "shared" under virtual time: its real parts, around a client of a simulated store.
 
-Takes the place of ``connectors.ec.shared``: scheduler side, worker side, offers, memory and mover are the real ones; the
-mover's thread is ``kvferry.sim.tier_thread``. Every chunk that is filled out of the store is watched: it has to be one that is
-being fetched.
+Takes the place of ``connectors.ec.store_connector``: scheduler side, worker side, offers, memory and mover are the real ones;
+the mover's thread is ``kvferry.sim.tier_thread``. Every chunk that is filled out of the store is watched: it has to be one
+that is being fetched.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from connectors.ec.jobs import FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.mover import NAME, EmbeddingMover, Forgotten, Holder, Order, StoreReport
 from connectors.ec.scheduler import FetchingScheduler
-from connectors.ec.stored import StoredOffers, pass_on
+from connectors.ec.store_offers import StoredOffers, pass_on
 from connectors.ec.worker import FetchingWorker
-from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.producer.handshake import WorkerIdentity
 from core.ids import SeededIds
 from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource

@@ -11,11 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from core.engine.step_watch import STEP_SPREAD
-from core.testing.sim_network import HEARTBEAT_TIMEOUT_S
-from core.testing.sim_troubles import Kind
 from core.wire.progress import stall_bound_s
+from kvferry.sim.network import HEARTBEAT_TIMEOUT_S
 from kvferry.sim.oracle import Case, has_successor
 from kvferry.sim.plan import ClusterPlan
+from kvferry.sim.troubles import Kind
 
 _SAMPLE_S = 0.25
 _SLACK_S = 3.0  # frames, turns, registrations

@@ -16,18 +16,18 @@ import numpy as np
 
 from core.ids import SeededIds, new_incarnation
 from core.testing.hash_model import SLOT_BYTES
-from core.testing.sim_loop import Process, Queue, Timer
-from core.testing.sim_network import Link
-from core.testing.sim_troubles import Kind
 from kvferry.sim.host import Host
+from kvferry.sim.loop import Process, Queue, Timer
+from kvferry.sim.network import Link
 from kvferry.sim.tier_plan import TierPlan
+from kvferry.sim.troubles import Kind
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, write_header
-from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.client_base import StoreFront
+from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
 from kvstore.eviction import make_policy
-from kvstore.front import StoreFront
-from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.memory import MemoryTier
 from kvstore.messages import decode_to_client, decode_to_store, encode_to_client, encode_to_store
+from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.testing.sim_store import DictTier, SimArena
 from kvstore.tiers.base import TierJob
 from kvstore.tiers.worker import TierRunner

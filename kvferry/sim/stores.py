@@ -10,11 +10,10 @@ from collections import Counter
 from random import Random
 
 from core.ids import SeededIds
-from core.testing.sim_faults import Fault
-from core.testing.sim_loop import Process, ProcessClock
-from core.testing.sim_troubles import Kind
 from core.wire.kv import KVLayoutInfo
+from kvferry.sim.faults import Fault
 from kvferry.sim.host import Host, World
+from kvferry.sim.loop import Process, ProcessClock
 from kvferry.sim.lower_tier import SimLowerTier
 from kvferry.sim.store import (
     HEARTBEAT_INTERVAL_S,
@@ -26,8 +25,9 @@ from kvferry.sim.store import (
 )
 from kvferry.sim.tier import SimTier
 from kvferry.sim.tier_plan import TierPlan
+from kvferry.sim.troubles import Kind
 from kvstore.arena import Arena
-from kvstore.client_machine import ClientOptions
+from kvstore.client_state import ClientOptions
 
 
 class SharedStore:

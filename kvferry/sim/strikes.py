@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from core.engine.router_link import REGISTER_INTERVAL_S
-from core.testing.sim_faults import Fault, FaultEvent
-from core.testing.sim_loop import EventLoop, Process
-from core.testing.sim_network import HEARTBEAT_TIMEOUT_S, RECONNECT_MAX_S, Network
-from core.testing.sim_troubles import Kind, Trouble, Troubles
+from core.worker.router_membership import REGISTER_INTERVAL_S
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
+from kvferry.sim.faults import Fault, FaultEvent
+from kvferry.sim.loop import EventLoop, Process
+from kvferry.sim.network import HEARTBEAT_TIMEOUT_S, RECONNECT_MAX_S, Network
 from kvferry.sim.plan import ClusterPlan
 from kvferry.sim.router import SimRouter
 from kvferry.sim.stores import SimStores
 from kvferry.sim.tier_plan import TierPlan
+from kvferry.sim.troubles import Kind, Trouble, Troubles
 from kvferry.sim.worker import SimWorker
 
 _STARTING_S = 0.01  # after its start a worker has not joined its routers yet

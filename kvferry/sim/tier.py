@@ -14,9 +14,9 @@ import numpy as np
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.pool_access import HostPoolAccess
-from connectors.tier.jobs import Report, TierConnectorMetadata
-from connectors.tier.mover import TierMover
+from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
+from connectors.tier.transfer import TierMover
 from connectors.tier.worker import TierConnectorWorker
 from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
 from core.wire.kv import KVLayoutInfo

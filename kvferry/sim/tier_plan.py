@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from core.testing.sim_faults import STORE_FAULTS, TIER_FAULTS, Fault, FaultEvent
+from kvferry.sim.faults import STORE_FAULTS, TIER_FAULTS, Fault, FaultEvent
 
 STORE = "store-0"  # the process's name
 EMBEDDING_STORE = "store-1"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from connectors.tier.thread import Mover
-from core.testing.sim_loop import Queue
 from kvferry.sim.host import Host
+from kvferry.sim.loop import Queue
 from kvstore.base import LookupTicket
 
 OrderT = TypeVar("OrderT")

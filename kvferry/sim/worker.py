@@ -1,6 +1,6 @@
 """One life of a simulated worker: real protocol, hands, engine, scheduler and connector around a ``HashModel``.
 
-Owns what such a worker consists of; how it talks to its routers is ``kvferry.sim.member``.
+Owns what such a worker consists of; how it talks to its routers is ``kvferry.sim.worker_protocol``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from random import Random
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.handshake import WorkerIdentity
+from connectors.p2p.producer.handshake import WorkerIdentity
 from core.config import HASH_BLOCK_SIZE, KVFerryConfig
 from core.digest import BlockDigester
-from core.engine.actions import Action, AdmissionLimits, EngineLoad, Send
 from core.engine.core import EngineCore
-from core.engine.hands import EngineFacts
 from core.engine.kv_sizing import max_in_flight_tokens
-from core.engine.worker_state import WorkerState
 from core.ids import SeededIds, new_incarnation
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
@@ -28,9 +25,11 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
-from core.testing.late_hash_model import LateHashModel
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
+from core.worker.actions import Action, AdmissionLimits, EngineLoad, Send
+from core.worker.role import EngineFacts
+from core.worker.state import WorkerState
 from decode.worker import DecodeHands
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
@@ -39,12 +38,13 @@ from kvferry.sim.engine import SimEngine
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.images import SimImages, draw_decode_s
-from kvferry.sim.member import FINGERPRINT, SimMember
+from kvferry.sim.late_hash_model import LateHashModel
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import scheduler_side, worker_side
-from kvferry.sim.times import TimeChecks
+from kvferry.sim.timing_checks import TimeChecks
+from kvferry.sim.worker_protocol import FINGERPRINT, SimMember
 from prefill.worker import PrefillHands
 
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may

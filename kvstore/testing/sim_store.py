@@ -20,12 +20,12 @@ from core.ids import SeededIds
 from core.testing.clock import FakeClock
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, slot_word, write_header
 from kvstore.base import GetTicket, PutTicket, Ticket
-from kvstore.client_machine import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
+from kvstore.client_base import StoreFront
+from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.eviction import make_policy
-from kvstore.front import StoreFront
-from kvstore.machine import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.memory import MemoryTier
 from kvstore.messages import ArenaFile, ToClient, ToStore
+from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
 from kvstore.testing.blocks import make_block
 from kvstore.tiers.base import Tier, TierBlock, TierJob
 from kvstore.tiers.worker import TierRunner

@@ -3,7 +3,7 @@
 Owns the queue of one tier. Loads and questions go before saves, since somebody waits for them; those for which nobody waits any
 more are passed over. A tier that raises has nothing
 for now; blocks whose bytes or seals are not those of their key are removed from the tier and count as missing. Called by the
-carriers of ``kvstore.machine``, from any thread; ``on_done`` is called on this thread.
+carriers of ``kvstore.server_state``, from any thread; ``on_done`` is called on this thread.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.testing.claimed_cuda import ClaimedCuda
+from tests.support.fake_cuda import ClaimedCuda
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import load_config
-from core.testing.tcp_proxy import TcpProxy
 from kvferry.local import ROUTER, LocalCluster, ProcessOptions
 from tests.chaos.questions import MODEL
+from tests.support.tcp_proxy import TcpProxy
 
 TRANSPORTS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, environment of the processes
     "shm": ("shm", {}),
@@ -48,7 +48,7 @@ _SETTINGS = (
     "cache.num_blocks=192",
     "worker.cpu_threads=1",
     "worker.pin_cpus=false",
-    "connector.name=gray_connector:connector",
+    "connector.name=gray_connector:make_connector",
     "connector.lease_s=6",
     "connector.lease_renew_interval_s=1",
     "connector.transfer_deadline_s=4",

@@ -1,4 +1,4 @@
-"""The p2p connector with two gray failures; the workers of a chaos run load it as ``gray_connector:connector``.
+"""The p2p connector with two gray failures; the workers of a chaos run load it as ``gray_connector:make_connector``.
 
 ``connector.extra.gray`` names a folder. While the file ``<engine_id>.hang`` exists there, the worker's engine thread stands
 still inside its step while the event loop lives on; while ``<engine_id>.blackhole`` does, its reads of other workers' blocks
@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.transports import TransportSettings, create_transport
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import TransportSettings, create_transport
+from connectors.p2p.transport.interface import PeerId, ReadResult, Transport
 from connectors.registry import Connector, ConnectorContext
+from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from core.request import KVConnectorOutput
-from core.testing.fault_transport import FaultPlan, FaultTransport
-from core.transport import PeerId, ReadResult, Transport
 
 _LOOK_AGAIN_S = 0.02
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker."""
     stem = Path(context.config.extra["gray"]) / context.engine_id
     hang, blackhole = stem.with_suffix(".hang"), stem.with_suffix(".blackhole")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.testing.streaming_client import Stream
 from tests.chaos.questions import MODEL, Question
+from tests.support.streaming_client import Stream
 
 PATIENCE_S = 180.0
 _POLL_S = 0.02

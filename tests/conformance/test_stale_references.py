@@ -1,7 +1,7 @@
 """No stale reference changes an output token, over every transport of connector p2p.
 
 To run a transport of your own through it, derive from ``P2PStaleReferences`` and return yours from ``create``; for a connector
-of your own, derive from ``core.testing.stale_reference_suite.StaleReferenceSuite`` and make it there.
+of your own, derive from ``connectors.testing.stale_reference_suite.StaleReferenceSuite`` and make it there.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import ClassVar
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import TransportSettings, create_transport
+from connectors.p2p.transport.interface import Transport
 from connectors.p2p.transport.nixl import NixlTransport
-from connectors.p2p.transports import TransportSettings, create_transport
 from connectors.registry import ConnectorContext
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
+from connectors.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.inproc_transport import InprocFabric, InprocTransport
-from core.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
-from core.transport import Transport
 from core.wire.kv import KVVerify
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors import p2p, registry
-from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.connector import P2PConnector
 from connectors.registry import connector_builder, connector_factory
 from core.config import KVFerryConfig, load_config
 from core.errors import ConfigError
@@ -35,7 +35,7 @@ def host() -> Host:
 
 
 def test_p2p_is_found_by_its_entry_point():
-    assert connector_factory("p2p") is p2p.connector
+    assert connector_factory("p2p") is p2p.make_connector
 
 
 def test_second_worker_of_a_process_finds_the_same_connector(host):
@@ -57,7 +57,7 @@ def test_unknown_name_is_told_before_a_model_is_loaded():
 
 
 def test_connector_that_is_not_installed_is_named_by_module_and_factory():
-    assert connector_factory("connectors.p2p:connector") is p2p.connector
+    assert connector_factory("connectors.p2p:make_connector") is p2p.make_connector
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ def log_to_stream_only(stream):
 
 
 def test_event_becomes_one_line_of_key_value_pairs(stream):
-    logging.getLogger("core.engine.worker").info(event("finished", request_id="r1", prompt_tokens=12, ttft_ms=1.23456789))
+    logging.getLogger("core.worker.process").info(event("finished", request_id="r1", prompt_tokens=12, ttft_ms=1.23456789))
     line = stream.getvalue()
     assert line.startswith("ts=")
     assert line.endswith(
-        "level=info process=decode-0 logger=core.engine.worker event=finished request_id=r1 prompt_tokens=12 ttft_ms=1.23457\n"
+        "level=info process=decode-0 logger=core.worker.process event=finished request_id=r1 prompt_tokens=12 ttft_ms=1.23457\n"
     )
 
 

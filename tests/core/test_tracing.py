@@ -9,8 +9,8 @@ import pytest
 from core.config import TracingSection, load_config
 from core.errors import ConfigError
 from core.testing.clock import FakeClock
-from core.testing.trace_collector import TraceCollector, memory_tracer
 from core.tracing import TraceContext, Tracer, open_tracer, parse_trace_context, traces_url
+from tests.support.trace_collector import TraceCollector, memory_tracer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CONTEXT = TraceContext(traceparent=f"00-{TRACE}-{SPAN}-01")
@@ -80,7 +80,7 @@ def test_endpoint_that_is_no_http_address_is_refused(endpoint):
 
 def test_without_an_endpoint_there_is_no_tracer_and_nothing_is_imported():
     program = (
-        "import sys, router.service, core.tracing as t, core.config as c, core.clock as k;"
+        "import sys, router.dispatch.worker_gateway, core.tracing as t, core.config as c, core.clock as k;"
         "assert t.open_tracer(c.TracingSection(), 'router', 'r', k.SystemClock()) is None;"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from core.engine.hands import EngineFacts
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, FirstTokenTimes, PrefillStats
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, RequestFailed, TokenLogprobs, Tokens, TransferUsage, Usage
 from core.wire.sampling import SamplingParams
+from core.worker.role import EngineFacts
 from decode.worker import DecodeHands
 
 HANDOFF = KVHandoff(

@@ -224,7 +224,7 @@ def test_all_steps_run_in_a_clean_environment(instructions, source, tmp_path):
     run_step(instructions, "package", source, prefix)
     assert not list(prefix.glob("lib/python3*/site-packages/pip*"))
     assert {one["name"] for one in json.loads((prefix / "sbom.cdx.json").read_text())["components"]} == locked("cpu").keys()
-    modules = "torch, zmq, core.engine.worker, router.main, connectors.p2p, opentelemetry.exporter.otlp.proto.http"
+    modules = "torch, zmq, core.worker.process, router.main, connectors.p2p, opentelemetry.exporter.otlp.proto.http"
     program = f"import {modules}; print(torch.__version__)"
     done = subprocess.run([prefix / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,9 +22,9 @@ from core.config import default_cache_dir
 from core.ids import RandomIds
 from core.model.hub import ALIASES, resolve_model
 from core.model.tokenizer import Tokenizer
-from core.testing.trace_collector import TraceCollector
 from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
 from kvferry.local import LocalCluster
+from tests.support.trace_collector import TraceCollector
 
 if TYPE_CHECKING:  # they take seconds to import, and most runs do without the model
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.testing.tiny_smolvlm import ReferenceSmolVLM, encode_test_image
 from kvferry.local import LocalCluster
+from tests.support.tiny_smolvlm import ReferenceSmolVLM, encode_test_image
 
 MODEL = "tiny"
 ENCODE, PREFILL, DECODE = "encode-0", "prefill-0", "decode-0"

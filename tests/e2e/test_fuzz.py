@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, ChunkRequest
+from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest
 from core.errors import ProtocolError
 from core.wire.codec import decode_worker_frame
 from core.wire.sockets import SocketOptions, dealer_socket

@@ -10,8 +10,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from core.encoder import ECConnectorWorker, EmbeddingsLayout
-from core.engine.image_preparation import BUDGET_BYTES, ImagePreparation
+from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
+from core.engine.media.image_decode_thread import BUDGET_BYTES, ImagePreparation
 from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest
 from core.request import ECConnectorOutput, NewRequest
 from core.testing.clock import FakeClock

@@ -9,15 +9,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from core.config import load_config
-from core.encoder import EmbeddingsLayout
-from core.engine.assembly import WorkerContext
-from core.engine.registration import admission_limits, registration
+from core.ec_connector import EmbeddingsLayout
 from core.errors import ConfigError
 from core.ids import RandomIds
 from core.testing.clock import FakeClock
 from core.wire.messages import RegisterEncoder
+from core.worker.builder import WorkerContext
+from core.worker.registration import admission_limits, registration
 from encode import worker
-from encode.hands import EncodeHands
+from encode.role import EncodeHands
 
 
 @pytest.fixture

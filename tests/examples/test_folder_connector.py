@@ -15,13 +15,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_engine import ConnectorEngine
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from connectors.testing.connector_suite import ConnectorConformance
 from core.clock import SystemClock
 from core.config import load_config
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from core.ids import SeededIds
-from core.testing.connector_engine import ConnectorEngine
-from core.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
-from core.testing.connector_suite import ConnectorConformance
 from kvferry.local import LocalCluster
 
 
@@ -85,7 +85,7 @@ def peer(folder_connector, context):
 
     @asynccontextmanager
     async def start(role, **settings):
-        connector = folder_connector.connector(context(role, **settings))
+        connector = folder_connector.make_connector(context(role, **settings))
         engine = ConnectorEngine(connector.scheduler, connector.worker, FINGERPRINT, LAYOUT)
         await connector.start()
         try:
@@ -107,7 +107,7 @@ class TestConformance(ConnectorConformance):
         self.module, self.context = folder_connector, context
 
     def make_connector(self, role, patience_s):
-        return self.module.connector(self.context(role, transfer_deadline_s=patience_s))
+        return self.module.make_connector(self.context(role, transfer_deadline_s=patience_s))
 
 
 async def test_reader_waits_for_a_file_that_is_not_written_yet(peer):
@@ -190,13 +190,13 @@ async def test_a_dead_thread_ends_the_engine(peer):
 
 def test_a_missing_folder_is_a_configuration_error(folder_connector, context):
     with pytest.raises(ConfigError, match=r"connector\.extra\.folder"):
-        folder_connector.connector(context("prefill", extra={}))
+        folder_connector.make_connector(context("prefill", extra={}))
 
 
 async def test_a_folder_that_cannot_be_made_is_told_at_start(folder_connector, context, folder):
     folder.write_text("a file")
     with pytest.raises(ConnectorUnavailable, match=r"connector\.extra\.folder"):
-        await folder_connector.connector(context("prefill")).start()
+        await folder_connector.make_connector(context("prefill")).start()
 
 
 AS_ONE_WORKER_GOES_ON = " port of Southampton and travels across the Atlantic"

@@ -9,17 +9,17 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.leases import LeaseCounts
+from connectors.p2p.consumer.pull import PullCounts
+from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.pull import PullCounts
-from connectors.p2p.transport_health import BreakerCounts
+from connectors.p2p.producer.leases import LeaseCounts
 from core.clock import SystemClock
 from core.config import RouterSection
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
 from core.metrics import WORKER_COUNTERS, WORKER_GAUGES, WorkerMetrics
 from encode.metrics import EncodeMetrics
+from router.dispatch.worker_gateway import RouterService
 from router.metrics import RouterMetrics
-from router.service import RouterService
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bkvferry_[a-z0-9_]+")

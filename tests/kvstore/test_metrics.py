@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvstore.machine import MachineOptions, StoreMachine
 from kvstore.metrics import register_store_metrics
+from kvstore.server_state import MachineOptions, StoreMachine
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, get, lookup, put
 

@@ -24,7 +24,7 @@ import sys, time
 from core.clock import SystemClock
 from core.ids import RandomIds
 from kvstore.client import StoreClient, own_process
-from kvstore.client_machine import ClientOptions
+from kvstore.client_state import ClientOptions
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import get, put
 ids = RandomIds()

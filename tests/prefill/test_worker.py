@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from core.engine.hands import EngineFacts
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, RequestFailed, TransferUsage
 from core.wire.sampling import SamplingParams
+from core.worker.role import EngineFacts
 from prefill.worker import MAX_REMEMBERED_HANDOFFS, PrefillHands
 
 EOS = 2

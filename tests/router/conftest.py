@@ -44,8 +44,8 @@ from core.wire.messages import (
     WorkerMessage,
 )
 from core.wire.sockets import SocketOptions, dealer_socket
-from router.served import NEUTRAL_SAMPLING, SamplingDefaults, ServedModel
-from router.server import Router
+from router.http.server import Router
+from router.openai.served_model import NEUTRAL_SAMPLING, SamplingDefaults, ServedModel
 
 MODEL = "tiny"
 EOS = 256

@@ -179,7 +179,7 @@ async def test_more_choices_than_any_worker_ever_holds_are_a_400_that_names_them
 
 async def test_incompatible_workers_are_refused_with_both_values_counted_and_logged_once(start_router, caplog):
     under_test = await start_router(has_http=False)
-    with caplog.at_level(logging.WARNING, logger="router.service"):
+    with caplog.at_level(logging.WARNING, logger="router.dispatch.worker_gateway"):
         await under_test.add("prefill", engine_id="p0")
         await under_test.add("decode", engine_id="d0", model_fingerprint=b"other")
         await under_test.add("aggregated", engine_id="a0", model="tiny")

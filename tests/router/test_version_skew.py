@@ -7,9 +7,6 @@ from collections import deque
 import pytest
 from prometheus_client import CollectorRegistry
 
-from core.engine.actions import AdmissionLimits, EngineLoad, Send, SubmitAbort
-from core.engine.hands import EngineFacts
-from core.engine.worker_state import WorkerState
 from core.errors import ProtocolError
 from core.metrics import WorkerMetrics
 from core.testing.clock import FakeClock
@@ -18,9 +15,12 @@ from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Generate, Register, Rejected
 from core.wire.sampling import SamplingParams
 from core.wire.version import MAX_RETRY_S, REFUSAL_INTERVAL_S
+from core.worker.actions import AdmissionLimits, EngineLoad, Send, SubmitAbort
+from core.worker.role import EngineFacts
+from core.worker.state import WorkerState
 from decode.worker import DecodeHands
-from router.machine import RefuseVersion, RouterLimits, RouterMachine, Transmit
-from router.peer_log import PeerLog
+from router.dispatch.core import RefuseVersion, RouterLimits, RouterMachine, Transmit
+from router.dispatch.peer_log import PeerLog
 
 LAYOUT = KVLayoutInfo(
     dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024, num_groups=1

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from core.engine.actions import AdmissionLimits, EngineLoad, ReleaseTransfers, Send, SubmitAbort, SubmitAdd
-from core.engine.hands import EngineFacts
-from core.engine.worker_state import WorkerState
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Register
 from core.wire.sampling import SamplingParams
+from core.worker.actions import AdmissionLimits, EngineLoad, ReleaseTransfers, Send, SubmitAbort, SubmitAdd
+from core.worker.role import EngineFacts
+from core.worker.state import WorkerState
 from decode.worker import DecodeHands
 from prefill.worker import PrefillHands
-from router.flow import Deliver, Ended
-from router.machine import RouterLimits, RouterMachine, Transmit
-from router.news import Submission
+from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.request_state import Deliver, Ended
+from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 ROLES = {"p": "prefill", "d": "decode", "a": "aggregated"}

@@ -12,29 +12,29 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import connectors.p2p.verification
-import router.policy
-import router.retries
-from connectors.p2p.held_leases import HeldLeases
-from connectors.p2p.leases import LeaseTable
-from connectors.p2p.open_reads import OpenReads
-from connectors.p2p.peers import Peers
-from connectors.p2p.pull import PullProtocol
+import connectors.p2p.consumer.verification
+import router.dispatch.policy
+import router.dispatch.retries
+from connectors.p2p.consumer.held_leases import HeldLeases
+from connectors.p2p.consumer.inflight_reads import OpenReads
+from connectors.p2p.consumer.peers import Peers
+from connectors.p2p.consumer.pull import PullProtocol
+from connectors.p2p.consumer.transport_health import TransportHealth
+from connectors.p2p.consumer.verification import SealCheck, Verdict
+from connectors.p2p.producer.leases import LeaseTable
 from connectors.p2p.scheduler import P2PConnectorScheduler
-from connectors.p2p.transport_health import TransportHealth
-from connectors.p2p.verification import SealCheck, Verdict
-from core.engine.worker_state import WorkerState
 from core.kv.block import KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import BROKEN, SealTable, decode_seal
+from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.runs import silence
-from router.cluster import Cluster
-from router.flows import Flows
-from router.progress import WorkerProgress
-from router.waiting import Waiting
+from router.dispatch.dispatcher import Flows
+from router.dispatch.membership import Cluster
+from router.dispatch.progress import WorkerProgress
+from router.dispatch.waiting import Waiting
 
 NUM_RUNS = 100
 
@@ -73,36 +73,36 @@ def switch_the_seal_check_off(patch: Patch) -> None:
 
 
 def let_broken_seals_pass(patch: Patch) -> None:
-    real = connectors.p2p.verification.find_mismatch
+    real = connectors.p2p.consumer.verification.find_mismatch
 
     def find_mismatch(row, expected, incarnation, layout_version):
         found = real(row, expected, incarnation, layout_version)
         return None if int.from_bytes(row[-8:], "little") == BROKEN else found
 
-    patch(connectors.p2p.verification, "find_mismatch", find_mismatch)
-    patch(connectors.p2p.verification, "_find_corruption", returns(None))
+    patch(connectors.p2p.consumer.verification, "find_mismatch", find_mismatch)
+    patch(connectors.p2p.consumer.verification, "_find_corruption", returns(None))
 
 
 def compare_seals_without_their_generation(patch: Patch) -> None:
-    real = connectors.p2p.verification.find_mismatch
+    real = connectors.p2p.consumer.verification.find_mismatch
 
     def find_mismatch(row, expected, incarnation, layout_version):
         seal = decode_seal(row)
         same = expected if seal is None else dataclasses.replace(expected, generation=seal.generation)
         return real(row, same, incarnation, layout_version)
 
-    patch(connectors.p2p.verification, "find_mismatch", find_mismatch)
+    patch(connectors.p2p.consumer.verification, "find_mismatch", find_mismatch)
 
 
 def compare_seals_without_their_hash(patch: Patch) -> None:
-    real = connectors.p2p.verification.find_mismatch
+    real = connectors.p2p.consumer.verification.find_mismatch
 
     def find_mismatch(row, expected, incarnation, layout_version):
         seal = decode_seal(row)
         fields = {} if seal is None else {"generation": seal.generation, "block_hash": seal.block_hash}
         return real(row, dataclasses.replace(expected, **fields), incarnation, layout_version)
 
-    patch(connectors.p2p.verification, "find_mismatch", find_mismatch)
+    patch(connectors.p2p.consumer.verification, "find_mismatch", find_mismatch)
 
 
 def leave_old_seals_in_landing_rows(patch: Patch) -> None:
@@ -225,12 +225,12 @@ def do_not_wait_for_a_worker(patch: Patch) -> None:
 
 
 def never_take_a_worker_that_has_failed_the_request(patch: Patch) -> None:
-    real = router.policy._in_order_of_preference
+    real = router.dispatch.policy._in_order_of_preference
 
     def in_order_of_preference(workers, demand):
         yield next(real(workers, demand))
 
-    patch(router.policy, "_in_order_of_preference", in_order_of_preference)
+    patch(router.dispatch.policy, "_in_order_of_preference", in_order_of_preference)
 
 
 def end_requests_with_their_first_loss(patch: Patch) -> None:
@@ -270,7 +270,7 @@ def never_trust_a_worker_again_that_has_stalled(patch: Patch) -> None:
 
 
 def let_pauses_cost_retries(patch: Patch) -> None:
-    patch(router.retries, "take_free_retry", returns(False))
+    patch(router.dispatch.retries, "take_free_retry", returns(False))
 
 
 def never_close_a_breaker(patch: Patch) -> None:

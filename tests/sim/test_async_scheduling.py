@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-import core.sched.in_flight
+import core.sched.inflight_steps
 import core.sched.outputs
 import core.sched.running
 import core.sched.scheduler
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_model import hash_model_kv_config
-from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import MAX_MODEL_LEN, draw_plan
 from kvferry.sim.race_plan import draw_tight_plan
 from kvferry.sim.runs import Summary
@@ -80,7 +80,7 @@ def fill_blocks_whoever_has_them_now(patch: Patch) -> None:
     """What a step completes for those that have left, reused or rewritten since or not."""
 
     def filled_blocks(state, departure):
-        start = core.sched.in_flight._first_written(departure.step, departure.request, departure.start)
+        start = core.sched.inflight_steps._first_written(departure.step, departure.request, departure.start)
         groups = zip(departure.tables, state.kv_cache_manager.kv_cache_config.groups, strict=True)
         for group_id, (blocks, group) in enumerate(groups):
             size = group.spec.block_size
@@ -88,11 +88,11 @@ def fill_blocks_whoever_has_them_now(patch: Patch) -> None:
                 if not block.is_null:
                     yield block, group_id, size
 
-    patch(core.sched.in_flight, "_filled_blocks", filled_blocks)
+    patch(core.sched.inflight_steps, "_filled_blocks", filled_blocks)
 
 
 def give_up_blocks_that_a_step_still_writes(patch: Patch) -> None:
-    patch(core.sched.in_flight, "_pin", lambda *_: None)
+    patch(core.sched.inflight_steps, "_pin", lambda *_: None)
 
 
 def never_let_go_of_what_a_step_kept(patch: Patch) -> None:

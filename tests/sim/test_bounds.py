@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from core.testing.sim_faults import Fault, FaultEvent
 from kvferry.sim.cluster import RunResult, SimCluster
+from kvferry.sim.faults import Fault, FaultEvent
 from kvferry.sim.plan import ClusterPlan, draw_plan
 from kvferry.sim.worker import SimWorker
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from core.errors import Unavailable
-from core.testing.sim_faults import TIER_FAULTS, Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import TIER_FAULTS, Fault
 from kvferry.sim.lower_tier import SimLowerTier
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds

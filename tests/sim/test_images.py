@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-import connectors.p2p.verification
+import connectors.p2p.consumer.verification
 import core.request
 import kvferry.sim.checks
 from connectors.ec.chunks import RowsDigester
@@ -114,7 +114,7 @@ def load_other_embeddings(patch: Patch) -> None:
 
 def check_no_digests(patch: Patch) -> None:
     patch(RowsDigester, "check", lambda *_: None)
-    patch(connectors.p2p.verification, "_find_corruption", lambda *_: None)
+    patch(connectors.p2p.consumer.verification, "_find_corruption", lambda *_: None)
 
 
 def never_let_go_of_embeddings(patch: Patch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import core.wire.pairing
-import router.flows
-import router.policy
-from core.testing.sim_faults import Fault
+import router.dispatch.dispatcher
+import router.dispatch.policy
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seeds
 
@@ -49,7 +49,7 @@ def test_who_takes_over_from_a_reader_of_another_layout_computes_anew_and_says_w
 
 @pytest.mark.slow
 def test_readers_refuse_another_layout_that_their_router_pairs_them_with(monkeypatch):
-    monkeypatch.setattr(router.policy, "mismatch", lambda prefill, decode: None)
+    monkeypatch.setattr(router.dispatch.policy, "mismatch", lambda prefill, decode: None)
     runs = [SimCluster(draw_plan(seed, (Fault.LAYOUT,))).run() for seed in range(20)]
     assert sum(run.happened["fallback_layout"] for run in runs) > 0
     assert set().union(*(run.outcomes for run in runs)) <= {"ok", "layout"}
@@ -65,18 +65,18 @@ def read_whatever_the_layout(monkeypatch) -> None:
 
 
 def name_another_reason(monkeypatch) -> None:
-    monkeypatch.setattr(router.flows, "fallback_reason", lambda code: "rejected")
+    monkeypatch.setattr(router.dispatch.dispatcher, "fallback_reason", lambda code: "rejected")
 
 
 def let_nobody_serve_alone_beside_another_layout(monkeypatch) -> None:
     """As it was when the simulation found it."""
-    real = router.policy._alone
+    real = router.dispatch.policy._alone
 
     def alone(workers):
         members = list(workers)
         return [] if any(each.role == "prefill" and not each.is_closed for each in members) else real(members)
 
-    monkeypatch.setattr(router.policy, "_alone", alone)
+    monkeypatch.setattr(router.dispatch.policy, "_alone", alone)
 
 
 @pytest.mark.slow

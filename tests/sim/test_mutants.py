@@ -12,37 +12,37 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-import connectors.p2p.verification
+import connectors.p2p.consumer.verification
 import connectors.p2p.worker
 import core.sched.load_failures
 import core.sched.scheduler
-import router.flows
-import router.legs
+import router.dispatch.dispatcher
+import router.dispatch.worker_messages
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import PostRead
-from connectors.p2p.leases import LeaseTable
-from connectors.p2p.load import Load
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.consumer.load import Load
+from connectors.p2p.consumer.verification import SealCheck, Verdict
+from connectors.p2p.producer.leases import LeaseTable
 from connectors.p2p.scheduler import P2PConnectorScheduler
-from connectors.p2p.staging import StagingArea
-from connectors.p2p.transfer import TransferExecutor
-from connectors.p2p.verification import SealCheck, Verdict
+from connectors.p2p.transfer.staging import StagingArea
+from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reporting import LoadEnded
 from core.engine.core import EngineCore
-from core.engine.worker_state import WorkerState
 from core.kv.coordinator import KVCacheCoordinator
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import SEAL_BYTES
 from core.kv.single_type import RecyclingManager
 from core.kv.spec import SlidingWindowSpec
-from core.testing.sim_faults import Fault
-from core.testing.sim_transport import SimTransport
+from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_race_plan
-from router.flows import Flows
-from router.legs import TokensLost
+from kvferry.sim.transport import SimTransport
+from router.dispatch.dispatcher import Flows
+from router.dispatch.worker_messages import TokensLost
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def accept_every_seal(patch: Patch) -> None:
 
 
 def accept_every_digest(patch: Patch) -> None:
-    patch(connectors.p2p.verification, "_find_corruption", returns(None))
+    patch(connectors.p2p.consumer.verification, "_find_corruption", returns(None))
 
 
 def never_break_seals(patch: Patch) -> None:
@@ -346,7 +346,7 @@ def ignore_lost_connections(patch: Patch) -> None:
 
 
 def drop_a_token_at_replay(patch: Patch) -> None:
-    real = router.flows.successor_message
+    real = router.dispatch.dispatcher.successor_message
 
     def successor_message(flow, now):
         message = real(flow, now)
@@ -358,17 +358,17 @@ def drop_a_token_at_replay(patch: Patch) -> None:
         ]
         return msgspec.structs.replace(message, choices=tuple(choices))
 
-    patch(router.flows, "successor_message", successor_message)
+    patch(router.dispatch.dispatcher, "successor_message", successor_message)
 
 
 def deliver_repeated_tokens_again(patch: Patch) -> None:
-    real = router.legs._check
+    real = router.dispatch.worker_messages._check
 
     def check(flow, item):
         real(flow, item)
         flow.output_token_ids[item.index] = flow.output_token_ids[item.index][: item.position]
 
-    patch(router.legs, "_check", check)
+    patch(router.dispatch.worker_messages, "_check", check)
 
 
 def forget_deadlines(patch: Patch) -> None:
@@ -392,14 +392,14 @@ _LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
 
 
 def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
-    real = router.legs._check
+    real = router.dispatch.worker_messages._check
 
     def check(flow, item):
         real(flow, item)
         if item.position > len(flow.output_token_ids[item.index]):
             raise TokensLost("tokens were lost on the way")
 
-    patch(router.legs, "_check", check)
+    patch(router.dispatch.worker_messages, "_check", check)
 
 
 def give_up_a_silent_router_without_a_word(patch: Patch) -> None:

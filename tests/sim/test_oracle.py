@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from core.errors import EncoderInputMissing
-from core.testing.sim_faults import Fault
-from core.testing.sim_troubles import Kind, Troubles
 from core.wire.messages import TransferUsage
 from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.faults import Fault
 from kvferry.sim.oracle import CausalOracle
 from kvferry.sim.plan import ClusterPlan, draw_plan
 from kvferry.sim.request_path import Attempt, Setback
 from kvferry.sim.stalls import bound_s, find_stalls
-from router.accounting import FirstTokenTiming, HandoverReport, SecondTokenTiming
+from kvferry.sim.troubles import Kind, Troubles
+from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming
 
 SUBMITTED = 10.0
 

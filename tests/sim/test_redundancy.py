@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import ClusterPlan, draw_plan
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from core.errors import ConfigError
-from core.testing.sim_faults import Fault
 from kvferry.cli import app
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import command, run_seed
 

@@ -10,12 +10,12 @@ import kvferry.sim.shared_embeddings
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchEnded
 from connectors.ec.mover import EmbeddingMover
-from connectors.ec.stored import StoredOffers
+from connectors.ec.store_offers import StoredOffers
 from connectors.ec.worker import FetchingWorker, OfferEnded
 from kvferry.sim.image_plan import draw_images
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
-from kvstore.front import StoreFront
+from kvstore.client_base import StoreFront
 
 pytestmark = pytest.mark.slow
 

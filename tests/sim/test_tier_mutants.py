@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from connectors.reporting import LoadEnded
-from connectors.tier.saving import SavePlanner
+from connectors.async_worker import LoadEnded
+from connectors.tier.save_planner import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
 from core.engine.core import EngineCore
-from core.testing.sim_faults import Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
-from kvstore.front import StoreFront
+from kvstore.client_base import StoreFront
 from kvstore.memory import MemoryTier
 
 pytestmark = pytest.mark.slow

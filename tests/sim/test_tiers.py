@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.testing.sim_faults import STORE_FAULTS, Fault
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.faults import STORE_FAULTS, Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 import core.sched.outputs
-from connectors.p2p.load import Load
-from core.testing.sim_faults import Fault
+from connectors.p2p.consumer.load import Load
+from kvferry.sim.faults import Fault
 from kvferry.sim.runs import run_seed
 from prefill.worker import PrefillHands
 

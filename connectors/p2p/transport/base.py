@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from connectors.p2p.transport.interface import RowRegion, landing_regions
 from core.errors import ProtocolError
-from core.transport import RowRegion, landing_regions
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import zmq
 
+from connectors.p2p.transport.interface import RowRegion
 from connectors.pool_access import DevicePoolAccess, HostPoolAccess, PoolAccess
 from core.errors import ConnectorUnavailable, ProtocolError
-from core.transport import RowRegion
 
 MAX_CHUNK_ROWS = 1024
 MAX_PACKED_ROW_BYTES = 1024  # longer rows get a frame each

@@ -33,9 +33,9 @@ from connectors.p2p.transport.base import (
     landing_of,
     region_at,
 )
+from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
-from core.transport import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancel or another peer waits

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.registry import ECContext
+from connectors.testing.ec_engine import LAYOUT, Image, embed
 from core.clock import SystemClock
 from core.config import ECConnectorSection
 from core.ids import RandomIds
-from core.testing.ec_engine import LAYOUT, Image, embed
 
 
 async def hold(transport: str, incarnation: int, control_address: str, image: Image) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from connectors.ec.chunks import CHUNK_EMBEDS, ChunkLayout, RowsDigester, num_chunks, rows_in_chunk
 from core.digest import BlockDigester
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.errors import CorruptBlock, LayoutMismatch
 from core.wire.media import MMFeature
 

@@ -10,7 +10,7 @@ from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.mover import RETRY_S, CheckStored, EmbeddingMover, Forgotten, Holder, SaveEmbeddings
 from connectors.ec.worker import OfferEnded
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.testing.clock import FakeClock
 from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock
 from kvstore.seal_check import BlockVerifier

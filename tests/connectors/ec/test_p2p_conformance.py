@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.registry import ECContext
-from connectors.p2p.transports import create_transport
+from connectors.p2p.transport.factory import create_transport
+from connectors.testing.ec_suite import ECConformance
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
 from core.ids import RandomIds
-from core.testing.ec_suite import ECConformance
-from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 INCARNATIONS = {"encoder": 7, "reader": 8}
 

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.ec.handover import decode_held, encode_held
 from connectors.ec.p2p import P2PECConnector
+from connectors.ec.p2p_adapter import decode_held, encode_held
 from connectors.ec.registry import ECContext
+from connectors.testing.ec_engine import Image
+from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
 from core.errors import EngineDead, Full
 from core.ids import RandomIds
-from core.testing.ec_engine import Image
-from core.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
-from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 ANY = "tcp://127.0.0.1:0"
 

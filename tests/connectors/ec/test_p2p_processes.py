@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.ec.handover import decode_held
 from connectors.ec.p2p import P2PECConnector
+from connectors.ec.p2p_adapter import decode_held
 from connectors.ec.registry import ECContext
+from connectors.testing.ec_engine import Image
+from connectors.testing.ec_suite import SETTINGS, ECSide, poll_until
 from core.clock import SystemClock
 from core.ids import RandomIds
-from core.testing.ec_engine import Image
-from core.testing.ec_suite import SETTINGS, ECSide, poll_until
 from core.wire.media import ECSource
 
 OWNER = Path(__file__).with_name("held_by_process.py")

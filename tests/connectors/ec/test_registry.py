@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.registry import build_ec_connector
-from connectors.ec.shared import SharedECConnector
+from connectors.ec.store_connector import SharedECConnector
 from core.clock import SystemClock
 from core.config import load_config
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.errors import ConfigError, ConnectorUnavailable
 from core.ids import RandomIds
 

@@ -10,11 +10,11 @@ import pytest
 from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import ChunksFreed, FetchEnded, FetchingReports, PeerSource, StoreSource
 from connectors.ec.scheduler import FetchingScheduler
-from core.encoder import EmbeddingsLayout
+from connectors.p2p.transport.interface import PeerId
+from connectors.testing.ec_engine import Image
+from core.ec_connector import EmbeddingsLayout
 from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.testing.clock import FakeClock
-from core.testing.ec_engine import Image
-from core.transport import PeerId
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors.ec.registry import ECContext
-from connectors.ec.shared import SharedECConnector
+from connectors.ec.store_connector import SharedECConnector
+from connectors.testing.ec_suite import CHUNK_BYTES, ECConformance
 from core.clock import SystemClock
 from core.config import KVStoreSection
 from core.ids import RandomIds
-from core.testing.ec_suite import CHUNK_BYTES, ECConformance
 from kvstore import client as kvstore_client
 from kvstore.arena import round_slot_bytes
 from kvstore.build import machine_options

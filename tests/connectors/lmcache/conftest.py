@@ -16,7 +16,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.lmcache.bundle import LMCacheConnector
+from connectors.lmcache.connector import LMCacheConnector
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
 from connectors.lmcache.wire import (
     CacheKey,
@@ -31,18 +31,18 @@ from connectors.lmcache.wire import (
     store_call,
 )
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_engine import call_if_open
 from core.clock import SystemClock
 from core.config import HASH_BLOCK_SIZE, ConnectorSection, LMCacheSection, SchedulerSection
 from core.digest import BlockDigester
 from core.engine.core import EngineCore
 from core.ids import RandomIds
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import layout_fingerprint
 from core.request import EngineCoreOutput, NewRequest
 from core.sched.scheduler import Scheduler
-from core.testing.connector_engine import call_if_open
 from core.testing.hash_model import (
     DEFAULT_VOCAB_SIZE,
     FULL,

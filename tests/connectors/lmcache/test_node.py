@@ -7,6 +7,7 @@ import itertools
 import msgspec
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.lmcache.actions import (
     Action,
     Closed,
@@ -25,12 +26,11 @@ from connectors.lmcache.actions import (
     Transfer,
     moves_of,
 )
-from connectors.lmcache.calls import NodeSettings
 from connectors.lmcache.node import LMCacheNode, Phase
+from connectors.lmcache.pending_requests import NodeSettings
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Namespace, Operation, TokenSpan
-from connectors.reporting import LoadEnded
 from core.errors import ConnectorUnavailable, CorruptBlock, PeerUnreachable
 from core.ids import RandomIds, SeededIds
 from core.testing.clock import FakeClock

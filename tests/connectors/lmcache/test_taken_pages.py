@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from connectors.lmcache.bundle import LMCacheConnector
+from connectors.lmcache.connector import LMCacheConnector
 from connectors.lmcache.staging import SHM_PREFIX, PageIdentity, PageSealer, Staging
 from core.digest import BlockDigester
 

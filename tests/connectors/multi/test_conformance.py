@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.multi.bundle import MultiConnector
+from connectors.multi.connector import MultiConnector
 from connectors.offload.arena import offload_connector
-from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.connector import P2PConnector
 from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
+from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
+from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection, OffloadSection
 from core.ids import RandomIds
-from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
-from core.testing.connector_suite import ConnectorConformance
-from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 ARENA_BYTES = 4 << 20
 

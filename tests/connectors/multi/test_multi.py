@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.multi.bundle import MultiConnector
+from connectors.multi.connector import MultiConnector
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import LayerwiseMultiConnectorWorker, MultiConnectorWorker, multi_connector_worker
 from connectors.registry import Connector

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from connectors.offload.arena import offload_connector
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
+from connectors.testing.tier_suite import TierConformance, TierWorker
 from core.clock import SystemClock
 from core.config import ConnectorSection, OffloadSection
 from core.ids import RandomIds
-from core.testing.connector_pair import FINGERPRINT, LAYOUT
-from core.testing.delayed_device import DelayedDevice
-from core.testing.tier_suite import TierConformance, TierWorker
+from tests.support.delayed_device import DelayedDevice
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CancelRead,
@@ -23,14 +24,13 @@ from connectors.p2p.actions import (
     TokenCopy,
     row_units,
 )
-from connectors.p2p.handshake import WorkerIdentity
-from connectors.p2p.pull import PullProtocol
+from connectors.p2p.consumer.pull import PullProtocol
+from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import PullSettings
-from connectors.reporting import LoadEnded
+from connectors.p2p.transport.interface import PeerId
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
-from core.transport import PeerId
 from core.wire.kv import ControlMessage, HandshakeReply, KVLayoutInfo, LeaseRenew, LeaseState
 
 ADDRESS = "tcp://10.0.0.1:5600"

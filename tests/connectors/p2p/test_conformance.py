@@ -7,15 +7,15 @@ from typing import ClassVar
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.transports import create_transport
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import create_transport
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
+from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
-from core.testing.connector_suite import ConnectorConformance
-from core.testing.inproc_transport import InprocFabric, InprocTransport
 
 
 class P2PConformance(ConnectorConformance):

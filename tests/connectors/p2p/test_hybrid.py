@@ -15,7 +15,7 @@ from connectors.p2p.scheduler import P2PConnectorScheduler
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import SealTable, decode_seal, find_mismatch, layout_fingerprint, map_seal_memory
 from core.request import NewRequest, Request, RequestStatus, SchedulerOutput

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.bundle import P2PConnector
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.shm import TOKEN_BYTES, ShmMetadata, ShmTransport
-from connectors.p2p.transports import create_transport
 from connectors.registry import ConnectorContext
+from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
 from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
-from core.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
 
 
 class LyingTransport(ShmTransport):

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, SendingEnded
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reporting import LoadEnded
+from connectors.testing.connector_engine import ConnectorEngine, small_layout
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import find_mismatch, layout_fingerprint
 from core.request import NewRequest, Request, RequestStatus, SchedulerOutput
-from core.testing.connector_engine import ConnectorEngine, small_layout
-from core.transport import PeerId
 from core.wire.kv import KVHandoff
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams

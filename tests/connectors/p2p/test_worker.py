@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, QuarantineEnded, SendingEnded
+from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reporting import LoadEnded
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
-from core.transport import PeerId
 from core.wire.messages import ErrorInfo, TransferUsage
 
 ERROR = ErrorInfo(code="peer_lost", message="gone", http_status=502)

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 from connectors.registry import ConnectorContext
 from connectors.store import shared
 from connectors.store.shared import store_connector
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from connectors.testing.tier_suite import TierConformance, TierWorker
 from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection
 from core.ids import RandomIds
-from core.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
-from core.testing.tier_suite import TierConformance, TierWorker
 from kvstore import client as kvstore_client
 from kvstore.build import machine_options
 from kvstore.server import StoreServer

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from connectors.pool_access import open_pool
-from connectors.tier.mover import TierMover
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
+from connectors.tier.transfer import TierMover
 from connectors.tier.worker import TierConnectorWorker
 from core.config import HASH_BLOCK_SIZE, SchedulerSection
 from core.engine.core import EngineCore

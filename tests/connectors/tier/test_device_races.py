@@ -1,7 +1,7 @@
 """Saves, loads, preemptions and aborts beside a pool on a device, whose copies are done whenever the device likes.
 
 The model's tokens change with any wrong byte, whoever has left it. On a machine without a GPU the device is
-``core.testing.delayed_device``; the same histories run on a real one.
+``tests.support.delayed_device``; the same histories run on a real one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from connectors.pool_access import DevicePoolAccess
 from core.digest import BlockDigester, TensorDigester
-from core.engine.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
-from core.engine.pinning import pin_for_cuda
+from core.engine.cuda.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
+from core.engine.cuda.pinned_memory import pin_for_cuda
 from core.kv.seals import each_by_itself
-from core.testing.delayed_device import DelayedDevice
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel
-from core.testing.late_hash_model import LateHashModel
+from kvferry.sim.late_hash_model import LateHashModel
+from tests.support.delayed_device import DelayedDevice
 
 HYBRID = (HashAttention(window=20), HashAttention())
 BLOCK_BYTES = 16 * SLOT_BYTES

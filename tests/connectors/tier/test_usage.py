@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from core.engine.hands import EngineFacts
 from core.testing.hash_model import expected_tokens
 from core.wire import codec
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Register, Tokens
 from core.wire.sampling import SamplingParams
+from core.worker.role import EngineFacts
 from decode.worker import DecodeHands
 from prefill.worker import PrefillHands
-from router.flow import Deliver
-from router.machine import RouterLimits, RouterMachine, Transmit
-from router.news import Submission
+from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.request_state import Deliver
+from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
 LIMITS = RouterLimits(heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, request_timeout_s=60.0, max_requests=9)

@@ -17,7 +17,7 @@ from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
-from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
+from tests.support.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 
 class StandInVarlenBackend(VarlenBackend):

@@ -13,7 +13,7 @@ from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.select import AttentionProblem, choose_attention, probe
 from core.attention.varlen import VarlenBackend
-from core.testing.varlen_kernel import documented_varlen_attn_with_sums
+from tests.support.varlen_kernel import documented_varlen_attn_with_sums
 
 SHAPES = [(9, 3, 64), (32, 8, 128), (8, 1, 256)]
 

@@ -11,7 +11,7 @@ from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
-from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
+from tests.support.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 LENGTHS = ((1, 15, 16, 17), (33, 64, 65, 31), (2, 90, 48, 5))
 MASKS = [{}, {"sliding_window": 20}, {"chunk_size": 32}]

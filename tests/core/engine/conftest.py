@@ -24,9 +24,8 @@ from core.model.image_file import read_image_size
 from core.model.image_prompt import ImagePrompts, PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
 from core.request import EngineCoreOutput, KVConnectorOutput, NewRequest
-from core.testing.tiny_smolvlm import ReferenceSmolVLM
-from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.sampling import SamplingParams
+from tests.support.tiny_smolvlm import ReferenceSmolVLM
 
 VOCAB = 211
 BLOCK = 16
@@ -51,25 +50,6 @@ def sampling_rows() -> Callable[..., SamplingRows]:
         return rows
 
     return build
-
-
-@pytest.fixture
-def handoff() -> KVHandoff:
-    """A hand-over ``t`` of nobody's blocks."""
-    layout = KVLayoutInfo(
-        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
-    )
-    return KVHandoff(
-        transfer_id="t",
-        engine_id="p0",
-        incarnation=1,
-        control_address="tcp://127.0.0.1:1",
-        model_fingerprint=b"f",
-        layout=layout,
-        groups=(),
-        num_tokens=2,
-        lease_ms=1000,
-    )
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.engine.step_watch import StepWatch
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from core.errors import ContextTooLong, InvalidRequest
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 

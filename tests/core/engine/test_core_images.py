@@ -15,9 +15,9 @@ from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import HashModel, expected_tokens, hash_model_kv_config
-from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
+from tests.support.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 
 CAT = Image(b"cat", 6)
 

@@ -23,10 +23,10 @@ from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
 from core.request import NewRequest
-from core.testing.claimed_cuda import ClaimedCuda, DeviceMisuse
-from core.testing.tiny_smolvlm import encode_test_image
-from core.testing.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 from core.wire.sampling import SamplingParams
+from tests.support.fake_cuda import ClaimedCuda, DeviceMisuse
+from tests.support.tiny_smolvlm import encode_test_image
+from tests.support.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,7 @@ import pytest
 from core.clock import SystemClock
 from core.config import load_config
 from core.engine.build import build_engine
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.model.tokenizer import Tokenizer
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams

@@ -13,12 +13,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.config import SchedulerSection
-from core.engine import device_memory
-from core.engine.device_memory import DeviceMemory, measure, pool_bytes, run_largest_step, run_widest_decode
-from core.engine.graphs import CudaRecorder, batch_sizes
+from core.engine.cuda import device_memory
+from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
+from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes, run_largest_step, run_widest_decode
 from core.request import NewRequest
-from core.testing.claimed_cuda import ClaimedCuda
 from core.wire.sampling import SamplingParams
+from tests.support.fake_cuda import ClaimedCuda
 
 MIB = 1 << 20
 NO_DEVICE = pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a CUDA device, where there is none")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Llama4TextConfig
 
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 

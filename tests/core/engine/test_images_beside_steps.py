@@ -9,10 +9,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from core.engine.image_preparation import THREAD_NAME
+from core.engine.media.image_decode_thread import THREAD_NAME
 from core.engine.thread import EngineThread
-from core.testing.tiny_smolvlm import encode_test_image
 from core.wire.sampling import SamplingParams
+from tests.support.tiny_smolvlm import encode_test_image
 
 WAIT_S = 20.0
 IMAGES = [encode_test_image(0), encode_test_image(1, 20, 64), encode_test_image(2, 64, 10)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 

@@ -1,6 +1,7 @@
 """Random lives of a KV cache against a naive model that predicts every block, reference, hash, generation and seal.
 
-One to three KV cache groups, of full, sliding-window and chunked-local attention. The model is ``core.testing.naive_kv_cache``.
+One to three KV cache groups, of full, sliding-window and chunked-local attention. The model is
+``tests.support.reference_kv_cache``.
 """
 
 import functools
@@ -13,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from core.kv.events import AllBlocksCleared, BlockStored
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.pool import cache_key
 from core.kv.seals import BROKEN, SealTable, decode_seal, map_seal_memory
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from core.request import NewRequest, Request
-from core.testing.naive_kv_cache import NaiveAttention, NaiveKVCache, NaiveSizes
 from core.wire.sampling import SamplingParams
+from tests.support.reference_kv_cache import NaiveAttention, NaiveKVCache, NaiveSizes
 
 HASHER = BlockHasher(b"model of the state machine")
 MAX_MODEL_LEN = 150

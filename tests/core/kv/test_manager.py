@@ -3,7 +3,7 @@
 import pytest
 
 from core.kv.events import BlockStored
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import BROKEN, SealTable, decode_seal, map_seal_memory
 from core.kv.stats import PrefixCacheStats

@@ -1,6 +1,6 @@
 """Blocks that a request is about to write again: which stay, which are replaced by fresh ones."""
 
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 
 
 def compute(manager, request):

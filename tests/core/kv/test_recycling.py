@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import BROKEN, SealTable, map_seal_memory
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec

@@ -14,7 +14,7 @@ from core.model.image_encoder import load_image_encoder
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
-from core.testing.tiny_smolvlm import encode_test_image
+from tests.support.tiny_smolvlm import encode_test_image
 
 FINGERPRINT = b"model"
 

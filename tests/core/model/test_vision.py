@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
-from core.encoder import EmbeddingsLayout
+from core.ec_connector import EmbeddingsLayout
 from core.errors import ConfigError, InvalidRequest
 from core.model.arch import parse_arch
 from core.model.image_encoder import load_image_encoder
@@ -17,7 +17,7 @@ from core.model.loader import load_decoder
 from core.model.vision import position_ids
 from core.model.vision_arch import parse_vision_arch
 from core.model.vision_loader import load_vision_tower
-from core.testing.tiny_smolvlm import TILE_SIZE, encode_test_image
+from tests.support.tiny_smolvlm import TILE_SIZE, encode_test_image
 
 TOLERANCE = 2e-5  # the largest embedding is about 8
 

@@ -11,7 +11,7 @@ import pytest
 
 from core.config import SchedulerSection
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.request import (
     EngineCoreOutput,
@@ -26,13 +26,13 @@ from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import FULL, HashAttention, HashModel, expected_tokens, hash_model_kv_config
-from core.testing.late_hash_model import LateHashModel
-from core.testing.manual_images import ManualImages
-from core.testing.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 from core.testing.scripted_loads import Remote, Script, ScriptedScheduler, ScriptedWorker
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
+from kvferry.sim.late_hash_model import LateHashModel
+from kvferry.sim.manual_images import ManualImages
+from tests.support.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 
 LOAD_ERROR = ErrorInfo(code="peer_lost", message="the peer went away", http_status=502, retryable=True)
 

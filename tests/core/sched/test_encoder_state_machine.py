@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core.request import Request, RequestStatus
 from core.testing.hash_encoder import BAD_IMAGE, Image
-from core.testing.manual_images import PIXEL_BYTES
+from kvferry.sim.manual_images import PIXEL_BYTES
 
 IMAGES = [Image(b"image %d" % number, 1 + number % 5, row=number % 3) for number in range(6)]
 BAD = Image(BAD_IMAGE, 3)

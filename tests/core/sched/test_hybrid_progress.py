@@ -17,7 +17,7 @@ from core.config import SchedulerSection
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import ContextTooLong
 from core.kv.hashing import BlockHasher
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequest, Request

@@ -6,7 +6,7 @@ import pytest
 
 from core.request import RequestStatus
 from core.testing.hash_encoder import BAD_IMAGE, Image
-from core.testing.manual_images import PIXEL_BYTES
+from kvferry.sim.manual_images import PIXEL_BYTES
 
 CAT, DOG, OWL = (Image(name, 16) for name in (b"cat", b"dog", b"owl"))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from core.config import SchedulerSection
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import BROKEN
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from core.kv.integrity import find_violations
+from core.kv.invariants import find_violations
 from core.kv.seals import BROKEN, decode_seal
 from core.request import RequestStatus
 from core.testing.hash_model import SLOT_BYTES

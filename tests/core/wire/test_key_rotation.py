@@ -8,11 +8,11 @@ import zmq.asyncio
 
 from connectors.p2p.control import ControlClients, ControlServer
 from core.config import SecuritySection
-from core.engine.router_sockets import RouterSockets
 from core.errors import ConfigError
 from core.wire.key_rotation import connect_with_each_key, keys_of, next_keys
 from core.wire.kv import ControlError
 from core.wire.sockets import AsyncContext, SocketOptions, bind, dealer_socket, router_socket
+from core.worker.router_sockets import RouterSockets
 
 OLD = "the old key of the cluster which is long enough"
 NEW = "the new key of the cluster as long as the other"

@@ -27,9 +27,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import RouterSection
-from core.testing.streaming_client import Stream
-from core.testing.tcp_proxy import TcpProxy
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
+from tests.support.streaming_client import Stream
+from tests.support.tcp_proxy import TcpProxy
 
 MODEL = "smollm2-135m"
 CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, environment of the processes
@@ -54,7 +54,7 @@ HELD = (
     "kvferry_num_requests_loading",
 )
 _COMMON = (
-    "connector.name=fault_connector:connector",
+    "connector.name=fault_connector:make_connector",
     "cache.block_size=16",
     f"connector.transfer_deadline_s={DEADLINE_S}",
     f"connector.lease_s={LEASE_S}",

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.p2p.bundle import P2PConnector
-from connectors.p2p.transports import TransportSettings, create_transport
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import TransportSettings, create_transport
+from connectors.p2p.transport.interface import PeerId, ReadResult, RowRegion, Transport
 from connectors.registry import Connector, ConnectorContext
+from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from core.connector import KVConnectorWorker
 from core.errors import KVFerryError, PeerUnreachable, TransferError
-from core.testing.fault_transport import FaultPlan, FaultTransport
-from core.transport import PeerId, ReadResult, RowRegion, Transport
 
 _LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
 
 
-def connector(context: ConnectorContext) -> Connector:
+def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker."""
     desk = FaultDesk(Path(context.config.extra["faults"]), context.role, context.engine_id)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.testing.lmcache_server import LMCacheServer
+from tests.support.lmcache_server import LMCacheServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 

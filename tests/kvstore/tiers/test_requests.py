@@ -6,12 +6,12 @@ from prometheus_client import CollectorRegistry
 
 from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from connectors.testing.tier_suite import FULL_BLOCKS, TierWorker
 from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
-from core.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
-from core.testing.tier_suite import FULL_BLOCKS, TierWorker
 from kvstore.segment_file import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.tiers.redis_tier import PREFIX
 

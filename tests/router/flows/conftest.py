@@ -21,9 +21,9 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from router.flow import Deliver, EncodeEnded, Ended, Retried
-from router.machine import RouterLimits, RouterMachine, Transmit
-from router.news import Submission
+from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
+from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 ROLES = {"p": "prefill", "d": "decode", "a": "aggregated"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.wire.messages import TransferUsage, Usage
-from router.accounting import first_token_timing, second_token_timing, total_cost
+from router.dispatch.timing import first_token_timing, second_token_timing, total_cost
 
 COST = TransferUsage(
     transport="shm",

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import ContextTooLong, InvalidRequest, NoWorker, Overloaded
 from core.wire.messages import Generate, Usage
-from router.flow import Phase
+from router.dispatch.request_state import Phase
 
 
 def test_requests_beyond_the_limit_are_refused(make_bench):

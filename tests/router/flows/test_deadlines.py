@@ -5,8 +5,8 @@ import pytest
 from core.errors import ContextTooLong, DeadlineUnreachable
 from core.wire.messages import Abort, ChoiceStart, Generate
 from core.wire.sampling import SamplingParams
-from router.members import WorkerKey
-from router.queues import PromptQueues
+from router.dispatch.members import WorkerKey
+from router.dispatch.wait_estimate import PromptQueues
 
 P0, P1 = WorkerKey("p0", 1), WorkerKey("p1", 1)
 

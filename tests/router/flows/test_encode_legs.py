@@ -7,7 +7,7 @@ import pytest
 from core.errors import EngineDead, InvalidRequest, Overloaded
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
-from router.flow import Phase
+from router.dispatch.request_state import Phase
 
 CAT, DOG, FOX = (bytes([number]) * 16 for number in (1, 2, 3))
 FILES = {CAT: b"cat", DOG: b"dog", FOX: b"fox"}

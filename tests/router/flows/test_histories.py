@@ -30,10 +30,10 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from router.cluster import DUPLICATE_ENGINE_ID
-from router.flow import Deliver, Ended
-from router.machine import RouterLimits, RouterMachine, Transmit
-from router.news import Submission
+from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.membership import DUPLICATE_ENGINE_ID
+from router.dispatch.request_state import Deliver, Ended
+from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "a0": "aggregated"}

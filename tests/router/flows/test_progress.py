@@ -6,8 +6,8 @@ import pytest
 
 from core.errors import NoWorker
 from core.wire.messages import Abort, Generate
-from router.cluster import Resumed, Stalled
-from router.progress import Standing
+from router.dispatch.membership import Resumed, Stalled
+from router.dispatch.progress import Standing
 
 
 def stall(bench, name: str = "d0", seconds: int = 4, **told) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.wire.messages import Generate, Renew
-from router.flow import Phase
+from router.dispatch.request_state import Phase
 
 
 def test_the_deadline_ends_a_request_in_any_phase(make_bench):

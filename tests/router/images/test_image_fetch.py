@@ -12,8 +12,8 @@ from ipaddress import ip_address
 import pytest
 
 from core.errors import InvalidRequest
-from router.image_fetch import FetchLimits, ImageFetcher, Resolver
-from router.image_hosts import HostRules
+from router.images.fetch import FetchLimits, ImageFetcher, Resolver
+from router.images.hosts import HostRules
 
 LIMITS = FetchLimits(max_bytes=1000, max_redirects=2, timeout_s=5.0, max_fetches=8)
 LOOPBACK = "127.0.0.0/8"
@@ -181,7 +181,7 @@ async def test_names_that_take_their_time_keep_no_thread_from_others(make_fetche
         gate.wait(20)
         return []
 
-    monkeypatch.setattr("router.image_fetch.socket.getaddrinfo", slow)
+    monkeypatch.setattr("router.images.fetch.socket.getaddrinfo", slow)
     fetcher = ImageFetcher(HostRules(["*.example"], "x"), replace(LIMITS, max_fetches=50, timeout_s=0.5))
     fetches = [asyncio.create_task(refusal(fetcher, f"http://n{number}.example/")) for number in range(50)]
     try:
@@ -197,7 +197,7 @@ async def test_a_name_that_does_not_exist_is_said_not_to_be_had(monkeypatch):
     def unknown(*address, **options):
         raise socket.gaierror("no such name")
 
-    monkeypatch.setattr("router.image_fetch.socket.getaddrinfo", unknown)
+    monkeypatch.setattr("router.images.fetch.socket.getaddrinfo", unknown)
     fetcher = ImageFetcher(HostRules(["cats.example"], "x"), LIMITS)
     assert "could not be fetched" in await refusal(fetcher, "http://cats.example/")
     await fetcher.close()

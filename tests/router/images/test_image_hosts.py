@@ -7,7 +7,7 @@ from ipaddress import ip_address
 import pytest
 
 from core.errors import ConfigError
-from router.image_hosts import HostRules, is_public
+from router.images.hosts import HostRules, is_public
 
 SETTING = "router.images.allowed_hosts"
 

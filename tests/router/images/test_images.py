@@ -16,8 +16,8 @@ from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import EncodeFailed, EncodeRequest, ErrorInfo
-from router.images import decode_data_url
-from router.served import ServedModel
+from router.images.reader import decode_data_url
+from router.openai.served_model import ServedModel
 
 MODEL = "tiny"
 TAGS = ("<image>", "<fake_token_around_image>", "<global-img>")
@@ -225,7 +225,7 @@ async def test_a_router_without_memory_for_an_image_says_so_and_goes_on(start_si
     under_test = await start_sighted()
     body = chat(image_part(data_url(picture())))
     with monkeypatch.context() as patch:
-        patch.setattr("router.images.read_image_size", fail)
+        patch.setattr("router.images.reader.read_image_size", fail)
         response = await post(under_test, body)
     assert response.status_code == 503, response.text
     assert response.json()["error"]["param"] == "messages[0].content[0]"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -26,19 +27,18 @@ from connectors.p2p.actions import (
     TransferEvent,
     row_units,
 )
-from connectors.p2p.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.leases import LeaseTerms
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
+from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import NodeSettings, PullSettings
-from connectors.p2p.transfer import TransferExecutor
-from connectors.reporting import LoadEnded
+from connectors.p2p.transfer.thread import TransferExecutor
+from connectors.p2p.transport.interface import PeerId, RowRegion
+from connectors.testing.fault_transport import FaultPlan, FaultTransport
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
+from connectors.testing.transport_owner import HostRows
 from core.errors import PeerUnreachable, fallback_reason
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock
-from core.testing.fault_transport import FaultPlan, FaultTransport
-from core.testing.inproc_transport import InprocFabric, InprocTransport
-from core.testing.transport_owner import HostRows
-from core.transport import PeerId, RowRegion
 from core.wire.kv import ControlMessage
 
 ADDRESS = "tcp://10.0.0.1:5600"

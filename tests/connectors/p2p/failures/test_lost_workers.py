@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from connectors.p2p.actions import PullRequest, SendingEnded
-from core.transport import PeerId
+from connectors.p2p.transport.interface import PeerId
 from core.wire.kv import Handshake
 
 

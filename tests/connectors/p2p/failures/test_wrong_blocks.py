@@ -8,7 +8,7 @@ import pytest
 from connectors.p2p.actions import (
     SendingEnded,
 )
-from connectors.p2p.handshake import HandshakeResponder
+from connectors.p2p.producer.handshake import HandshakeResponder
 from core.wire.kv import Handshake
 
 # ---- leases and reuse

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from connectors.p2p.actions import LeaseGrant, Reply, SendingEnded
-from connectors.p2p.handshake import HandshakeResponder
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.producer.handshake import HandshakeResponder
+from connectors.p2p.transport.interface import regions_of
+from connectors.testing.inproc_transport import InprocTransport
 from core.digest import BlockDigester
 from core.kv.seals import ExpectedSeal
 from core.testing.hash_model import SLOT_BYTES, hash_model_region
-from core.testing.inproc_transport import InprocTransport
-from core.transport import regions_of
 from core.wire.kv import GroupBlocks, HandshakeReply
 
 NAMES = ("shm", "tcp")

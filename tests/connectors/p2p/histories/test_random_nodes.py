@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from connectors.async_worker import LoadEnded
 from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
@@ -27,21 +28,20 @@ from connectors.p2p.actions import (
     TransportBroken,
     TransportRestored,
 )
-from connectors.p2p.leases import LeaseTerms
-from connectors.p2p.node import P2PNode
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.consumer.block_mapping import Extent, group_units
+from connectors.p2p.consumer.transport_health import BreakerTerms
+from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import NodeSettings, PullSettings
-from connectors.p2p.staging import map_staging_area
-from connectors.p2p.transfer import TransferExecutor
-from connectors.p2p.transport_health import BreakerTerms
-from connectors.p2p.units import Extent, group_units
-from connectors.reporting import LoadEnded
+from connectors.p2p.transfer.staging import map_staging_area
+from connectors.p2p.transfer.thread import TransferExecutor
+from connectors.p2p.transport.interface import PeerId, regions_of
+from connectors.testing.fault_transport import FaultPlan, FaultTransport
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.digest import BlockDigester
 from core.kv.seals import each_by_itself
 from core.testing.clock import FakeClock
-from core.testing.fault_transport import FaultPlan, FaultTransport
 from core.testing.hash_model import SLOT_BYTES, hash_model_region
-from core.testing.inproc_transport import InprocFabric, InprocTransport
-from core.transport import PeerId, regions_of
 from core.wire.kv import Handshake
 
 NAMES = ("shm", "tcp")

@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
+from connectors.p2p.transport.interface import RowRegion
 from connectors.p2p.transport.nixl import NixlTransport
-from connectors.p2p.transport.tcp import TcpTransport
-from core.engine.block_copier import cuda_block_copier
+from connectors.p2p.transport.tcp_client import TcpTransport
+from core.engine.cuda.block_copier import cuda_block_copier
 from core.ids import RandomIds
-from core.testing.delayed_device import DelayedDevice
-from core.transport import RowRegion
+from tests.support.delayed_device import DelayedDevice
 
 NUM_SLOTS = 3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.testing.transport_suite import NUM_ROWS, PEER, TransportSuite
+from connectors.testing.transport_suite import NUM_ROWS, PEER, TransportSuite
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 

@@ -8,14 +8,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.p2p.transport.nixl import NixlTransport, installed_module
+from connectors.testing.torn_read_suite import RewrittenRowsSuite
+from connectors.testing.transport_owner import HostRows
+from connectors.testing.transport_suite import TransportSuite
 from core.errors import PeerUnreachable
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
-from core.testing.rewritten_rows_suite import RewrittenRowsSuite
-from core.testing.transport_owner import HostRows
-from core.testing.transport_suite import TransportSuite
-from core.transport import PeerId, RowRegion
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ class TestNixlOnGpu(TransportSuite):
 
 LOAD = f"""
 from pathlib import Path
-from core.testing.transport_owner import HostRows, load_factory
+from connectors.testing.transport_owner import HostRows, load_factory
 transport, memory = load_factory({str(FACTORIES)!r} + ":make_nixl")(), HostRows(2, 4096)
 transport.register([memory.region])
 transport.describe()

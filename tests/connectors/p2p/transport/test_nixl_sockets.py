@@ -10,10 +10,10 @@ from contextlib import closing
 import psutil
 import pytest
 
+from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.nixl import NixlTransport, installed_module
+from connectors.testing.transport_owner import HostRows
 from core.ids import RandomIds
-from core.testing.transport_owner import HostRows
-from core.transport import PeerId
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,8 +26,8 @@ import json, sys
 import psutil
 from connectors.p2p.transport.nixl import NixlTransport
 from core.ids import RandomIds
-from core.testing.transport_owner import HostRows
-from core.transport import PeerId
+from connectors.testing.transport_owner import HostRows
+from connectors.p2p.transport.interface import PeerId
 
 def transport(name, address):
     made = NixlTransport(RandomIds(), name, address)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from connectors.p2p.transport.base import RowShape
+from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
 from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
+from connectors.testing.torn_read_suite import RewrittenRowsSuite
+from connectors.testing.transport_owner import HostRegions, ProcessOwner
+from connectors.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
-from core.testing.rewritten_rows_suite import RewrittenRowsSuite
-from core.testing.transport_owner import HostRegions, ProcessOwner
-from core.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
-from core.transport import POOL_REGION, SEAL_REGION, RowRegion
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 MEMORY_NAME = "memfd:kvferry-test-rows"

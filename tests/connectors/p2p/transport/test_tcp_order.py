@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import zmq
 
-from connectors.p2p.transport.tcp import WINDOW_BYTES, TcpTransport
-from connectors.p2p.transport.tcp_owner import (
+from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, PeerId
+from connectors.p2p.transport.tcp_client import WINDOW_BYTES, TcpTransport
+from connectors.p2p.transport.tcp_server import (
     FORMAT_VERSION,
     HELD_BACK_WAITS_S,
     SOCKET_BUFFER_BYTES,
@@ -15,11 +16,10 @@ from connectors.p2p.transport.tcp_owner import (
     ChunkRequest,
     TcpMetadata,
 )
+from connectors.testing.transport_owner import HostRegions
 from core.ids import RandomIds
-from core.testing.tcp_proxy import BUFFER_BYTES, TcpProxy
-from core.testing.transport_owner import HostRegions
-from core.transport import POOL_REGION, SEAL_REGION, PeerId
 from core.wire.sockets import join_tcp, split_tcp
+from tests.support.tcp_proxy import BUFFER_BYTES, TcpProxy
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 ROW_BYTES = 1 << 20
@@ -133,7 +133,7 @@ def test_requests_of_a_reader_that_has_left_are_not_held_back_for_ever(world):
 
 
 def test_no_more_than_so_many_requests_are_held_back(world, monkeypatch):
-    monkeypatch.setattr("connectors.p2p.transport.tcp_owner.MAX_HELD_BACK", 4)
+    monkeypatch.setattr("connectors.p2p.transport.tcp_server.MAX_HELD_BACK", 4)
     world.network.silence_answers(CUT_AFTER_BYTES)
     world.read(POOL_REGION)
     for _ in range(7):

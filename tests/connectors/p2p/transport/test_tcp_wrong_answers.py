@@ -5,12 +5,12 @@ import pytest
 import zmq
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.tcp import WINDOW_CHUNKS, TcpTransport
-from connectors.p2p.transport.tcp_owner import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata
+from connectors.p2p.transport.tcp_client import WINDOW_CHUNKS, TcpTransport
+from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata
+from connectors.testing.transport_suite import PEER, ROW_BYTES, Reader
 from core.errors import PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
-from core.testing.transport_suite import PEER, ROW_BYTES, Reader
 
 NUM_OWNER_ROWS = 8
 

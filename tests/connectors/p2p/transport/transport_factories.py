@@ -2,7 +2,7 @@
 
 from connectors.p2p.transport.nixl import NixlTransport
 from connectors.p2p.transport.shm import ShmTransport
-from connectors.p2p.transport.tcp import TcpTransport
+from connectors.p2p.transport.tcp_client import TcpTransport
 from core.ids import RandomIds
 from core.wire.curve import derive_keys
 

@@ -1,0 +1,102 @@
+"""What an encode worker tells of embeddings that it holds, and how a reader's fetch becomes a load of the p2p protocol.
+
+Owns the payload of an ``ECSource`` of connector "p2p", and the translation of both sides' values to those of
+``connectors.p2p``, for which chunks are blocks and a fetch is the load of a request. Pure; called by ``connectors.ec.p2p``, and
+by whoever else carries a node, such as a simulation.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from connectors.async_worker import LoadEnded
+from connectors.ec.chunks import CHUNK_EMBEDS, ChunkLayout, num_chunks, rows_in_chunk
+from connectors.ec.jobs import ChunksFreed, Fetch, FetchEnded, FetchingMetadata, PeerSource, Report
+from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, PullRequest, QuarantineEnded, row_units
+from connectors.p2p.transport.interface import PeerId
+from core.errors import LayoutMismatch, ProtocolError
+from core.kv.seals import ExpectedSeal
+from core.wire.limits import BlockId, Name, Positive, Text, Unsigned64
+from core.wire.media import ECSource, MMFeature
+
+NAME = "p2p"
+
+
+class HeldEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where embeddings lie on an encode worker: chunks side by side, all of one generation, kept by a lease."""
+
+    transfer_id: Name
+    control_address: Text
+    first_chunk: BlockId
+    generation: Unsigned64
+    chunk_embeds: Positive = CHUNK_EMBEDS
+
+
+def encode_held(held: HeldEmbeddings) -> bytes:
+    """Return the payload of an ``ECSource``."""
+    return msgspec.msgpack.encode(held)
+
+
+def decode_held(payload: bytes) -> HeldEmbeddings:
+    """Return what a payload says.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=HeldEmbeddings)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise ProtocolError(f"malformed payload of an EC source: {error}") from None
+
+
+def locate(layout: ChunkLayout, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
+    """Return where to read the embeddings of a feature, and what the seals of the chunks must say; None: nobody has told.
+
+    Raises:
+        ProtocolError, LayoutMismatch: what was announced cannot be read here.
+    """
+    if announced is None:
+        return None
+    held = decode_held(announced.payload)
+    if held.chunk_embeds != CHUNK_EMBEDS:
+        raise LayoutMismatch(f"chunks of {held.chunk_embeds} rows at the peer, of {CHUNK_EMBEDS} here")
+    chunks = range(held.first_chunk, held.first_chunk + num_chunks(feature.num_embeds))
+    expected = [
+        ExpectedSeal(held.generation, 0, block_hash, rows_in_chunk(feature.num_embeds, index))
+        for index, block_hash in enumerate(layout.chunk_hashes(feature.identifier, feature.num_embeds))
+    ]
+    owner = PeerId(held.control_address, announced.incarnation)
+    return PeerSource(owner, held.transfer_id, tuple(chunks), tuple(expected))
+
+
+def as_p2p(metadata: FetchingMetadata) -> P2PConnectorMetadata:
+    """Return a step's orders as a ``P2PNode`` takes them. A fetch is named by its item: there is one at a time."""
+    return P2PConnectorMetadata(
+        holds=[_handoff(source) for source in metadata.holds],
+        pulls=[_pull(fetch) for fetch in metadata.fetches],
+        aborts=[identifier.hex() for identifier in metadata.aborts],
+        releases=[_handoff(source) for source in metadata.releases],
+    )
+
+
+def as_report(happened: LoadEnded | QuarantineEnded) -> Report:
+    """Return what a node reports as the scheduler side of embeddings takes it. Part of an item is nothing."""
+    if isinstance(happened, QuarantineEnded):
+        return ChunksFreed(happened.block_ids)
+    return FetchEnded(
+        bytes.fromhex(happened.request_id),
+        happened.error,
+        happened.quarantined_block_ids,
+        was_aborted=happened.usage is None,
+    )
+
+
+def _pull(fetch: Fetch) -> PullRequest:
+    source = fetch.source
+    assert isinstance(source, PeerSource), "a p2p connector locates peers"
+    units = row_units(source.chunks, fetch.chunks, source.expected)
+    return PullRequest(fetch.identifier.hex(), _handoff(source), units, fetch.num_embeds, fetch.deadline)
+
+
+def _handoff(source: PeerSource) -> HandoffRef:
+    return HandoffRef(source.transfer_id, source.owner)

@@ -1,0 +1,124 @@
+"""The embeddings that an encode worker holds for readers: in its host memory, sealed, kept by leases.
+
+Owns what lies where and for whom. An item stays after its last lease until others need the room, so that an image that comes
+again costs no second encode. Leases are counted by the node (``connectors.p2p.producer.leases``), which says when one has
+ended. Knows no sockets; called by ``connectors.ec.worker`` on the engine thread, ``lease_ended`` by any thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connectors.ec.chunk_cache import Shelf, ShelfItem
+from connectors.ec.chunks import RowsDigester, num_chunks
+from connectors.ec.memory import ChunkMemory
+from connectors.ec.p2p_adapter import NAME, HeldEmbeddings, encode_held
+from connectors.ec.worker import OfferEnded
+from connectors.p2p.actions import LeaseGrant
+from core.errors import Full
+from core.ids import IdSource, new_hex_id
+from core.wire.media import ECSeal, ECSource
+from core.wire.messages import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferTerms:
+    """Whose embeddings they are, and how long each lease lasts unless its reader renews it."""
+
+    engine_id: str
+    incarnation: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    item: ShelfItem
+    seal: ECSeal
+    generation: int
+
+
+class HeldOffers:
+    """Items by identifier in ``memory``. ``grant`` starts a lease. ``control_address`` is where readers reach this worker."""
+
+    def __init__(self, memory: ChunkMemory, terms: OfferTerms, ids: IdSource, grant: Callable[[LeaseGrant], None]) -> None:
+        self._memory = memory
+        self._terms = terms
+        self._ids = ids
+        self._grant = grant
+        self._shelf = Shelf(memory.num_chunks)
+        self._held: dict[bytes, _Held] = {}
+        self._leases: dict[str, ShelfItem] = {}
+        self._ended: deque[str] = deque()
+        self._digester = RowsDigester()
+        self.control_address = ""
+        self.num_refused = 0  # items for which there was no room
+
+    @property
+    def num_evicted(self) -> int:
+        """Items that have made room for others."""
+        return self._shelf.num_evicted
+
+    def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
+        """Keep the rows, unless they are here already, and lease them to whoever reads them first."""
+        held = self._held.get(identifier)
+        if held is None or held.item.num_embeds != num_embeds:
+            held = self._put(identifier, num_embeds, rows)
+        if held is None:
+            self.num_refused += 1
+            error = Full(f"no room for {num_embeds} rows of embeddings among those that readers wait for")
+            return OfferEnded(identifier, error=ErrorInfo.of(error))
+        return OfferEnded(identifier, self._lease(held))
+
+    def find(self, identifier: bytes) -> ECSource | None:
+        """Return where an item can be read, with a new lease; None if it is not here."""
+        held = self._held.get(identifier)
+        return None if held is None else self._lease(held)
+
+    def on_step(self) -> None:
+        """Let items go whose leases have ended."""
+        while self._ended:
+            transfer_id = self._ended.popleft()
+            item = self._leases.pop(transfer_id, None)
+            if item is not None:
+                self._shelf.unwant(item, transfer_id)
+
+    def lease_ended(self, transfer_id: str) -> None:
+        """Note that nobody reads by this lease any more. Any thread."""
+        self._ended.append(transfer_id)
+
+    def _put(self, identifier: bytes, num_embeds: int, rows: memoryview) -> _Held | None:
+        if self._shelf.get(identifier) is not None:  # of another shape, for readers that it was announced to
+            return None
+        num_evicted = self._shelf.num_evicted
+        item = self._shelf.reserve(identifier, num_embeds, num_chunks(num_embeds))
+        if self._shelf.num_evicted > num_evicted:
+            self._held = {other: held for other, held in self._held.items() if self._shelf.get(other) is held.item}
+        if item is None:
+            return None
+        seal, generation = self._memory.write(item, rows, self._digester)
+        self._shelf.settle(item)
+        held = self._held[identifier] = _Held(item, seal, generation)
+        return held
+
+    def _lease(self, held: _Held) -> ECSource:
+        transfer_id = new_hex_id(self._ids, "ec-")
+        self._shelf.want(held.item, transfer_id)
+        self._leases[transfer_id] = held.item
+        self._grant(LeaseGrant(transfer_id, transfer_id, held.item.num_chunks))
+        return ECSource(
+            seal=held.seal,
+            connector=NAME,
+            engine_id=self._terms.engine_id,
+            incarnation=self._terms.incarnation,
+            lease_ms=self._terms.lease_ms,
+            payload=encode_held(
+                HeldEmbeddings(
+                    transfer_id=transfer_id,
+                    control_address=self.control_address,
+                    first_chunk=held.item.first_chunk,
+                    generation=held.generation,
+                )
+            ),
+        )

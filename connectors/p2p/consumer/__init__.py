@@ -1,0 +1,1 @@
+"""The reading end of a handoff: pulls, leases that are kept alive, verification."""

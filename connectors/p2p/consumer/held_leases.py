@@ -1,0 +1,169 @@
+"""The leases that a reader keeps alive, and how long each is good for as far as it knows.
+
+Owns which hand-overs are held from arrival to release, and the questions to their owners: all leases of one owner in one
+message, again and again. A lease is good until a lower bound: the owner's answer, counted from the sending of the question, so
+that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the bound, and those to
+questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so whether a read is worth
+starting; they never say that a read was right. Called by ``connectors.p2p.consumer.pull``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import Action, HandoffRef, SendControl
+from connectors.p2p.transport.interface import PeerId
+from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
+
+MAX_OPEN_QUESTIONS = 64  # per owner; the oldest are forgotten
+
+
+@dataclass(slots=True)
+class _HeldLease:
+    owner: PeerId
+    first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
+    good_until: float = -math.inf
+    is_asked_for: bool = False  # a question about it is open
+    expected_until: float | None = None  # nobody holds it yet: when that is given up; None = it is held
+
+
+@dataclass(slots=True)
+class HeldLeaseCounts:
+    """What has happened since the start to leases that were asked for ahead of their requests."""
+
+    leases_known_in_time: int = 0  # answered when the engine took the request
+    leases_given_up: int = 0  # not held after an interval, though the owner still kept them
+
+
+class HeldLeases:
+    """Leases by transfer id. ``margin_s`` is what must be left of one for a read to be worth starting."""
+
+    def __init__(self, renew_interval_s: float, margin_s: float, emit: Callable[[Action], None]) -> None:
+        self._renew_interval_s = renew_interval_s
+        self._margin_s = margin_s
+        self._emit = emit
+        self._leases: dict[str, _HeldLease] = {}
+        self._asked_at: dict[str, dict[int, float]] = {}  # owner's address → number of the question → when
+        self._last_number = 0
+        self._renew_at = math.inf
+        self.counts = HeldLeaseCounts()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._leases
+
+    def expect(self, handoff: HandoffRef, now: float) -> None:
+        """Ask about a lease that may be held soon. The question renews it once; until it is held, no later round does.
+
+        The first round that comes an interval after the question forgets it.
+        """
+        if handoff.transfer_id not in self._leases:
+            self._take(handoff, now).expected_until = now + self._renew_interval_s
+
+    def hold(self, handoff: HandoffRef, now: float) -> None:
+        """Keep a lease alive from now on. Idempotent."""
+        lease = self._leases.get(handoff.transfer_id)
+        if lease is None or (lease.expected_until is not None and lease.owner != handoff.owner):
+            self._take(handoff, now)
+        elif lease.expected_until is not None:
+            self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after it was asked for
+            lease.expected_until = None
+            self.counts.leases_known_in_time += lease.good_until > now
+
+    def release(self, handoff: HandoffRef) -> None:
+        """Tell the owner that nobody here needs the hand-over any more, and stop keeping it alive."""
+        self._leases.pop(handoff.transfer_id, None)
+        self._emit(SendControl(handoff.owner.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
+
+    def may_start_read(self, transfer_id: str, now: float) -> bool:
+        """Say whether a read started now ends within the lease, as far as is known; if not, ask how much is left."""
+        lease = self._leases[transfer_id]
+        if lease.good_until > now + self._margin_s:
+            return True
+        if not lease.is_asked_for:
+            self._ask([transfer_id], now)
+        return False
+
+    def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
+        """Take an owner's answer; returns the transfer ids that it says go on, and those of which too little is left."""
+        asked_at = self._close_question(address, state.number)
+        going_on: list[str] = []
+        ending: list[str] = []
+        for transfer_id, left_ms in state.left_ms.items():
+            lease = self._leases.get(transfer_id)
+            if lease is None or lease.owner != PeerId(address, state.incarnation) or state.number < lease.first_question:
+                continue
+            lease.is_asked_for = False
+            if left_ms / 1000 <= self._margin_s:
+                del self._leases[transfer_id]
+                ending.append(transfer_id)
+                continue
+            if asked_at is not None:
+                lease.good_until = max(lease.good_until, asked_at + left_ms / 1000)
+            going_on.append(transfer_id)
+        return going_on, ending
+
+    def forget_others(self, address: str, incarnation: int) -> None:
+        """Drop the leases of whoever lived at the address before."""
+        for transfer_id, lease in list(self._leases.items()):
+            if lease.owner.address == address and lease.owner.incarnation != incarnation:
+                del self._leases[transfer_id]
+
+    def on_disconnected(self, address: str) -> None:
+        """Expect no answers to what was asked; the next round asks again, whoever lives there then."""
+        self._asked_at.pop(address, None)
+        for lease in self._leases.values():
+            if lease.owner.address == address:
+                lease.is_asked_for = False
+
+    def on_timer(self, now: float) -> None:
+        """If it is time, renew what is held and forget what nobody came for."""
+        if self._renew_at > now:
+            return
+        for transfer_id, lease in list(self._leases.items()):
+            if lease.expected_until is not None and lease.expected_until <= now:
+                del self._leases[transfer_id]
+                self.counts.leases_given_up += 1
+        self._renew_at = now + self._renew_interval_s if self._leases else math.inf
+        self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
+
+    def ask_owner(self, owner: PeerId, now: float) -> None:
+        """Ask about everything that is held of an owner, whether it is time or not."""
+        held = [name for name, lease in self._leases.items() if lease.owner == owner and lease.expected_until is None]
+        self._ask(held, now)
+
+    def next_timer(self) -> float:
+        """Return when it is time to renew; infinite without leases."""
+        return self._renew_at
+
+    def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
+        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.owner, self._last_number + 1)
+        self._ask([handoff.transfer_id], now)
+        self._renew_at = min(self._renew_at, now + self._renew_interval_s)
+        return lease
+
+    def _close_question(self, address: str, number: int) -> float | None:
+        """Return when the question of this number was asked, None if it is not open."""
+        questions = self._asked_at.get(address, {})
+        asked_at = questions.pop(number, None)
+        if not questions:
+            self._asked_at.pop(address, None)
+        return asked_at
+
+    def _ask(self, transfer_ids: Iterable[str], now: float) -> None:
+        by_address: dict[str, list[str]] = {}
+        for transfer_id in transfer_ids:
+            lease = self._leases[transfer_id]
+            lease.is_asked_for = True
+            by_address.setdefault(lease.owner.address, []).append(transfer_id)
+        for address, ids in by_address.items():
+            self._last_number += 1
+            questions = self._asked_at.setdefault(address, {})
+            questions[self._last_number] = now
+            if len(questions) > MAX_OPEN_QUESTIONS:
+                del questions[next(iter(questions))]
+            self._emit(SendControl(address, LeaseRenew(transfer_ids=tuple(ids), number=self._last_number)))

@@ -1,0 +1,123 @@
+"""The reads that are not terminal: those that a load waits for, and the late ones that nobody waits for any more.
+
+Owns the numbers of reads, whose they are, and the quarantine; says when a peer's late reads keep so many blocks that nothing
+more may be read from it. Emits what follows from the end of a load or of a read; called by ``connectors.p2p.consumer.pull``,
+which decides everything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import Action, CancelRead, QuarantineEnded
+from connectors.p2p.consumer.load import Load, RowSlice
+from connectors.p2p.consumer.quarantine import Quarantine
+from connectors.p2p.transport.interface import PeerId
+from core.errors import PeerUnreachable
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineBounds:
+    """The most blocks that may be kept: for a peer, with those of its loads in progress once there are any, and in total."""
+
+    max_blocks: int
+    max_blocks_in_total: int
+    fence_grace_s: float  # of a peer that has reached it: most cancelled reads end at once
+
+
+class OpenReads:
+    """Open reads by their numbers. ``num_quarantined`` counts the blocks that have come into quarantine since the start."""
+
+    def __init__(self, bounds: QuarantineBounds, emit: Callable[[Action], None]) -> None:
+        self._bounds = bounds
+        self.emit = emit
+        self._loads: dict[int, Load] = {}
+        self._num_awaited: Counter[PeerId] = Counter()
+        self._last_read_id = 0
+        self.quarantine = Quarantine()
+        self.num_quarantined = 0
+
+    def awaited_peers(self) -> list[PeerId]:
+        """Return the peers of which loads wait for a read."""
+        return list(self._num_awaited)
+
+    def open_blocks(self, load: Load, rows: RowSlice) -> int:
+        """Return the number of a new read of blocks."""
+        read_id = self._open(load)
+        load.open_reads[read_id] = rows
+        return read_id
+
+    def open_seals(self, load: Load, rows: RowSlice) -> int:
+        """Return the number of a new read of seals."""
+        load.seal_read = self._open(load)
+        load.sealing = rows
+        return load.seal_read
+
+    def end(self, read_id: int) -> Load | None:
+        """Take out a read that is terminal; returns the load that waits for it. The blocks of a late one are free again."""
+        freed = self.quarantine.end(read_id)
+        if freed:
+            self.emit(QuarantineEnded(freed))
+        load = self._loads.pop(read_id, None)
+        if load is not None:
+            self._count_awaited(load.owner, -1)
+        return load
+
+    def abandon(self, load: Load, fence_at: float) -> None:
+        """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
+
+        Whether the read of the seals has begun is not known here. If not, it ends at once; if so, it goes on to keep what the
+        reads of the blocks have kept.
+        """
+        late = {read_id: rows.local_rows for read_id, rows in load.open_reads.items()}
+        if load.seal_read is not None:
+            being_read = {row for rows in late.values() for row in rows}
+            late[load.seal_read] = tuple(row for row in load.sealing.local_rows if row not in being_read)
+        for read_id, rows in late.items():
+            del self._loads[read_id]
+            self._count_awaited(load.owner, -1)
+            self.quarantine.add(read_id, load.owner, rows, fence_at, None if read_id == load.seal_read else load.seal_read)
+            self.num_quarantined += len(rows)
+            self.emit(CancelRead(read_id))
+
+    def is_full(self, peer: PeerId) -> bool:
+        """Say whether no load from a peer may be added.
+
+        A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
+        """
+        if self.quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total:
+            return True
+        num_quarantined = self.quarantine.num_blocks_of(peer)
+        return num_quarantined > 0 and num_quarantined + self._num_open_blocks(peer) >= self._bounds.max_blocks
+
+    def why_full(self, peer: PeerId) -> PeerUnreachable:
+        """Return what is told of a load that is not started."""
+        ours, total = self.quarantine.num_blocks_of(peer), self.quarantine.num_waiting_blocks
+        return PeerUnreachable(
+            f"no load from {peer.address} is started: {ours} blocks are quarantined for its reads that do not end, "
+            f"{total} in total"
+        )
+
+    def hurry_if_full(self, serving: Iterable[PeerId], now: float) -> None:
+        """Fence peers soon that keep the quarantine full, but for those that still serve loads."""
+        spared = set(serving)
+        for peer in self.quarantine.peers():
+            if peer not in spared and self.is_full(peer):
+                self.quarantine.hurry(peer, now + self._bounds.fence_grace_s)
+
+    def _open(self, load: Load) -> int:
+        self._last_read_id += 1
+        self._loads[self._last_read_id] = load
+        self._count_awaited(load.owner, 1)
+        return self._last_read_id
+
+    def _count_awaited(self, peer: PeerId, difference: int) -> None:
+        self._num_awaited[peer] += difference
+        if not self._num_awaited[peer]:
+            del self._num_awaited[peer]
+
+    def _num_open_blocks(self, peer: PeerId) -> int:
+        loads = {load for load in self._loads.values() if load.owner == peer}
+        return sum(load.num_open_rows for load in loads)

@@ -1,0 +1,266 @@
+"""One load: which of its units have been read, which are verified, which will not come, and what it has cost.
+
+Bookkeeping only: ``connectors.p2p.consumer.pull`` decides what happens next. Units are named by their index in the request;
+one is read, verified and used as a whole, and shares no block with another (``connectors.p2p.actions.ReadUnit``).
+
+    waiting ──posted──▶ open ──ended──▶ arrived ──its seal is right──▶ verified
+       ▲                  │                │
+       │◀─ posted in vain ┴── failed ──────┼── its seal is wrong ────▶ spoiled
+       └──────── wrong digest, once ───────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from connectors.async_worker import LoadEnded
+from connectors.p2p.actions import PullRequest, TokenCopy
+from connectors.p2p.consumer.verification import SealCheck, SealTerms
+from connectors.p2p.transport.interface import PeerId
+from core.wire.messages import ErrorInfo, TransferUsage
+
+
+class LoadPhase(Enum):
+    """What a load waits for."""
+
+    CONNECTING = "connecting"  # its peer
+    READING = "reading"  # its lease, then its blocks
+    SEALING = "sealing"  # the seals of those that have arrived; no block of it is being read
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Units that are read together, and their rows."""
+
+    indices: tuple[int, ...]
+    remote_rows: tuple[int, ...]
+    local_rows: tuple[int, ...]
+    copies: tuple[TokenCopy, ...] = ()
+
+
+NO_ROWS = RowSlice((), (), ())
+
+
+class Load:
+    """The units of one request. ``open_reads`` maps the reads of blocks that are not terminal to what they read.
+
+    ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
+    those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
+    the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks ended, ``seals_ended_at`` when that
+    of the seals did. ``wants_room``: a read of it had no room in the staging area.
+    """
+
+    def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
+        self.request = request
+        self.started_at = self.asked_since = now
+        self.deadline = deadline
+        self.phase = LoadPhase.CONNECTING
+        self.reading_since = math.inf
+        self.last_ended_at = now
+        self.seals_ended_at: float | None = None
+        self.open_reads: dict[int, RowSlice] = {}
+        self.seal_read: int | None = None
+        self.sealing = NO_ROWS
+        self._check: SealCheck | None = None
+        self.wants_room = False
+        self.has_read_again = False
+        self.digests: dict[int, int] = {}
+        self.num_rows = len(request.local_rows)
+        self._units_per_read = 1  # until the peer is known
+        self._waiting: deque[RowSlice] = deque()
+        self._arrived: set[int] = set()  # and neither verified nor spoiled
+        self._verified: set[int] = set()
+        self._spoiled: dict[int, ErrorInfo] = {}
+        self._num_rows_read = 0
+        self._bytes_ended_at: float | None = None
+        self._whole = self._slice(range(len(request.units)))
+        self._queue(range(len(request.units)))
+
+    @property
+    def owner(self) -> PeerId:
+        """Whose rows they are."""
+        return self.request.handoff.owner
+
+    @property
+    def is_converted(self) -> bool:
+        """True if the owner's blocks have another size than ours, and land in the staging area."""
+        return any(unit.copies for unit in self.request.units)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if there are units whose read has not been posted."""
+        return bool(self._waiting)
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if nothing has come of what was asked for."""
+        return not (self._arrived or self._verified or self._num_rows_read)
+
+    @property
+    def num_open_rows(self) -> int:
+        """Rows that come to the quarantine if it ends now."""
+        return len(self.open_rows())
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if there are units that only their seals have to decide about."""
+        return bool(self._arrived)
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if every unit has come, and is what was asked for."""
+        return len(self._verified) == len(self.request.units)
+
+    @property
+    def is_reading(self) -> bool:
+        """True if a read of it is not terminal."""
+        return bool(self.open_reads) or self.seal_read is not None
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def next_slice(self) -> RowSlice:
+        """Take the units of the next read."""
+        return self._waiting.popleft()
+
+    def start_over(self) -> None:
+        """Look for the peer anew; the reads that are open have been posted in vain."""
+        assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
+        self.phase = LoadPhase.CONNECTING
+        self.reading_since = math.inf
+        self.wants_room = False
+
+    def begin_reading(self, now: float, rows_per_read: int) -> None:
+        """The peer is open: go on to the blocks, so many rows at a time, or one unit if that has more."""
+        self.phase = LoadPhase.READING
+        self.reading_since = now
+        self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in self.request.units), default=1))
+        indices = [index for rows in self._waiting for index in rows.indices]
+        self._waiting.clear()
+        self._queue(indices)
+
+    def offer_room(self, now: float) -> None:
+        """There may be room again. If nothing has been posted, what did not come so far says nothing about the peer."""
+        self.wants_room = False
+        if not self.open_reads:
+            self.reading_since = self.asked_since = now
+
+    def want_again(self, rows: RowSlice) -> None:
+        """Queue the units of a read that was posted in vain."""
+        self._waiting.append(rows)
+
+    def arrive(self, rows: RowSlice) -> None:
+        """Note that the bytes of these rows are here."""
+        self._arrived.update(rows.indices)
+        self._num_rows_read += len(rows.remote_rows)
+
+    def spoil(self, indices: Iterable[int], error: ErrorInfo) -> None:
+        """Note that these units must not be used."""
+        for index in indices:
+            self._arrived.discard(index)
+            self._spoiled[index] = error
+
+    def spoil_waiting(self, error: ErrorInfo) -> None:
+        """Give the units up that have not been asked for."""
+        while self._waiting:
+            self.spoil(self._waiting.popleft().indices, error)
+
+    def to_seal(self) -> RowSlice:
+        """Return the units whose seals decide about them, in order: those that have arrived, and those that are being read."""
+        indices = self._arrived.union(*(rows.indices for rows in self.open_reads.values()))
+        return self._whole if len(indices) == len(self._whole.indices) else self._slice(sorted(indices))
+
+    def begin_sealing(self) -> None:
+        """The bytes are here: since the last read has ended it is verification."""
+        self.phase = LoadPhase.SEALING
+        if self._bytes_ended_at is None:
+            self._bytes_ended_at = self.last_ended_at
+
+    def seal_check(self, terms: SealTerms) -> SealCheck:
+        """Return what the seals that are being read must be, made when it is first wanted."""
+        if self._check is None:
+            self._check = SealCheck(terms, {index: self.request.units[index] for index in self.sealing.indices})
+        return self._check
+
+    def end_sealing(self) -> RowSlice:
+        """Take out the seal read, which is terminal, and return what it was of."""
+        rows, self.sealing, self.seal_read, self._check = self.sealing, NO_ROWS, None, None
+        return rows
+
+    def arrived_of(self, indices: Iterable[int]) -> list[int]:
+        """Return those of these units whose bytes have come and are neither verified nor spoiled."""
+        return [index for index in indices if index in self._arrived]
+
+    def verify(self, indices: Iterable[int]) -> None:
+        """Note that these units hold what was asked for."""
+        self._verified.update(indices)
+        self._arrived.difference_update(indices)
+
+    def read_again(self, indices: Sequence[int]) -> None:
+        """Queue units whose bytes were not those of their seals, for the one more time that there is."""
+        self.has_read_again = True
+        self._arrived.difference_update(indices)
+        self._queue(indices)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def report(self, error: ErrorInfo | None, transport: str, block_bytes: int, now: float) -> LoadEnded:
+        """Return what became of the load. ``error`` is why the units failed that have no reason of their own."""
+        units = self.request.units
+        spoiled = [index for index in range(len(units)) if index not in self._verified]
+        if spoiled:
+            error = self._spoiled.get(spoiled[0], error)
+            assert error is not None, "rows are missing for no reason"
+        verify_s = self._verify_s(now)
+        return LoadEnded(
+            self.request.request_id,
+            usage=TransferUsage(
+                transport=transport,
+                transferred_tokens=self._num_verified_tokens(),
+                transferred_bytes=self._num_rows_read * block_bytes,
+                transfer_ms=1000 * (now - self.started_at - verify_s),
+                verify_ms=1000 * verify_s,
+                verified_blocks=sum(len(units[index].remote_rows) for index in self._verified),
+            ),
+            error=error,
+            invalid_block_ids=tuple(row for index in spoiled for row in units[index].local_rows) if self._verified else (),
+            quarantined_block_ids=self.open_rows(),
+            peer=self.owner.address,
+        )
+
+    def open_rows(self) -> tuple[int, ...]:
+        """Return the local rows that a read may still write, or whose seal it may if it has begun."""
+        if self.seal_read is not None:
+            return self.sealing.local_rows
+        return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
+
+    def _verify_s(self, now: float) -> float:
+        """Return the time from the last byte to the last seal and digest, less the change of threads that bytes need, too."""
+        if self._bytes_ended_at is None:
+            return 0.0
+        return (now if self.seals_ended_at is None else self.seals_ended_at) - self._bytes_ended_at
+
+    def _num_verified_tokens(self) -> int:
+        """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""
+        missing: dict[int, int] = {}
+        for index, unit in enumerate(self.request.units):
+            if index not in self._verified:
+                group_id = unit.expected[0].group_id
+                missing[group_id] = missing.get(group_id, 0) + unit.num_tokens
+        return max(0, self.request.num_tokens - max(missing.values(), default=0))
+
+    def _queue(self, indices: Sequence[int]) -> None:
+        for first in range(0, len(indices), self._units_per_read):
+            self._waiting.append(self._slice(indices[first : first + self._units_per_read]))
+
+    def _slice(self, indices: Sequence[int]) -> RowSlice:
+        units = [self.request.units[index] for index in indices]
+        return RowSlice(
+            tuple(indices),
+            tuple(row for unit in units for row in unit.remote_rows),
+            tuple(row for unit in units for row in unit.local_rows),
+            tuple(copy for unit in units for copy in unit.copies),
+        )

@@ -1,0 +1,186 @@
+"""The steps of one load from its first read to its verdict: which reads are posted, and what the end of each one means.
+
+Used by ``connectors.p2p.consumer.pull``, which owns the loads and decides about peers, deadlines and the end of a load. Does
+no I/O and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import Action, PostRead, PostSealRead, ReadEnded
+from connectors.p2p.consumer.held_leases import HeldLeases
+from connectors.p2p.consumer.inflight_reads import OpenReads
+from connectors.p2p.consumer.load import Load, LoadPhase, RowSlice
+from connectors.p2p.consumer.peers import Peer, Peers
+from connectors.p2p.settings import PullSettings
+from connectors.p2p.transport.interface import PeerId
+from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExits:
+    """How a load leaves reading. ``read_failed`` is called for a peer whose read says that it cannot be reached."""
+
+    end: Callable[[Load, KVFerryError | None, float], None]
+    read_failed: Callable[[PeerId, PeerUnreachable, float], None]
+    connect_again: Callable[[Load, float], None]
+
+
+class LoadReader:
+    """Reads loads whose peers are open. ``layout`` is that of blocks whose request names none."""
+
+    def __init__(
+        self,
+        settings: PullSettings,
+        layout: KVLayoutInfo,
+        peers: Peers,
+        leases: HeldLeases,
+        reads: OpenReads,
+        exits: LoadExits,
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._peers = peers
+        self._leases = leases
+        self._reads = reads
+        self._exits = exits
+        self._emit: Callable[[Action], None] = reads.emit
+        self.num_blocks_read_again = 0
+
+    def begin(self, load: Load, peer: Peer, now: float) -> None:
+        """Check that the handoff fits the peer, then post its first reads."""
+        last = max(load.request.remote_rows, default=0)
+        if last >= peer.num_blocks:
+            self._exits.end(load, ProtocolError(f"the hand-over names block {last} of {peer.num_blocks}"), now)
+            return
+        if peer.layout != (load.request.layout or self._layout):
+            error = LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}")
+            self._exits.end(load, error, now)
+            return
+        larger = {} if load.is_converted else self._settings.max_read_bytes_by  # converted blocks land in the staging area
+        read_bytes = larger.get(peer.transport, self._settings.max_read_bytes)
+        load.begin_reading(now, read_bytes // peer.layout.block_bytes)
+        self.go_on(load, now)
+
+    def go_on(self, load: Load, now: float, max_reads: int | None = None) -> None:
+        """Post what may be in flight; with the last of it, order the seals."""
+        transfer_id = load.request.handoff.transfer_id
+        while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
+            if transfer_id not in self._leases:
+                error = LeaseExpired(f"{load.owner.address} no longer holds the hand-over {transfer_id}")
+                load.spoil_waiting(ErrorInfo.of(error))
+            elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
+                rows = load.next_slice()
+                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.owner, rows))
+            else:
+                return
+        if not load.is_waiting:
+            self._read_seals(load, now)
+
+    def _post_read(self, read_id: int, owner: PeerId, rows: RowSlice) -> PostRead:
+        peer = self._peers.get(owner)
+        wants_digests = bool(rows.copies) and peer is not None and peer.verifies_digests
+        return PostRead(read_id, owner, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
+
+    def _read_seals(self, load: Load, now: float) -> None:
+        """Order the seals of all that has arrived or is about to; without anything, the load is over.
+
+        Blocks that are converted may be read in vain, for want of room: their seals are ordered when they are here.
+        """
+        if load.seal_read is not None or (load.open_reads and load.is_converted):
+            return
+        rows = load.to_seal()
+        if not rows.indices:
+            self._exits.end(load, None, now)
+            return
+        peer = self._peers.get(load.owner)
+        assert peer is not None, "a lost peer ends its loads"
+        after = tuple(load.open_reads)
+        read_id = self._reads.open_seals(load, rows)
+        wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
+        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests, after))
+        if not after:
+            load.begin_sealing()
+
+    def on_read_ended(self, load: Load, read: ReadEnded, now: float, ended_at: float) -> None:
+        """Take the end of a read that the load waits for."""
+        if load.phase is LoadPhase.CONNECTING:  # posted in vain, to a peer that could not be opened
+            self._on_read_in_vain(load, read, now)
+            return
+        peer = self._peers.get(load.owner)
+        assert peer is not None, "a lost peer ends its loads"
+        if read.error is None and not read.has_no_room:
+            peer.last_progress_at = now
+        if read.read_id == load.seal_read:
+            load.seals_ended_at = ended_at
+            self._on_seals_read(load, peer, read, now)
+        else:
+            load.last_ended_at = ended_at
+            self._on_blocks_read(load, peer, read, now)
+
+    def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
+        """Ask for the blocks again, by another transport; for their seals when it comes to that."""
+        if read.read_id == load.seal_read:
+            load.end_sealing()
+        else:
+            load.want_again(load.open_reads.pop(read.read_id))
+        if not load.is_reading:
+            self._exits.connect_again(load, now)
+
+    def _on_blocks_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
+        rows = load.open_reads.pop(read.read_id)
+        if read.has_no_room:
+            load.want_again(rows)
+            load.wants_room = True
+            return
+        if read.error is None:
+            load.arrive(rows)
+            load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
+        else:
+            load.spoil(rows.indices, ErrorInfo.of(read.error))
+        if isinstance(read.error, PeerUnreachable):
+            self._exits.read_failed(load.owner, read.error, now)
+        elif load.seal_read is None:
+            self.go_on(load, now)
+        elif load.open_reads:
+            load.seal_check(peer.seal_terms)  # while more is on the way
+        else:
+            self._on_bytes_here(load, now)
+
+    def _on_bytes_here(self, load: Load, now: float) -> None:
+        """The seals are being read by now. If no block has come there is nothing to prove."""
+        if load.has_arrived:
+            load.begin_sealing()
+        else:
+            self._exits.end(load, None, now)
+
+    def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
+        """Decide about the rows; bytes that do not fit their seal are read once more."""
+        check = load.seal_check(peer.seal_terms)
+        rows = load.end_sealing()
+        if read.error is not None:
+            load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
+            if isinstance(read.error, PeerUnreachable):
+                self._exits.read_failed(load.owner, read.error, now)
+            self._exits.end(load, read.error, now)
+            return
+        assert not load.open_reads, "seals are read when the blocks have been"
+        load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
+        verdict = check.verdict(read.seals, load.digests)
+        load.verify(load.arrived_of(verdict.good))
+        for index in load.arrived_of(verdict.stale):
+            load.spoil([index], verdict.stale[index])
+        corrupt = load.arrived_of(verdict.corrupt)
+        if corrupt and not load.has_read_again:
+            self.num_blocks_read_again += len(corrupt)
+            load.read_again(corrupt)
+            load.phase = LoadPhase.READING
+            self.go_on(load, now)
+            return
+        for index in corrupt:
+            load.spoil([index], verdict.corrupt[index])
+        self._exits.end(load, None, now)

@@ -1,0 +1,271 @@
+"""The workers that can be read: who lives at an address, and the handshake that finds out.
+
+Owns the handshakes in progress, one per address however many loads wait for it, the peers that are open, and which transports
+to them are broken (``connectors.p2p.consumer.transport_health``). One life of a worker is one peer: a restarted process at the
+same address is another. A peer is open by one transport at a time. Does no I/O; called by ``connectors.p2p.consumer.pull``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
+from connectors.p2p.consumer.transport_health import BreakerTerms, TransportHealth
+from connectors.p2p.consumer.verification import SealTerms
+from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.p2p.transport.interface import PeerId
+from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, VersionMismatch
+from core.kv.seals import layout_fingerprint
+from core.wire.kv import Handshake, HandshakeReply, KVLayoutInfo, KVVerify
+from core.wire.messages import ErrorInfo
+from core.wire.pairing import check_compatible, check_verifiable, verifies_digests
+from core.wire.version import RetryBackoff
+
+MAX_OTHER_VERSIONS = 256  # lives of workers that are remembered to speak one
+
+
+@dataclass(slots=True)
+class Peer:
+    """A worker that can be read. ``last_progress_at`` is when the last read of it ended well, ``heard_at`` when it last said
+    anything on its control connection.
+
+    ``layout_version`` is what its seals say of its ``layout``. ``is_retiring``: a transport that is preferred works again, so
+    this one gets no new loads.
+    """
+
+    how_to_open: OpenPeer
+    num_blocks: int
+    layout: KVLayoutInfo
+    layout_version: int
+    verifies_digests: bool
+    last_progress_at: float
+    heard_at: float
+    is_retiring: bool = False
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Which life of which worker it is."""
+        return self.how_to_open.peer
+
+    @property
+    def transport(self) -> str:
+        """By what it is read."""
+        return self.how_to_open.transport
+
+    @property
+    def seal_terms(self) -> SealTerms:
+        """What is demanded of every seal of it."""
+        return SealTerms(self.peer_id.incarnation, self.layout_version, self.verifies_digests)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderTerms:
+    """How this worker reads: transports in order of preference, what it verifies, how long it waits for an answer."""
+
+    transports: tuple[str, ...]
+    kv_verify: KVVerify
+    handshake_timeout_s: float
+    breaker: BreakerTerms
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenHandshake:
+    """A question that is not answered yet: until when it may be, and by which transports which peer may be read."""
+
+    peer_id: PeerId
+    deadline: float
+    transports: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _OtherVersion:
+    """A life of a worker that speaks another wire version; it is not asked again before ``retry_at``."""
+
+    error: ErrorInfo
+    backoff: RetryBackoff
+    retry_at: float
+
+
+class Peers:
+    """Handshakes by address, open peers by address and incarnation. ``emit`` receives the actions."""
+
+    def __init__(self, identity: WorkerIdentity, terms: ReaderTerms, emit: Callable[[Action], None]) -> None:
+        self._identity = identity
+        self._terms = terms
+        self._emit = emit
+        self._peers: dict[PeerId, Peer] = {}
+        self._handshakes: dict[str, _OpenHandshake] = {}  # by address
+        self._other_versions: dict[PeerId, _OtherVersion] = {}  # in the order of their first refusal
+        self._answering: dict[str, int] = {}  # by address, the life that has answered on the present control connection
+        self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
+        self.health = TransportHealth(terms.breaker, emit)
+
+    def get(self, peer_id: PeerId) -> Peer | None:
+        """Return an open peer, None if there is no such."""
+        return self._peers.get(peer_id)
+
+    def at(self, address: str) -> list[PeerId]:
+        """Return the open peers at an address."""
+        return [peer_id for peer_id in self._peers if peer_id.address == address]
+
+    def transports_in_use(self) -> set[str]:
+        """Return the transports by which peers are open."""
+        return {peer.transport for peer in self._peers.values()}
+
+    # ---- handshakes --------------------------------------------------------------------------------------------------
+
+    def is_shaking_hands(self, address: str) -> bool:
+        """True if an answer from there is awaited."""
+        return address in self._handshakes
+
+    def shake_hands(self, peer_id: PeerId, now: float) -> bool:
+        """Ask who lives at a peer's address; False if that question is open already."""
+        address = peer_id.address
+        if address in self._handshakes:
+            return False
+        handshake = _OpenHandshake(peer_id, now + self._terms.handshake_timeout_s, self._offered_to(peer_id))
+        self._handshakes[address] = handshake
+        ours = self._identity
+        message = Handshake(
+            engine_id=ours.engine_id,
+            incarnation=ours.incarnation,
+            model_fingerprint=ours.model_fingerprint,
+            layout=ours.layout,
+            transports=handshake.transports,
+            host_id=ours.host_id,
+            kv_verify=self._terms.kv_verify,
+        )
+        self._emit(SendControl(address, message))
+        return True
+
+    def note_refusal(self, address: str, error: ErrorInfo, now: float) -> None:
+        """Note what answered the handshake in progress: a peer of another wire version is asked less and less often.
+
+        While a transport to the peer is broken, a refusal for want of a transport means that it has none of those that were
+        offered; they are not offered again.
+        """
+        handshake = self._handshakes[address]
+        if error.code == ConnectorUnavailable.code and self.health.reasons(handshake.peer_id):
+            reasons = dict.fromkeys(handshake.transports, "not common")
+            self._failed.setdefault(handshake.peer_id, {}).update(reasons)
+        if error.code != VersionMismatch.code:
+            return
+        peer_id = handshake.peer_id
+        other = self._other_versions.setdefault(peer_id, _OtherVersion(error, RetryBackoff(), now))
+        other.retry_at = now + other.backoff.next_delay_s()
+        while len(self._other_versions) > MAX_OTHER_VERSIONS:
+            del self._other_versions[next(iter(self._other_versions))]
+
+    def why_not_asked(self, peer_id: PeerId, now: float) -> ErrorInfo | None:
+        """Return why no handshake is tried with this life of a worker now; None if one may be."""
+        other = self._other_versions.get(peer_id)
+        return other.error if other is not None and now < other.retry_at else None
+
+    def end_handshake(self, address: str) -> bool:
+        """Wait for no answer any more; False if none was awaited."""
+        return self._handshakes.pop(address, None) is not None
+
+    def unanswered(self, now: float) -> list[str]:
+        """Return the addresses that have not answered in time."""
+        return [address for address, handshake in self._handshakes.items() if handshake.deadline <= now]
+
+    def next_timeout(self) -> float:
+        """Return when the next address is unanswered; infinite if none is going to be."""
+        return min((handshake.deadline for handshake in self._handshakes.values()), default=math.inf)
+
+    # ---- control connections -----------------------------------------------------------------------------------------
+
+    def is_answering(self, address: str, incarnation: int) -> bool:
+        """True if this life of a worker has answered on the present control connection."""
+        return self._answering.get(address) == incarnation
+
+    def note_answer(self, address: str, incarnation: int) -> None:
+        """Note who answers on the present control connection."""
+        self._answering[address] = incarnation
+
+    def forget_answers(self, address: str) -> None:
+        """The control connection has ended; who answers on the next one is not known."""
+        self._answering.pop(address, None)
+
+    # ---- peers -------------------------------------------------------------------------------------------------------
+
+    def open(self, address: str, reply: HandshakeReply, now: float) -> Peer:
+        """Accept the answer to the handshake in progress and make its sender readable.
+
+        Raises:
+            LayoutMismatch: it holds KV of another model or in another layout; the message holds both values.
+            ConnectorUnavailable: digests are demanded here and not made there; the message holds both values.
+            ProtocolError: it chose a transport that was not offered.
+        """
+        check_compatible(self._identity, reply.model_fingerprint, reply.layout)
+        if reply.transport not in self._handshakes[address].transports:
+            raise ProtocolError(f"{address} chose transport {reply.transport!r}, which was not offered")
+        check_verifiable(self._terms.kv_verify, reply.transport, reply.has_digests)
+        self.end_handshake(address)
+        peer_id = PeerId(address, reply.incarnation)
+        self._other_versions.pop(peer_id, None)
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            block_bytes = reply.layout.block_bytes
+            instead_of = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
+            peer = Peer(
+                OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes, instead_of),
+                reply.num_blocks,
+                reply.layout,
+                layout_fingerprint(reply.layout),
+                verifies_digests(self._terms.kv_verify, reply.transport),
+                last_progress_at=now,
+                heard_at=now,
+            )
+            self._peers[peer_id] = peer
+            self._emit(peer.how_to_open)
+        return peer
+
+    def hear(self, address: str, now: float) -> None:
+        """Note that a message has come from an address."""
+        for peer_id in self.at(address):
+            self._peers[peer_id].heard_at = now
+
+    def why_unreadable(self, peer_id: PeerId) -> PeerUnreachable | None:
+        """Return what is told of loads from a peer to which no transport works; None if there is one to try."""
+        if self._offered_to(peer_id):
+            return None
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
+        return PeerUnreachable(f"no transport to {peer_id.address} works at present: {reasons}")
+
+    def retire_if_worse(self, restored: OpenPeer) -> bool:
+        """Give no new loads to a peer that is open by a transport that is less preferred than the restored one."""
+        peer = self._peers.get(restored.peer)
+        order = self._terms.transports
+        if peer is None or order.index(peer.transport) < order.index(restored.transport):
+            return False
+        peer.is_retiring = True
+        return True
+
+    def avoid(self, peer_id: PeerId, transport: str, reason: str) -> bool:
+        """Offer a transport to this life of a worker no more, since it could not be opened by it; False if none is left."""
+        for other in [other for other in self._failed if other.address == peer_id.address and other != peer_id]:
+            del self._failed[other]
+        failed = self._failed.setdefault(peer_id, {})
+        failed[transport] = reason
+        if len(failed) == len(self._terms.transports):
+            del self._failed[peer_id]  # whatever it was, nothing is lost by trying again
+            return False
+        return bool(self._offered_to(peer_id))
+
+    def _offered_to(self, peer_id: PeerId) -> tuple[str, ...]:
+        why_not = self._why_not(peer_id)
+        return tuple(name for name in self._terms.transports if name not in why_not)
+
+    def _why_not(self, peer_id: PeerId) -> dict[str, str]:
+        """Return the transports by which a peer could not be opened or that are broken, and why."""
+        return self._failed.get(peer_id, {}) | self.health.reasons(peer_id)
+
+    def close(self, peer_id: PeerId) -> Peer | None:
+        """Fence a peer and return it: what is read of it becomes terminal. None if it is not open."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None:
+            self._emit(ClosePeer(peer_id))
+        return peer

@@ -1,0 +1,100 @@
+"""Blocks that a read may still write although nobody waits for it any more.
+
+Owns the reads that were open when their load ended, until they are terminal, and when their peer is to be fenced because they
+do not end. A block in here has a reference of its own in the engine and must not be given to anybody. The seal of a block that
+is read late lands beside it, so a late seal read keeps the block here as well: it inherits those of reads that end before it.
+Knows no transports; called by ``connectors.p2p.consumer.inflight_reads`` and ``connectors.p2p.consumer.pull``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from connectors.p2p.transport.interface import PeerId
+
+
+@dataclass(slots=True)
+class _LateRead:
+    peer: PeerId
+    local_rows: tuple[int, ...]
+    fence_at: float  # infinite once the peer is fenced: the report of its end is on its way
+    heir: int | None  # the read of their seals, if it was ordered
+
+
+class Quarantine:
+    """Late reads by their ids."""
+
+    def __init__(self) -> None:
+        self._reads: dict[int, _LateRead] = {}
+        self._num_blocks_of: dict[PeerId, int] = {}  # reads of fenced peers left out
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are kept."""
+        return sum(len(read.local_rows) for read in self._reads.values())
+
+    @property
+    def num_waiting_blocks(self) -> int:
+        """Blocks that wait for reads of peers that are not fenced."""
+        return sum(self._num_blocks_of.values())
+
+    def peers(self) -> list[PeerId]:
+        """Return the peers that are not fenced and have such blocks."""
+        return list(self._num_blocks_of)
+
+    def num_blocks_of(self, peer: PeerId) -> int:
+        """Return how many blocks wait for reads of a peer that is not fenced."""
+        return self._num_blocks_of.get(peer, 0)
+
+    def add(self, read_id: int, peer: PeerId, local_rows: tuple[int, ...], fence_at: float, heir: int | None = None) -> None:
+        """Keep the blocks of a read that is open, until it ends or its peer is fenced; that happens at ``fence_at``.
+
+        If the read ``heir``, of their seals, is still in here then, it goes on to keep them.
+        """
+        self._reads[read_id] = read = _LateRead(peer, local_rows, fence_at, heir)
+        self._count(read, len(local_rows))
+
+    def end(self, read_id: int) -> tuple[int, ...]:
+        """Take out a read that is terminal; returns the blocks that nothing keeps any more. Unknown ones keep none."""
+        read = self._reads.pop(read_id, None)
+        if read is None:
+            return ()
+        self._count(read, -len(read.local_rows))
+        heir = None if read.heir is None else self._reads.get(read.heir)
+        if heir is None:
+            return read.local_rows
+        heir.local_rows += read.local_rows
+        self._count(heir, len(read.local_rows))
+        return ()
+
+    def fence(self, peer: PeerId) -> None:
+        """Note that a peer is being fenced: what is in here of it becomes terminal by itself."""
+        for read in self._reads.values():
+            if read.peer == peer and read.fence_at < math.inf:
+                self._count(read, -len(read.local_rows))
+                read.fence_at = math.inf
+
+    def hurry(self, peer: PeerId, fence_at: float) -> None:
+        """Fence a peer no later than this if its reads have not ended."""
+        for read in self._reads.values():
+            if read.peer == peer and read.fence_at < math.inf:
+                read.fence_at = min(read.fence_at, fence_at)
+
+    def overdue(self, now: float) -> Iterable[PeerId]:
+        """Return the peers whose reads should have ended by now, each once."""
+        return dict.fromkeys(read.peer for read in self._reads.values() if read.fence_at <= now)
+
+    def next_fence(self) -> float:
+        """Return when the next peer is overdue; infinite if none is going to be."""
+        return min((read.fence_at for read in self._reads.values()), default=math.inf)
+
+    def _count(self, read: _LateRead, difference: int) -> None:
+        """Note what waits for a peer, as long as it is not fenced."""
+        if read.fence_at == math.inf:
+            return
+        num_blocks = self.num_blocks_of(read.peer) + difference
+        self._num_blocks_of[read.peer] = num_blocks
+        if not num_blocks:
+            del self._num_blocks_of[read.peer]

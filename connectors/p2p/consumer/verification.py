@@ -1,0 +1,93 @@
+"""Whether what was read is what was asked for: seals, and digests where they are demanded.
+
+Pure. ``connectors.p2p.consumer.pull`` makes a check while the bytes of a load are on the way, so that what its seals must be
+is at hand when they come, and asks for the verdict once their read is terminal. That read looked at the seals after the last
+byte had been read: a seal that is right now was right all the while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from connectors.p2p.actions import ReadUnit
+from core.errors import CorruptBlock, StaleBlock
+from core.kv.seals import SEAL_BYTES, ExpectedRows, decode_seal, find_mismatch
+from core.wire.messages import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Units of a load by their indices. ``corrupt`` ones may be read once more; ``stale`` ones would not get better."""
+
+    good: list[int] = field(default_factory=list)
+    stale: dict[int, ErrorInfo] = field(default_factory=dict)
+    corrupt: dict[int, ErrorInfo] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SealTerms:
+    """What is demanded of every seal of a peer besides what is expected of each."""
+
+    incarnation: int
+    layout_version: int
+    wants_digests: bool
+
+
+class SealCheck:
+    """Compares the seals of ``units``, by their indices in the load, to the expected ones and, if demanded, to digests."""
+
+    def __init__(self, terms: SealTerms, units: Mapping[int, ReadUnit]) -> None:
+        self._terms = terms
+        self._units = units
+        self._remote_rows = [row for unit in units.values() for row in unit.remote_rows]
+        seals = (seal for unit in units.values() for seal in unit.expected)
+        self._expected = ExpectedRows(seals, terms.incarnation, terms.layout_version)
+
+    def verdict(self, seals: bytes, digests: Mapping[int, int]) -> Verdict:
+        """Decide about every unit: one is as good as the worst of its blocks.
+
+        ``seals`` are those of the owner's blocks, one behind the other, ``digests`` by the owner's block.
+        """
+        assert len(seals) == SEAL_BYTES * len(self._remote_rows), "a seal read brings every seal that it was posted for"
+        found = [digests[row] for row in self._remote_rows] if self._terms.wants_digests else None
+        if self._expected.equal(seals, found):
+            return Verdict(good=list(self._units))
+        return self._verdict_on_each(seals, digests)
+
+    def _verdict_on_each(self, seals: bytes, digests: Mapping[int, int]) -> Verdict:
+        verdict, start = Verdict(), 0
+        for index, unit in self._units.items():
+            end = start + SEAL_BYTES * len(unit.remote_rows)
+            problem = self._find_problem(unit, seals[start:end], digests)
+            start = end
+            if problem is None:
+                verdict.good.append(index)
+            else:
+                found = verdict.corrupt if isinstance(problem, CorruptBlock) else verdict.stale
+                found[index] = ErrorInfo.of(problem)
+        return verdict
+
+    def _find_problem(self, unit: ReadUnit, seals: bytes, digests: Mapping[int, int]) -> StaleBlock | CorruptBlock | None:
+        """Return what is wrong with a unit: what reading again does not mend comes first."""
+        corrupt = None
+        rows = [seals[start : start + SEAL_BYTES] for start in range(0, len(seals), SEAL_BYTES)]
+        for remote_row, seal, expected in zip(unit.remote_rows, rows, unit.expected, strict=True):
+            mismatch = find_mismatch(seal, expected, self._terms.incarnation, self._terms.layout_version)
+            if mismatch is not None:
+                return StaleBlock(f"the owner's block {remote_row}: {mismatch}")
+            if self._terms.wants_digests and corrupt is None:
+                corrupt = _find_corruption(remote_row, seal, digests[remote_row])
+        return corrupt
+
+
+def _find_corruption(remote_row: int, row: bytes, digest: int) -> CorruptBlock | None:
+    seal = decode_seal(row)
+    assert seal is not None, "it was found intact a moment ago"
+    if seal.digest is None:
+        return CorruptBlock(f"the owner's block {remote_row}: its seal has no digest, and digests are demanded")
+    if seal.digest != digest:
+        return CorruptBlock(
+            f"the owner's block {remote_row}: digest {digest:016x} of the bytes instead of {seal.digest:016x} in its seal"
+        )
+    return None

@@ -1,0 +1,377 @@
+"""A ``P2PNode`` carried by the event loop of a worker: ZeroMQ sockets, transports, the transfer thread and the clock.
+
+Decides nothing. Whatever happens is handed to the node, and what the node wants is carried out in order; calls from other
+threads cross by ``call_soon_threadsafe``, which keeps order. A bug in taking something in ends the worker: nobody knows what
+still waits. Knows a pool of blocks with seals and not what the blocks hold: KV for ``connectors.p2p.connector``, rows of
+embeddings for ``connectors.ec.p2p``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from connectors.async_worker import LoadEnded
+from connectors.p2p.actions import (
+    Action,
+    CloseControl,
+    LogEntry,
+    PeerFailed,
+    PeerFenced,
+    PeerOpened,
+    QuarantineEnded,
+    Reply,
+    Report,
+    SendControl,
+    SendingEnded,
+    TransferEvent,
+    TransportBroken,
+    TransportRestored,
+)
+from connectors.p2p.agent import P2PNode
+from connectors.p2p.control import ControlClients, ControlServer
+from connectors.p2p.metrics import P2PMetrics
+from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
+from connectors.p2p.settings import node_settings
+from connectors.p2p.transfer.staging import map_staging_area
+from connectors.p2p.transfer.thread import TransferExecutor, TransferThread
+from connectors.p2p.transport.factory import (
+    TransportFactory,
+    TransportSet,
+    TransportSettings,
+    create_transport,
+    open_transports,
+)
+from connectors.p2p.transport.interface import regions_of
+from connectors.registry import ConnectorContext
+from core.connector import KVPoolRegion
+from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
+from core.log import event
+from core.rate_limit import LimitedLog
+from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
+from core.wire.pairing import verifies_digests
+from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarrierOwner:
+    """Whose node is carried. A producer serves its pool to readers; others read.
+
+    ``report`` gets what the node says of loads and leases, ``fail`` the bug that has ended the node or a thread of it. Both are
+    called from any thread and must not block. ``name_load`` says how the log names a load, for the request id in its report.
+    """
+
+    identity: WorkerIdentity
+    is_producer: bool
+    report: Callable[[Report], None]
+    fail: Callable[[BaseException], None]
+    metrics: P2PMetrics
+    name_load: Callable[[str], Mapping[str, object]]
+
+
+class NodeCarrier:
+    """Everything between a node and the world, for one pool."""
+
+    def __init__(self, context: ConnectorContext, owner: CarrierOwner, create: TransportFactory = create_transport) -> None:
+        self._context = context
+        self._owner = owner
+        self._create = create
+        self._metrics = owner.metrics
+        self._limited_log = LimitedLog(_log, context.clock.now)  # for what peers can cause as often as they like
+        self._transport_set = TransportSet()
+        self._node: P2PNode | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._zmq: AsyncContext | None = None
+        self._server: ControlServer | None = None
+        self._clients: ControlClients | None = None
+        self._transfers: TransferThread | None = None
+        self.control_address = ""  # where readers reach this worker, once it serves
+
+    @property
+    def node(self) -> P2PNode | None:
+        """What is carried; None before ``start`` and after ``stop``."""
+        return self._node
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work here, in order of preference; known after ``start``."""
+        return tuple(self._transport_set.transports)
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, pool: KVPoolRegion) -> None:
+        """Open the transports, start the transfer thread, bind or prepare the control sockets.
+
+        Raises:
+            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConnectorUnavailable: no transport works here, or the pool lacks seals or digests that are needed.
+        """
+        if pool.seals is None:
+            raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
+        is_producer = self._owner.is_producer
+        if is_producer:  # before anything is open
+            advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
+        unverifiable = self._unverifiable(pool)
+        names = [name for name in self._context.config.transports if name not in unverifiable]
+        if not names:
+            raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
+        self._loop = asyncio.get_running_loop()
+        staging = None if is_producer else map_staging_area(pool)
+        landing = staging.region if staging is not None else None
+
+        def open_all() -> TransportSet:
+            if pool.bind_thread is not None:
+                pool.bind_thread()
+            return open_transports(names, regions_of(pool), self._transport_settings(), is_producer, self._create, landing)
+
+        self._transport_set = await asyncio.to_thread(open_all)  # loading a transport's library can take seconds
+        self._transport_set.skipped |= unverifiable
+        offers = self._transport_set.offers
+        responder = HandshakeResponder(self._owner.identity, pool.num_blocks, offers, pool.seals.has_digests)
+        self._node = P2PNode(
+            self._owner.identity,
+            self._context.clock,
+            self.transports,
+            node_settings(self._context.config, pool.num_blocks, is_on_device=pool.buffer is None),
+            responder if is_producer else None,
+        )
+        executor = TransferExecutor(
+            self._transport_set.transports,
+            pool.seals,
+            pool.new_digester() if pool.new_digester is not None else _no_digest,
+            partial(self.call_soon, self._on_transfer),
+            self._context.clock.now,
+            staging,
+        )
+        self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
+        self._transfers.start()
+        self._zmq = AsyncContext()
+        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self._owner.fail, self._context.keys)
+        if is_producer:
+            self._serve(self._zmq)
+        self._publish()
+
+    async def stop(self) -> None:
+        """End tasks and threads, close sockets. Reads in progress end with the transports. Idempotent."""
+        if self._loop is None:
+            return
+        self._loop = self._node = None  # from here on nobody reaches the node
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._server is not None:
+            await self._server.stop()
+        if self._clients is not None:
+            await self._clients.stop()
+        if self._transfers is not None:
+            await asyncio.to_thread(self._transfers.stop)
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)
+
+    # ---- what happens, in the event loop ---------------------------------------------------------------------------
+
+    def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call back in the event loop, in order; nothing after ``stop``. Any thread."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(callback, *arguments)
+
+    def tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
+        """Let the node take something in and carry out what it wants; return its reply, if there is one. Event loop only."""
+        node = self._node
+        if node is None:
+            return None
+        try:
+            actions = happened(node)
+            for action in actions:
+                self._carry_out(action)
+            self._arm_timer(node)
+        except Exception as error:
+            _log.exception(event("kv_node_failed"))
+            self._owner.fail(error)
+            return None
+        return next((action.message for action in actions if isinstance(action, Reply)), None)
+
+    def _on_control(self, address: str, message: ControlMessage) -> None:
+        self.tell(lambda node: node.on_control(address, message))
+
+    def _on_disconnected(self, address: str) -> None:
+        self.tell(lambda node: node.on_disconnected(address))
+
+    def _on_transfer(self, happened: TransferEvent, at: float) -> None:
+        self.tell(lambda node: node.on_transfer(happened, at))
+        match happened:
+            case PeerOpened():
+                self._note_peer(happened)
+            case PeerFailed():
+                self._note_failed_peer(happened)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.tell(P2PNode.on_timer)
+
+    def _answer(self, message: ControlMessage) -> ControlMessage | None:
+        reply = self.tell(lambda node: node.on_question(message))
+        if isinstance(message, Handshake):
+            self._note_reader(message, reply)
+        return reply
+
+    def _arm_timer(self, node: P2PNode) -> None:
+        """Have ``_on_timer`` called when something is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = node.next_timer()
+        if due is not None and self._loop is not None:
+            self._timer = self._loop.call_later(max(0.0, due - self._context.clock.now()), self._on_timer)
+
+    # ---- what the node wants ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        assert self._clients is not None
+        assert self._transfers is not None
+        match action:
+            case SendControl():
+                self._clients.send(action.address, action.message)
+            case CloseControl():
+                self._clients.close(action.address)
+            case Reply():
+                pass  # ``tell`` returns it
+            case PeerFenced() | TransportBroken() | TransportRestored():
+                self._note(action)
+            case LoadEnded():
+                self._metrics.count_load(action)
+                self._note_failed_load(action)
+                self._owner.report(action)
+            case QuarantineEnded() | SendingEnded():
+                self._owner.report(action)
+            case _:
+                self._transfers.submit(action)
+
+    def _serve(self, zmq: AsyncContext) -> None:
+        """Begin to answer readers."""
+        self._server = ControlServer(zmq, self._answer, self._owner.fail, self._context.keys)
+        host, port = split_tcp(self._server.start(self._context.control_address))
+        self.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
+
+    def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
+        """Return the transports by which this worker could not verify what it reads as it is told to, and why."""
+        if self._owner.is_producer or pool.new_digester is not None:
+            return {}
+        kv_verify = self._context.config.kv_verify
+        reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, the engine computes none: set it to identity"
+        demanding = [name for name in self._context.config.transports if verifies_digests(kv_verify, name)]
+        for name in demanding:
+            _log.warning(event("kv_transport_skipped", transport=name, reason=reason.format(name)))
+        return {name: reason.format(name) for name in demanding}
+
+    def _transport_settings(self) -> TransportSettings:
+        host, _ = split_tcp(self._context.control_address)
+        return TransportSettings(
+            ids=self._context.ids,
+            engine_id=self._context.engine_id,
+            bind_address=join_tcp(host, self._context.data_port),
+            advertise_host=self._context.advertise_host,
+            keys=self._context.keys,
+        )
+
+    # ---- what people see -------------------------------------------------------------------------------------------
+
+    def _note_peer(self, opened: PeerOpened) -> None:
+        self._metrics.set_transport(opened.transport, is_used=True)
+        incarnation = f"{opened.peer.incarnation:016x}"
+        fallback = {"instead_of": opened.instead_of} if opened.instead_of else {}
+        self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation, **fallback)
+
+    def _note_failed_peer(self, failed: PeerFailed) -> None:
+        """Say that the next transport is going to be tried."""
+        in_use = self._node.transports_in_use() if self._node is not None else set()
+        self._metrics.set_transport(failed.transport, is_used=failed.transport in in_use)
+        name = f"{self._metrics.kind}_transport_failed"
+        _log.warning(event(name, transport=failed.transport, peer=failed.peer.address, error=failed.error.message))
+
+    def _note_reader(self, handshake: Handshake, answer: ControlMessage | None) -> None:
+        if isinstance(answer, HandshakeReply):
+            self._metrics.set_transport(answer.transport, is_used=True)
+            self._log_transport(transport=answer.transport, reader=handshake.engine_id)
+        elif isinstance(answer, HandshakeRefused):
+            name = f"{self._metrics.kind}_handshake_refused"
+            self._limited_log.warning(
+                name, key=answer.code, reader=handshake.engine_id, code=answer.code, reason=answer.message
+            )
+
+    def _note_failed_load(self, ended: LoadEnded) -> None:
+        """Say which peer and request a failure was of: the counters cannot. One line per load, none for an aborted one.
+
+        A peer of another version fails every load: one line per interval is enough.
+        """
+        if ended.error is None or ended.usage is None:
+            return
+        if ended.error.code == VersionMismatch.code:
+            name = "other_wire_version"
+            self._limited_log.warning(name, key=ended.peer, peer=ended.peer, message=ended.error.message)
+            return
+        _log.warning(
+            event(
+                f"{self._metrics.kind}_load_failed",
+                **self._owner.name_load(ended.request_id),
+                peer=ended.peer,
+                transport=ended.usage.transport or "-",
+                reason=fallback_reason(ended.error.code),
+                message=ended.error.message,
+                verified_blocks=ended.usage.verified_blocks,
+                quarantined_blocks=len(ended.quarantined_block_ids),
+            )
+        )
+
+    def _note(self, entry: LogEntry) -> None:
+        kind, peer = self._metrics.kind, entry.peer.address
+        match entry:
+            case PeerFenced():
+                _log.warning(event(f"{kind}_peer_fenced", peer=peer, quarantined_blocks=entry.num_blocks))
+            case TransportBroken():
+                retry = {"reason": entry.reason, "probe_in_s": entry.retry_s}
+                _log.warning(event(f"{kind}_transport_broken", transport=entry.transport, peer=peer, **retry))
+            case TransportRestored():
+                after_s = round(entry.after_s, 3)
+                _log.info(event(f"{kind}_transport_restored", transport=entry.transport, peer=peer, after_s=after_s))
+
+    def _log_transport(self, **fields: object) -> None:
+        _log.info(event(f"{self._metrics.kind}_transport", **fields))
+
+    def _publish(self) -> None:
+        for name in self.transports:
+            self._metrics.set_transport(name, is_used=False)
+        self._metrics.read_at_scrape(self._num_leased_blocks, self._num_loading_blocks, self._events)
+        self._metrics.read_broken_transports(self.transports, self._num_broken_transports)
+        usable, skipped = ",".join(self.transports), ",".join(self._transport_set.skipped)
+        self._log_transport(usable=usable, skipped=skipped, control_address=self.control_address)
+
+    def _num_leased_blocks(self) -> int:
+        return self._node.num_leased_blocks if self._node is not None else 0
+
+    def _num_loading_blocks(self) -> int:
+        return self._node.num_loading_blocks if self._node is not None else 0
+
+    def _num_broken_transports(self) -> dict[str, int]:
+        return self._node.num_broken_transports() if self._node is not None else {}
+
+    def _events(self) -> dict[str, int]:
+        counts = Counter(self._node.counts() if self._node is not None else {})
+        for end in (self._server, self._clients):
+            if end is not None:
+                counts["bad_control_frames"] += end.num_bad_frames
+                counts["dropped_control_messages"] += end.num_dropped
+        for transport in self._transport_set.transports.values():
+            counts.update(transport.counts())
+        return counts
+
+
+def _no_digest(block_ids: Sequence[int]) -> Sequence[int]:
+    raise AssertionError(f"digests of the blocks {block_ids} are verified though none is demanded")

@@ -1,0 +1,1 @@
+"""The end of a handoff that owns the blocks: leases and handshakes."""

@@ -1,0 +1,169 @@
+"""Where blocks of peers land whose blocks have another size than ours, and how they become ours.
+
+Owns the memory and which rows of it are taken. A read of such blocks lands here in rows of the owner's size, so that the
+owner's digests can be checked on the owner's bytes; then its tokens are copied to where our blocks have them. Both sides hold
+a token alike, only a block has more or fewer of them:
+
+    owner's block   [planes, 16, token]   ->   slots 32 to 47 of ours   [planes, 64, token]
+
+A plane is keys or values of one layer, of one head if heads come before tokens (HND). Used by the transfer thread only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from connectors.p2p.actions import TokenCopy
+from connectors.p2p.transport.interface import RowRegion
+from core.connector import KVPoolRegion
+from core.digest import BlockDigester
+from core.wire.kv import KVLayoutInfo
+from core.wire.pairing import STAGING_BYTES
+
+Tokens = npt.NDArray[np.uint8]  # [planes, tokens, bytes of a token in a plane]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of the staging area that a read may write, until they are given back. ``first`` counts in rows of this size."""
+
+    first: int
+    num_rows: int
+    row_bytes: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte, and the one behind the last."""
+        return self.first * self.row_bytes, (self.first + self.num_rows) * self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Row numbers, in order."""
+        return tuple(range(self.first, self.first + self.num_rows))
+
+
+@dataclass(slots=True)
+class StagingArea:
+    """Host memory in front of a pool. ``region`` is what transports register; a block of the pool has ``num_planes``."""
+
+    pool: KVPoolRegion
+    region: RowRegion
+    num_planes: int
+    _taken: list[tuple[int, int]] = field(default_factory=list)  # spans in bytes, in order
+    _digesters: dict[int, BlockDigester] = field(default_factory=dict)
+
+    @property
+    def num_taken_bytes(self) -> int:
+        """Bytes that a read may write."""
+        return sum(end - start for start, end in self._taken)
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that nobody has taken, wherever they lie."""
+        return self.region.num_bytes - self.num_taken_bytes
+
+    # ---- whose rows are whose ----------------------------------------------------------------------------------------
+
+    def holds(self, num_rows: int, row_bytes: int) -> bool:
+        """Say whether so many rows have room here when nobody else is there."""
+        return num_rows * row_bytes <= self.region.num_bytes
+
+    def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:
+        """Take rows that lie side by side, the first ones that are free; None if there is no such place now.
+
+        Who holds ``num_held_bytes`` of the area already gets no more than what it leaves free.
+        """
+        num_bytes = num_rows * row_bytes
+        if num_held_bytes and num_held_bytes + num_bytes > self.num_free_bytes - num_bytes:
+            return None
+        start = 0
+        for taken_start, taken_end in [*self._taken, (self.region.num_bytes, self.region.num_bytes)]:
+            first = -(-start // row_bytes)
+            if (first + num_rows) * row_bytes <= taken_start:
+                staged = StagedRows(first, num_rows, row_bytes)
+                insort(self._taken, staged.span)
+                return staged
+            start = taken_end
+        return None
+
+    def give_back(self, staged: StagedRows) -> None:
+        """Let others have these rows: nothing is written into them any more."""
+        self._taken.remove(staged.span)
+
+    # ---- what is in them ---------------------------------------------------------------------------------------------
+
+    def digests(self, staged: StagedRows) -> tuple[int, ...]:
+        """Return the digests of the blocks in these rows."""
+        digester = self._digesters.get(staged.row_bytes)
+        if digester is None:
+            digester = self._digesters[staged.row_bytes] = BlockDigester(staged.row_bytes)
+        return tuple(digester.digest(self._memory(row, staged.row_bytes)) for row in staged.rows)
+
+    def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
+        """Fill our blocks from the owner's blocks ``remote_rows``, which have landed in these rows."""
+        row_of: Mapping[int, int] = dict(zip(remote_rows, staged.rows, strict=True))
+        layout = self.pool.layout
+        copies_to: dict[int, list[TokenCopy]] = {}
+        for copy in copies:
+            copies_to.setdefault(copy.local_row, []).append(copy)
+        for local_row, parts in copies_to.items():
+            block = self._block(local_row)
+            target = self._tokens(block.memory)
+            if sum(part.num_tokens for part in parts) < layout.block_size:
+                target[:] = 0
+            for part in parts:
+                source = self._tokens(self._memory(row_of[part.remote_row], staged.row_bytes))
+                tokens = source[:, part.remote_start : part.remote_start + part.num_tokens]
+                target[:, part.local_start : part.local_start + part.num_tokens] = tokens
+            block.store()
+
+    def _memory(self, row: int, row_bytes: int) -> memoryview:
+        assert self.region.buffer is not None
+        return self.region.buffer[row * row_bytes : (row + 1) * row_bytes]
+
+    def _block(self, block_id: int) -> _Block:
+        """Return the memory of one of our blocks, or, if it is a device's, memory that becomes its content."""
+        size = self.pool.block_bytes
+        if self.pool.buffer is not None:
+            return _Block(self.pool.buffer[block_id * size : (block_id + 1) * size], lambda: None)
+        write_block = self.pool.write_block
+        assert write_block is not None, "a pool in no host memory is written by its engine"
+        content = memoryview(bytearray(size))
+        return _Block(content, lambda: write_block(block_id, content))
+
+    def _tokens(self, block: memoryview) -> Tokens:
+        """View a block, ours or the owner's, by its tokens."""
+        layout = self.pool.layout
+        token_bytes = layout.block_bytes // (self.num_planes * layout.block_size)
+        return np.frombuffer(block, dtype=np.uint8).reshape(self.num_planes, -1, token_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    memory: memoryview
+    store: Callable[[], None]
+
+
+def map_staging_area(pool: KVPoolRegion, num_bytes: int = STAGING_BYTES) -> StagingArea | None:
+    """Map memory in front of a pool, or return None if nothing can be converted into it. Pages come with their first use."""
+    if pool.buffer is None and pool.write_block is None:
+        return None
+    memory = mmap.mmap(-1, num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return StagingArea(pool, RowRegion(address, num_bytes, 1, memoryview(memory)), _num_planes(pool.layout))
+
+
+def _num_planes(layout: KVLayoutInfo) -> int:
+    return 2 * layout.num_layers * (layout.num_kv_heads if layout.order == "HND" else 1)

@@ -1,0 +1,1 @@
+"""Conformance suites for connectors and transports, shipped for those who write one."""

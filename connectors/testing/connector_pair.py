@@ -1,0 +1,121 @@
+"""A prefill and a decode worker without a model around two connectors of one process: what ``connector_suite`` drives.
+
+Real blocks in random order, real memory of known content, and the calls of the scheduler and the runner in their order. Knows
+no connector; nothing fails here but what the engine itself refuses.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+from connectors.testing.connector_engine import ConnectorEngine, small_layout
+from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.request import Request
+from core.wire.kv import KVHandoff
+from core.wire.messages import Role
+
+FINGERPRINT = b"conformance"
+LAYOUT = small_layout(block_size=32)
+BLOCK_SIZE = LAYOUT.block_size
+NUM_BLOCKS = 64
+INCARNATIONS: dict[Role, int] = {"prefill": 11, "decode": 12}
+UNTOUCHED = 0xA5
+PROMPT = list(range(100, 200))  # three full blocks and a part of one
+
+
+class HostedConnector(Protocol):
+    """What the suite needs of a connector (``connectors.registry.Connector`` has it)."""
+
+    @property
+    def scheduler(self) -> KVConnectorScheduler:
+        """The side inside the scheduler."""
+
+    @property
+    def worker(self) -> KVConnectorWorker:
+        """The side beside the runner."""
+
+    async def start(self) -> None:
+        """Start what runs in the event loop."""
+
+    async def stop(self) -> None:
+        """End it."""
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over."""
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied elsewhere."""
+
+
+class Side:
+    """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
+
+    def __init__(self, role: Role, connector: HostedConnector) -> None:
+        self.connector = connector
+        self.engine = ConnectorEngine(
+            connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, INCARNATIONS[role]
+        )
+        self.engine.checks_content = True
+        self.engine.pool.rows[:] = UNTOUCHED
+        pool = self.engine.manager.block_pool
+        blocks = pool.get_new_blocks(pool.num_free_blocks)
+        random.Random(role).shuffle(blocks)
+        pool.free_blocks(blocks)
+
+    def block_ids(self, request: Request) -> list[int]:
+        """Return the blocks of a request, in table order."""
+        return self.engine.manager.get_block_ids(request.request_id)[0]
+
+    def untouched_rows(self) -> set[int]:
+        """Return the blocks that still hold what they held at first."""
+        return {row for row, content in enumerate(self.engine.pool.rows) if (content == UNTOUCHED).all()}
+
+    async def settle(self) -> None:
+        """Step until the connector has nothing to tell its worker side."""
+        await self.engine.until(lambda: not self.connector.scheduler.has_pending_push_work())
+
+    async def close(self) -> None:
+        """Stop the connector, then close the memory."""
+        await self.connector.stop()
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode worker."""
+
+    producer: Side
+    consumer: Side
+
+    def load(self, request_id: str, prompt: list[int], handoff: KVHandoff | None) -> Request:
+        """Add and admit a request of the consumer."""
+        request = self.consumer.engine.add(request_id, prompt, handoff)
+        self.consumer.engine.admit(request)
+        return request
+
+    async def ended(self, *request_ids: str) -> None:
+        """Wait for the ends of these loads, and until the consumer has said all that follows from them."""
+        await self.producer.settle()  # it may have to write first
+        loads = self.consumer.engine.loads
+        await self.consumer.engine.until(lambda: all(loads[request_id].is_ended for request_id in request_ids))
+        await self.consumer.settle()
+
+    async def drained(self) -> None:
+        """Wait until the producer keeps nothing for readers, and check that it holds nothing else."""
+        await self.consumer.settle()
+        producer = self.producer
+        await producer.engine.until(lambda: not (producer.engine.parked or producer.connector.num_saving_blocks()))
+        assert self.producer.engine.num_used_blocks == 0
+        assert self.producer.connector.num_leased_blocks() == 0
+
+    async def hand_over(self, request_id: str, prompt: list[int]) -> Request:
+        """Compute a prompt here, load it there, and return the running request."""
+        request = self.load(request_id, prompt, self.producer.engine.prefill(request_id, prompt))
+        await self.ended(request_id)
+        assert self.consumer.engine.loads[request_id].error is None
+        return request

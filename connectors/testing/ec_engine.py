@@ -1,0 +1,218 @@
+"""The least engine that can drive an EC connector: an encoder cache, no model, no scheduler.
+
+Owns the encoder cache and the requests, and calls both sides of a connector in the order of the scheduler and the runner.
+"Computing" an image makes rows that follow from its identifier, so that any wrong row shows. Used by the EC suite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
+from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
+from core.wire.media import ECSource, MMFeature
+from core.wire.messages import ErrorInfo
+from core.wire.sampling import SamplingParams
+
+LAYOUT = EmbeddingsLayout(hidden_size=8, dtype="float32", itemsize=4)
+IMAGE_FILE = b"an image"
+
+
+def identifier_of(name: str) -> bytes:
+    """Return the identifier of the image of this name."""
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def embed(identifier: bytes, num_embeds: int, layout: EmbeddingsLayout = LAYOUT) -> torch.Tensor:
+    """Return what the encoder makes of an image: [num_embeds, hidden_size], other rows for every image."""
+    generator = torch.Generator().manual_seed(int.from_bytes(identifier[:6], "little"))
+    rows = torch.randn(num_embeds, layout.hidden_size, generator=generator)
+    return rows.to(getattr(torch, layout.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a prompt: its name stands for its content."""
+
+    name: str
+    num_embeds: int = 64
+
+    @property
+    def identifier(self) -> bytes:
+        """What names its embeddings."""
+        return identifier_of(self.name)
+
+
+@dataclass(slots=True)
+class ECEngine:
+    """Both sides of a connector and an encoder cache. All calls come from one thread; make it inside an event loop.
+
+    ``ran`` are requests whose embeddings are all in the cache, ``errors`` those that cannot have them. ``computed`` names the
+    images that were computed here, in order.
+    """
+
+    scheduler: ECConnectorScheduler
+    worker: ECConnectorWorker
+    layout: EmbeddingsLayout = LAYOUT
+    encoder_cache: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    waiting: dict[str, Request] = field(default_factory=dict)
+    ran: dict[str, Request] = field(default_factory=dict)
+    errors: dict[str, ErrorInfo] = field(default_factory=dict)
+    computed: list[bytes] = field(default_factory=list)
+    loaded: list[bytes] = field(default_factory=list)
+    saved: dict[bytes, ECSource] = field(default_factory=dict)
+    not_saved: dict[bytes, ErrorInfo] = field(default_factory=dict)
+    num_steps: int = 0
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def register(self) -> None:
+        """Do what comes before the connector's start."""
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        self.worker.register_caches(self.layout)
+        self.worker.set_wakeup(wake)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, images: Sequence[Image], sources: Sequence[ECSource] = (), *, has_images: bool = True
+    ) -> Request:
+        """Queue a request; without ``has_images`` its embeddings can only come by the connector."""
+        features, offset = [], 1
+        for index, image in enumerate(images):
+            features.append(
+                MMFeature(
+                    identifier=image.identifier,
+                    offset=offset,
+                    length=image.num_embeds,
+                    num_embeds=image.num_embeds,
+                    media_index=index,
+                )
+            )
+            offset += image.num_embeds + 1
+        new = NewRequest(
+            request_id=request_id,
+            prompt_token_ids=[0] * offset,
+            sampling=SamplingParams(max_tokens=1),
+            mm_features=features,
+            media=[IMAGE_FILE] * len(images) if has_images else [],
+            ec_sources=sources,
+        )
+        request = self.waiting[request_id] = Request(new, None)
+        return request
+
+    def preempt(self, request: Request) -> None:
+        """Put a request back that has run: it must find its embeddings again."""
+        request.status = RequestStatus.PREEMPTED
+        self.waiting[request.request_id] = self.ran.pop(request.request_id)
+
+    def finish(self, request: Request) -> None:
+        """End a request in whatever state, as the scheduler does."""
+        for requests in (self.waiting, self.ran):
+            requests.pop(request.request_id, None)
+        self.scheduler.request_finished(request)
+
+    def forget(self) -> None:
+        """Evict everything from the encoder cache."""
+        self.encoder_cache.clear()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Run those that need not wait, in order; load and compute what they lack; take the reports."""
+        self.num_steps += 1
+        ready = [request for request in self.waiting.values() if self.scheduler.ensure_cache_available(request, 0)]
+        to_compute: dict[bytes, int] = {}
+        coming = set(self.encoder_cache)
+        for request in ready:
+            self._schedule(request, coming, to_compute)
+        for request_id, error in self.scheduler.take_unavailable_requests().items():
+            self.errors[request_id] = error
+            self.finish(self.waiting[request_id])
+        metadata = self.scheduler.build_connector_meta(SchedulerOutput())
+        self.worker.start_load_caches(self.encoder_cache, metadata)
+        for identifier, num_embeds in to_compute.items():
+            self.encoder_cache[identifier] = embed(identifier, num_embeds, self.layout)
+            self.computed.append(identifier)
+            self.worker.save_caches(self.encoder_cache, identifier)
+        self._take(self.worker.get_finished(set()))
+        for request in ready:
+            self.check(request)
+
+    def check(self, request: Request) -> None:
+        """Check every row that a request would compute on."""
+        for feature in request.mm_features:
+            rows = self.encoder_cache[feature.identifier]
+            assert torch.equal(rows, embed(feature.identifier, feature.num_embeds, self.layout)), "rows of something else"
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Step until the condition holds; sleep while the connector has nothing to say.
+
+        Raises:
+            TimeoutError: it does not hold after ``timeout_s``.
+        """
+        async with asyncio.timeout(timeout_s):
+            while True:
+                self._wake.clear()
+                self.step()
+                if condition():
+                    return
+                await self._wake.wait()
+
+    async def run(self, request: Request) -> None:
+        """Step until a request has its embeddings, or has failed."""
+        await self.until(lambda: request.request_id in self.ran or request.request_id in self.errors)
+
+    async def save(self, image: Image) -> ECSource:
+        """Compute an image as an encode worker does, and return where others find it."""
+        held = self.worker.find_source(image.identifier)
+        if held is not None:
+            return held
+        self.saved.pop(image.identifier, None)
+        self.encoder_cache[image.identifier] = embed(image.identifier, image.num_embeds, self.layout)
+        self.computed.append(image.identifier)
+        self.worker.save_caches(self.encoder_cache, image.identifier)
+        del self.encoder_cache[image.identifier]
+        await self._poll(lambda: image.identifier in self.saved or image.identifier in self.not_saved)
+        return self.saved[image.identifier]
+
+    async def _poll(self, condition: Callable[[], bool]) -> None:
+        """Take reports without a scheduler until the condition holds."""
+        async with asyncio.timeout(20):
+            while True:
+                self._wake.clear()
+                self._take(self.worker.get_finished(set()))
+                if condition():
+                    return
+                await self._wake.wait()
+
+    def _schedule(self, request: Request, coming: set[bytes], to_compute: dict[bytes, int]) -> None:
+        """Find a place for each feature that has none, as the scheduler does; nothing is lacking behind the step."""
+        for index, feature in enumerate(request.mm_features):
+            if feature.identifier in coming:
+                continue
+            coming.add(feature.identifier)
+            if self.scheduler.has_cache_item(feature.identifier):
+                self.loaded.append(feature.identifier)
+            else:
+                assert request.has_media(index), "it was let through without image and embeddings"
+                to_compute[feature.identifier] = feature.num_embeds
+            self.scheduler.update_state_after_alloc(request, index)
+        request.status = RequestStatus.RUNNING
+        self.ran[request.request_id] = self.waiting.pop(request.request_id)
+
+    def _take(self, output: ECConnectorOutput) -> None:
+        assert not output.failed_loading, "what was here could not be loaded"
+        if not output.is_empty():
+            self._wake.set()  # as the engine, which goes on until nothing happens
+        self.saved.update(output.finished_saving)
+        self.not_saved.update(output.failed_saving)
+        self.scheduler.update_connector_output(output)

@@ -1,0 +1,106 @@
+"""Which blocks of the pool are saved next, and the references that protect them until they are.
+
+A block is found by its hash, not by a request's table: so it can be saved after its request has ended or has moved on, as long
+as it is cached; and one that is not cached any more is not missed. It is saved only if its seal says that it is complete, and
+pinned from then on until its copy is done: preemption, abort or the end of its request do not matter to a copy. While the limit
+of pins is reached, candidates wait. Runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+
+from connectors.tier.messages import SaveItem
+from connectors.tier.prefix_lookup import TierCoordinator
+from core.kv.block import KVCacheBlock
+from core.kv.pool import BlockPool
+from kvstore.key import StoreKey
+
+
+class SavePlanner:
+    """Candidates and pins. At most ``max_pinned`` blocks are pinned; if there are too many candidates, the oldest leave."""
+
+    def __init__(self, pool: BlockPool, coordinator: TierCoordinator, max_pinned: int) -> None:
+        self._pool = pool
+        self._coordinator = coordinator
+        self._max_pinned = max_pinned
+        self._max_waiting = pool.num_usable_blocks
+        self._waiting: dict[StoreKey, None] = {}
+        self._pinned: dict[int, SaveItem] = {}  # by block id
+        self._seen_generation: dict[int, int] = {}  # by block id: what the walk over the free blocks has saved
+        self.num_missed = 0  # candidates that were gone, or not complete, when it was their turn
+
+    @property
+    def num_pinned(self) -> int:
+        """How many blocks are kept until they are copied."""
+        return len(self._pinned)
+
+    @property
+    def can_save(self) -> bool:
+        """True if a candidate waits and may be saved now."""
+        return bool(self._waiting) and len(self._pinned) < self._max_pinned
+
+    @property
+    def will_free_blocks(self) -> bool:
+        """True if the end of a copy makes a block free."""
+        return any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._pinned)
+
+    def offer(self, keys: Iterable[StoreKey]) -> None:
+        """Note candidates, the most useful first: the beginning of a prompt before its end."""
+        for key in keys:
+            self._waiting.pop(key, None)
+            self._waiting[key] = None
+        for key in list(islice(self._waiting, max(0, len(self._waiting) - self._max_waiting))):
+            del self._waiting[key]
+            self.num_missed += 1
+
+    def take(self) -> list[SaveItem]:
+        """Pin and return what is to be saved now."""
+        items: list[SaveItem] = []
+        while self.can_save:
+            key = next(iter(self._waiting))
+            del self._waiting[key]
+            block = self._pool.get_cached_block(key.block_hash, key.group_id)
+            if block is None or not self._is_complete(block):
+                self.num_missed += 1
+            elif block.block_id not in self._pinned:
+                items.append(self._pin(block, key))
+        return items
+
+    def take_before_eviction(self, num_blocks: int) -> list[SaveItem]:
+        """Pin and return what of the next ``num_blocks`` blocks to be reused has not been saved."""
+        room = max(0, self._max_pinned - len(self._pinned))
+        found = [
+            block
+            for block in islice(self._pool.free_block_queue, num_blocks)
+            if block.block_hash is not None
+            and self._seen_generation.get(block.block_id) != block.generation
+            and self._is_complete(block)
+        ]
+        items = []
+        for block in found[:room]:
+            assert block.block_hash is not None
+            self._seen_generation[block.block_id] = block.generation
+            items.append(self._pin(block, self._coordinator.key_of(block.block_hash, block.group_id)))
+        return items
+
+    def end(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks whose copies are done, the last ones first: a beginning should be reused last."""
+        counts = Counter(block_ids)
+        assert all(count == 1 and block_id in self._pinned for block_id, count in counts.items()), "a save has ended twice"
+        for block_id in reversed(counts):
+            del self._pinned[block_id]
+            self._pool.free_blocks((self._pool.blocks[block_id],))
+
+    def _pin(self, block: KVCacheBlock, key: StoreKey) -> SaveItem:
+        self._pool.touch((block,))
+        item = SaveItem(key, block.block_id, block.generation)
+        self._pinned[block.block_id] = item
+        return item
+
+    def _is_complete(self, block: KVCacheBlock) -> bool:
+        seals = self._pool.seals
+        assert seals is not None
+        return block.generation == seals.sealed_generation(block.block_id)

@@ -1,0 +1,1 @@
+"""What only runs on a CUDA device: recorded decode steps, pinned memory, block copies."""

@@ -1,0 +1,1 @@
+"""Images of a step: decoding, the vision encoder, and its cache."""

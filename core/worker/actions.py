@@ -1,0 +1,99 @@
+"""What the worker's state machine asks for: the actions that ``core.worker.process`` carries out, in order.
+
+Owns the types between the synchronous protocol (``core.worker.state``) and whoever runs it: the asyncio shell in a
+process, the simulation under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.engine.step_watch import StepReading
+from core.request import NewRequest
+from core.wire.kv import KVHandoff
+from core.wire.media import ECSource
+from core.wire.messages import Tokens, WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message, or the tokens of one step in one frame, to the router behind a link."""
+
+    link: str
+    message: WorkerMessage | list[Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAdd:
+    """Hand new requests to the engine."""
+
+    requests: list[NewRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAbort:
+    """Stop requests of the engine."""
+
+    engine_request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTransfers:
+    """Let go of hand-overs that nobody will read."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseEmbeddings:
+    """Let go of embeddings that nobody will read by these leases."""
+
+    sources: tuple[ECSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectTransfer:
+    """A request that is on its way to the engine may load this hand-over. What the engine says of it comes after this."""
+
+    handoff: KVHandoff
+
+
+@dataclass(frozen=True, slots=True)
+class RenewTransfers:
+    """Keep hand-overs for another while."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process with this exit code, once everything before it is sent."""
+
+    exit_code: int
+
+
+Action = Send | SubmitAdd | SubmitAbort | ExpectTransfer | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, and whether it makes progress, as told to the routers.
+
+    ``longest_lease_s``: how long readers may need its blocks.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_leased_blocks: int = 0
+    longest_lease_s: float = 0.0
+    progress: StepReading = field(default_factory=StepReading)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """How many choices a worker holds at most, and how long it takes to leave."""
+
+    max_num_seqs: int
+    max_waiting_requests: int
+    drain_timeout_s: float

@@ -1,0 +1,50 @@
+"""What a worker tells its routers of itself, again and again: load and progress, less what its own pauses account for.
+
+A process that stood still, with all of its threads, has made no progress either; its engine has not stalled by that. Owns when
+it stood still, as its late timer tells. Called by ``core.worker.state``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from core.wire.messages import Heartbeat, Register, RegisterEncoder
+from core.worker.actions import EngineLoad
+
+_LEAST_PAUSE_S = 0.5  # a timer that is late by less says nothing
+_MAX_PAUSES = 64  # that are remembered; a stall of so many is another matter
+
+
+class Heartbeats:
+    """The heartbeats of one worker. Times are seconds of its clock."""
+
+    def __init__(self, registration: Register | RegisterEncoder) -> None:
+        self._registration = registration
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)  # (end, seconds)
+
+    def on_timer(self, now: float, due: float | None) -> None:
+        """Note that a timer that was ``due`` has come."""
+        if due is not None and now - due >= _LEAST_PAUSE_S:
+            self._pauses.append((now, now - due))
+
+    def write(self, load: EngineLoad, now: float, *, is_draining: bool) -> Heartbeat:
+        """Return what there is to tell."""
+        progress = load.progress
+        return Heartbeat(
+            engine_id=self._registration.engine_id,
+            incarnation=self._registration.incarnation,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_cache_usage=min(1.0, max(0.0, load.kv_cache_usage)),
+            num_leased_blocks=load.num_leased_blocks,
+            is_draining=is_draining,
+            stalled_ms=self._without_pause(progress.stalled_s, now) * 1e3,
+            slowest_step_ms=progress.slowest_step_s * 1e3,
+            predicted_step_ms=progress.predicted_step_s * 1e3,
+            is_warming_up=progress.is_warming_up,
+        )
+
+    def _without_pause(self, stalled_s: float, now: float) -> float:
+        """Return the part of a stall in which the process could have made progress."""
+        since = now - stalled_s
+        return stalled_s - sum(max(0.0, min(seconds, end - since)) for end, seconds in self._pauses)

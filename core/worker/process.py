@@ -1,0 +1,411 @@
+"""The worker process around an engine: I/O thread, engine thread, operations port, start-up and shutdown order.
+
+Owns what happens when, and carries out what ``core.worker.state`` decides. Knows nothing of roles and connectors: the
+role's main passes the hands and a function that builds the connector. Runs on the process's main thread as its event loop;
+the engine's thread reaches it by ``call_soon_threadsafe`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from core.clock import SystemClock
+from core.config import KVFerryConfig
+from core.engine.build import apply_cpu_threads
+from core.engine.thread import EngineThread
+from core.errors import EngineDead, ProtocolError
+from core.gc_freeze import freeze_what_is_loaded
+from core.ids import RandomIds, new_incarnation
+from core.log import event
+from core.metrics import WorkerMetrics
+from core.process_signals import handled_signals
+from core.rate_limit import LimitedLog
+from core.release import package_version
+from core.request import EngineCoreOutput
+from core.tracing import open_tracer
+from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.key_rotation import keys_of
+from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed, Role
+from core.worker.actions import (
+    Action,
+    ExpectTransfer,
+    ReleaseEmbeddings,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
+from core.worker.builder import Assembled, ConnectorBundle, ECConnectorBundle, WorkerContext, load_in_thread
+from core.worker.ops_http import OpsResponse, OpsServer
+from core.worker.registration import admission_limits, registration
+from core.worker.router_sockets import RouterSockets
+from core.worker.state import WorkerState
+from core.worker.stats import WorkerNumbers
+from core.worker.traces import WorkerTraces
+
+logger = logging.getLogger(__name__)
+
+ENGINE_STOP_TIMEOUT_S = 10.0
+LINGER_S = 1.0  # for the last replies and the goodbye
+
+Announce = Callable[[Mapping[str, str]], None]
+
+
+class Worker:
+    """One worker process. ``assemble`` loads the model and takes seconds; it runs on a thread of its own."""
+
+    def __init__(self, context: WorkerContext, assemble: Callable[[], Assembled]) -> None:
+        self._context = context
+        self._assemble = assemble
+        self._clock = context.clock
+        self._limited_log = LimitedLog(logger, context.clock.now)
+        self._ops = OpsServer(
+            {
+                ("GET", "/health"): self._health,
+                ("GET", "/started"): self._started,
+                ("GET", "/ready"): self._ready,
+                ("GET", "/metrics"): self._metrics,
+                ("GET", "/version"): self._version,
+                ("POST", "/drain"): self._drain,
+            }
+        )
+        self._ops_address = ""
+        keys = keys_of(context.config.security)
+        self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=keys)
+        self._connector: ConnectorBundle | None = None
+        self._ec_connector: ECConnectorBundle | None = None
+        self._engine: EngineThread | None = None
+        self._state: WorkerState | None = None
+        self._traces = WorkerTraces(context.tracer, context.engine_id)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._exit_code: asyncio.Future[int] | None = None
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self, announce: Announce) -> int:
+        """Serve until told to leave; returns the exit code: 0 after a drain, 1 after the engine's death.
+
+        Raises:
+            KVFerryError: the worker cannot start.
+        """
+        loop = asyncio.get_running_loop()
+        self._exit_code = loop.create_future()
+        with handled_signals(loop, self._on_signal):
+            return await self._live(loop, announce)
+
+    async def _live(self, loop: asyncio.AbstractEventLoop, announce: Announce) -> int:
+        assert self._exit_code is not None
+        section = self._context.config.worker
+        self._ops_address = await self._ops.start(section.ops_host, section.ops_port)
+        announce({"ops_address": self._ops_address})
+        try:
+            if not await self._start(loop):
+                return 0
+            return await self._exit_code
+        finally:
+            await self._shut_down()
+
+    async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Load, then connect; returns False if the worker was told to leave in the meantime.
+
+        The load then goes on, on its thread, until ``exit_process`` ends it.
+        """
+        assert self._exit_code is not None
+        assembling = asyncio.wrap_future(load_in_thread(self._assemble))
+        pending: list[asyncio.Future[Any]] = [assembling, self._exit_code]
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if self._exit_code.done():
+            assembling.cancel()
+            return False
+        assembled = assembling.result()
+        self._engine = EngineThread(
+            assembled.built.engine,
+            on_outputs=lambda outputs: self._from_engine(loop, self._on_outputs, outputs),
+            on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
+            prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
+            clock=self._clock,
+            warm_up_s=self._context.config.worker.stuck_step_s,
+        )
+        self._connector, self._ec_connector = assembled.connector, assembled.ec_connector
+        for connector in (self._connector, self._ec_connector):
+            if connector is not None:
+                connector.worker.set_wakeup(self._engine.wake)
+                await connector.start()
+        if assembled.built.image_preparation is not None:
+            assembled.built.image_preparation.start(self._engine.wake)
+        self._state = self._make_state(assembled, WorkerNumbers(assembled, self._engine, lambda: self._state))
+        self._engine.start()
+        self._sockets.start()
+        return True
+
+    def _make_state(self, assembled: Assembled, numbers: WorkerNumbers) -> WorkerState:
+        metrics = WorkerMetrics(self._context.metrics, numbers.readings())
+        numbers.count_fallbacks(self._context.metrics)
+        return WorkerState(
+            registration(self._context, assembled, self._ops_address),
+            assembled.hands,
+            admission_limits(self._context, assembled),
+            numbers.load,
+            metrics,
+        )
+
+    async def _shut_down(self) -> None:
+        """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._engine is not None:
+            has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+            if not has_ended:
+                logger.error(event("engine_stuck", timeout_s=ENGINE_STOP_TIMEOUT_S))
+        for connector in (self._connector, self._ec_connector):
+            if connector is not None:
+                await connector.stop()
+        await self._sockets.close(LINGER_S)
+        await self._ops.stop()
+        logger.info(event("stopped", engine_id=self._context.engine_id))
+
+    def _on_signal(self) -> None:
+        """Leave in good order at the first signal, at once at the second."""
+        assert self._exit_code is not None
+        state = self._state
+        if state is None:
+            self._stop(0)
+            return
+        now = self._clock.now()
+        self._take(lambda: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now))
+
+    # ---- what the links tell (LinkEvents) ------------------------------------------------------------------------------
+
+    def on_connect(self, link: str) -> None:
+        """Introduce the worker at a router address."""
+        if self._state is not None:
+            self._perform(self._state.connect(link, self._clock.now()))
+
+    def on_disconnect(self, link: str) -> None:
+        """A router address is gone."""
+        if self._state is not None:
+            self._perform(self._state.disconnect(link))
+
+    def on_frame(self, link: str, frames: list[bytes]) -> None:
+        """Handle what a router has sent; nothing it sends may end the worker."""
+        if self._state is None:
+            return
+        try:
+            if len(frames) != 1:
+                raise ProtocolError(f"message of {len(frames)} frames, expected 1")
+            message = decode_router_frame(frames[0])
+        except ProtocolError as error:
+            self._perform(self._state.on_bad_frame(link, error, self._clock.now()))
+            return
+        now = self._clock.now()
+        self._traces.on_message(message, now)
+        self._perform(self._state.on_router_message(link, message, now))
+
+    def on_links_death(self, error: BaseException) -> None:
+        """End the process as after the engine's death: a worker that heartbeats but hears nothing serves nobody."""
+        self._on_engine_death(error)
+
+    # ---- what the engine tells -----------------------------------------------------------------------------------------
+
+    def _from_engine(self, loop: asyncio.AbstractEventLoop, handler: Callable[..., None], news: object) -> None:
+        """Pass news of the engine's thread on to the event loop, in order."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(handler, news)
+
+    def _on_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        state = self._state
+        if state is not None:
+            self._take(lambda: state.on_outputs(outputs, self._clock.now()))
+
+    def _on_engine_death(self, error: BaseException) -> None:
+        if self._state is not None:
+            self._perform(self._state.on_engine_death(error))
+
+    # ---- carrying actions out ------------------------------------------------------------------------------------------
+
+    def _take(self, step: Callable[[], Sequence[Action]]) -> None:
+        """Let the state machine take something in that nobody waits for, and carry out what follows.
+
+        A bug on the way ends the process, as the engine's death does: nobody knows what still waits, and the event loop would
+        only log it.
+        """
+        try:
+            self._perform(step())
+        except Exception as bug:
+            logger.exception(event("worker_bug"))
+            try:
+                self._on_engine_death(bug)
+            finally:
+                self._stop(1)
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        assert self._engine is not None
+        try:
+            match action:
+                case Send():
+                    self._send(action)
+                case SubmitAdd():
+                    self._engine.submit_add(action.requests)
+                case SubmitAbort():
+                    self._engine.submit_abort(action.engine_request_ids)
+                case ExpectTransfer() if self._connector is not None:
+                    self._connector.expect(action.handoff)
+                case ReleaseTransfers() if self._connector is not None:
+                    self._connector.release(action.transfer_ids)
+                case ReleaseEmbeddings() if self._ec_connector is not None:
+                    self._ec_connector.release(action.sources)
+                case RenewTransfers() if self._connector is not None:
+                    self._connector.renew(action.transfer_ids)
+                case Stop():
+                    self._stop(action.exit_code)
+        except EngineDead:
+            logger.debug(event("engine_dead_already"))  # its death is on the way here and answers every request
+
+    def _send(self, action: Send) -> None:
+        message = action.message
+        self._traces.on_reply(message, self._clock.now())
+        try:
+            frame = encode_tokens(message) if isinstance(message, list) else encode_worker_message(message)
+        except ProtocolError as error:
+            assert self._state is not None
+            replies = message if isinstance(message, list) else [message]
+            ids = [
+                reply.request_id for reply in replies if not isinstance(reply, RequestFailed) and hasattr(reply, "request_id")
+            ]
+            self._perform(self._state.on_unsendable(action.link, ids, error))
+            return
+        if not self._sockets.send(action.link, frame) and isinstance(
+            message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed
+        ):
+            self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
+
+    def _stop(self, exit_code: int) -> None:
+        if self._exit_code is not None and not self._exit_code.done():
+            self._exit_code.set_result(exit_code)
+
+    def _arm_timer(self) -> None:
+        """Have ``_on_timer`` called when something is due; a timer that fires early does no harm."""
+        assert self._state is not None
+        due = self._state.next_timer(self._clock.now())
+        if due is None or (self._timer is not None and self._timer_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock.now()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        state = self._state
+        if state is not None:
+            self._take(lambda: state.on_timer(self._clock.now()))
+
+    # ---- operations port -------------------------------------------------------------------------------------------------
+
+    def _health(self) -> OpsResponse:
+        """Say whether only a restart helps. Nothing that a router or another worker does may change the answer."""
+        reason = self._why_not_alive()
+        if reason is not None:
+            logger.error(event("unhealthy", reason=reason))
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": reason})
+        return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
+
+    def _started(self) -> OpsResponse:
+        """Say whether the model is loaded, so that from now on silence means trouble; no router has a part in the answer."""
+        if self._state is None:
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "loading"})
+        return OpsResponse.of_json(HTTPStatus.OK, {"status": "started"})
+
+    def _ready(self) -> OpsResponse:
+        reason = self._why_not_ready()
+        status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
+        return OpsResponse.of_json(status, {"status": reason or "ready"})
+
+    def _why_not_alive(self) -> str | None:
+        if self._engine is None:
+            return None  # still loading
+        if not self._engine.is_alive():
+            return "engine dead"
+        progress = self._engine.reading()
+        if progress.is_restart_due:
+            return f"engine stuck: no progress for {progress.stalled_s:.0f} s, bound {progress.restart_bound_s:.0f} s"
+        return None
+
+    def _why_not_ready(self) -> str | None:
+        if self._state is None or self._engine is None:
+            return "loading"
+        reason = self._why_not_alive()
+        if reason is not None:
+            return reason
+        if self._state.is_draining:
+            return "draining"
+        return None if self._state.num_registered_routers else "not registered"
+
+    def _metrics(self) -> OpsResponse:
+        return OpsResponse(HTTPStatus.OK, generate_latest(self._context.metrics), CONTENT_TYPE_LATEST)
+
+    def _version(self) -> OpsResponse:
+        return OpsResponse.of_json(HTTPStatus.OK, {"version": package_version(), "wire_version": WIRE_VERSION})
+
+    def _drain(self) -> OpsResponse:
+        """Begin to leave; asking twice does not hurry."""
+        if self._state is None:
+            self._stop(0)
+            return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "stopping"})
+        if not self._state.is_draining:
+            self._perform(self._state.start_drain(self._clock.now()))
+        return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "draining", "requests": self._state.num_requests})
+
+    def _log_threads(self, num_threads: int) -> None:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        logger.info(event("engine_thread", torch_threads=num_threads, cores=cores))
+
+
+def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerContext], Assembled], announce: Announce) -> int:
+    """Run a worker process with the system's clock and randomness until it leaves; returns its exit code.
+
+    ``assemble`` loads the model and puts the parts together.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    ids = RandomIds()
+    clock = SystemClock()
+    tracer = open_tracer(config.tracing, role, config.worker.engine_id, clock)
+    context = WorkerContext(
+        config=config,
+        role=role,
+        engine_id=config.worker.engine_id,
+        incarnation=new_incarnation(ids),
+        clock=clock,
+        ids=ids,
+        metrics=CollectorRegistry(),
+        tracer=tracer,
+    )
+
+    def load() -> Assembled:
+        assembled = assemble(context)
+        freeze_what_is_loaded()
+        return assembled
+
+    try:
+        return asyncio.run(Worker(context, load).run(announce))
+    finally:
+        if tracer is not None:
+            tracer.close()

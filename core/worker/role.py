@@ -1,0 +1,140 @@
+"""What a role does with a worker's requests: the interface between the worker shell and each role.
+
+Owns the types in between. Hands are pure: messages and engine outputs in, new requests and replies out, no sockets, no
+threads, no clock of their own. ``core.worker.state`` calls them; ``prefill.worker``, ``decode.worker`` and
+``encode.role`` implement them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.errors import InvalidRequest
+from core.request import EngineCoreOutput, NewRequest
+from core.wire.media import ECSource
+from core.wire.messages import (
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
+    ErrorInfo,
+    Generate,
+    PrefillDone,
+    RequestFailed,
+    Tokens,
+)
+from core.wire.sampling import SamplingParams
+
+Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the hands must know of the engine that serves the model."""
+
+    max_model_len: int  # tokens, prompt and output together
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class HandsOutput:
+    """What follows from an event.
+
+    ``new_requests`` go to the engine now; ``ended`` names the requests of which the hands will say nothing more; ``abort_ids``
+    engine requests that nobody needs any more; ``release_transfer_ids`` hand-overs, and ``release_sources`` embeddings, that
+    nobody will read.
+    """
+
+    replies: list[Reply] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    abort_ids: list[str] = field(default_factory=list)
+    release_transfer_ids: list[str] = field(default_factory=list)
+    release_sources: list[ECSource] = field(default_factory=list)
+
+
+class RoleHands(ABC):
+    """Turns requests of routers into requests of the engine, and the engine's outputs into replies."""
+
+    @abstractmethod
+    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
+        """Accept a request and return the engine requests to start with, one per choice, named by ``choice_id``.
+
+        Choices of a prompt that is computed here follow once the first one's prompt is in the prefix cache, so that it is
+        computed once.
+
+        Raises:
+            RequestError: this role cannot serve it; nothing is kept.
+        """
+
+    def on_encode(self, message: EncodeRequest, now: float) -> list[NewRequest]:
+        """Accept images to embed for others, and return the engine requests, one per image, named by ``choice_id``.
+
+        Raises:
+            RequestError: this role cannot serve it; nothing is kept.
+        """
+        raise InvalidRequest("this worker embeds no images for others")
+
+    @abstractmethod
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+        """Digest the news of one engine step; outputs of requests that are not held are ignored."""
+
+    @abstractmethod
+    def on_abort(self, request_id: str) -> HandsOutput:
+        """Forget a request, in whatever state, without a reply. Idempotent."""
+
+    def on_abort_choice(self, request_id: str, index: int) -> HandsOutput:
+        """Stop one choice, because the router has seen its end in the text. Idempotent."""
+        return HandsOutput()
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """Return the name of one choice of a request inside the worker."""
+    return f"{request_id}/{index}"
+
+
+def split_choice_id(engine_request_id: str) -> tuple[str, int]:
+    """Return request id and choice index of a name made by ``choice_id``; index -1 if it is no such name."""
+    request_id, _, index = engine_request_id.rpartition("/")
+    return request_id, int(index) if index.isdecimal() else -1
+
+
+def request_of_choice(message: Generate, index: int, sampling: SamplingParams, facts: EngineFacts, now: float) -> NewRequest:
+    """Return the engine request of one choice as far as the message says it, with what the role makes of its ``sampling``."""
+    return NewRequest(
+        request_id=choice_id(message.request_id, index),
+        prompt_token_ids=message.prompt_token_ids,
+        sampling=sampling,
+        choice_index=index,
+        stop_token_ids=_stop_token_ids(message, facts),
+        priority=message.priority,
+        arrival_time=now,
+        cache_salt=message.cache_salt,
+        kv_handoff=message.kv_handoff,
+        kv_load_failure_policy=message.kv_load_failure_policy,
+        deadline=deadline_of(message, now),
+        mm_features=message.mm_features,
+        media=message.media,
+        ec_sources=message.ec_sources,
+    )
+
+
+def deadline_of(message: Generate | EncodeRequest, now: float) -> float | None:
+    """Return when the request's time budget ends on this worker's clock; None if it has none."""
+    return now + message.deadline_ms / 1e3 if message.deadline_ms else None
+
+
+def output_error(output: EngineCoreOutput) -> ErrorInfo | None:
+    """Return why the engine gave a request up, None if it did not; an end without a reason is an internal error."""
+    if output.error is not None:
+        return output.error
+    if output.finish_reason in {"error", "abort"}:
+        return ErrorInfo(code="internal_error", message=f"the engine ended the request with {output.finish_reason!r}")
+    return None
+
+
+def _stop_token_ids(message: Generate, facts: EngineFacts) -> frozenset[int]:
+    """Return every token that ends the text: the client's, and the model's own unless the client ignores them."""
+    chosen = frozenset(message.sampling.stop_token_ids)
+    return chosen if message.sampling.ignore_eos else chosen | facts.eos_token_ids

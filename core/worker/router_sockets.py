@@ -1,0 +1,156 @@
+"""A worker's sockets to its routers: one DEALER per machine that a router address stands for.
+
+Owns sockets, their reading tasks, and following the name service as routers come and go. Knows nothing of messages:
+``core.worker.process`` gets frames and link names, and sends frames. A link is named by its resolved address. A handler that
+raises costs its frame; a task that ends costs the worker, because a worker that cannot hear must not look alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from core.errors import PeerUnreachable
+from core.log import event
+from core.rate_limit import LimitedLog
+from core.wire.codec import MAX_ROUTER_FRAME_BYTES
+from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import connect_with_each_key
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, resolve
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_INTERVAL_S = 10.0
+RESOLVE_RETRY_S = 1.0
+_FRAMES_PER_TURN = 64  # after so many frames in a row, the other tasks get their turn
+
+
+class LinkEvents(Protocol):
+    """Who is told what happens on the links; called in the event loop."""
+
+    def on_connect(self, link: str) -> None:
+        """A socket to this address exists from now on."""
+
+    def on_disconnect(self, link: str) -> None:
+        """The name service no longer knows the address; the socket is closed."""
+
+    def on_frame(self, link: str, frames: list[bytes]) -> None:
+        """The router has sent a message."""
+
+    def on_links_death(self, error: BaseException) -> None:
+        """A task that keeps the links has ended by a bug of ours; from now on the worker is deaf."""
+
+
+class RouterSockets:
+    """Connects to every address of every name in ``addresses``, as long as the name service knows it."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        events: LinkEvents,
+        resolve: Callable[[str], Awaitable[list[str]]] = resolve,
+        interval_s: float = RESOLVE_INTERVAL_S,
+        keys: ClusterKeys | None = None,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._events = events
+        self._resolve = resolve
+        self._interval_s = interval_s
+        self._limited_log = LimitedLog(logger, time.monotonic)
+        self._options = SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES, keys=keys)
+        self._context = AsyncContext()
+        self._sockets: dict[str, AsyncSocket] = {}
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self._resolver: asyncio.Task[None] | None = None
+        self._unresolved: set[str] = set()
+
+    def start(self) -> None:
+        """Start to connect."""
+        self._resolver = self._keep(self._follow_names())
+
+    def send(self, link: str, frame: bytes) -> bool:
+        """Queue a frame without waiting; returns False if there is no connection or its queue is full."""
+        socket = self._sockets.get(link)
+        if socket is None:
+            return False
+        result = socket.send(frame, flags=zmq.DONTWAIT)
+        return not (isinstance(result, asyncio.Future) and result.done() and result.exception() is not None)
+
+    async def close(self, linger_s: float) -> None:
+        """Close all sockets; frames that are queued may take ``linger_s`` to leave. Idempotent."""
+        tasks = [*self._readers.values(), *([self._resolver] if self._resolver is not None else [])]
+        self._readers, self._resolver = {}, None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for socket in self._sockets.values():
+            socket.close(linger=int(linger_s * 1e3))
+        self._sockets = {}
+        await asyncio.to_thread(self._context.term)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task that must not end by itself."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_task_end)
+        return task
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task is not self._resolver and task not in self._readers.values():
+            return  # it was let go before it was cancelled
+        # A socket that is closed under its reader looks like a cancellation.
+        error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
+        logger.error(event("router_link_task_died", error=repr(error)))
+        self._events.on_links_death(error)
+
+    async def _follow_names(self) -> None:
+        while True:
+            found = await self._resolve_all()
+            for link in sorted(found - self._sockets.keys()):
+                self._connect(link)
+            if not self._unresolved:  # a name service that is down proves nothing about the routers
+                for link in sorted(self._sockets.keys() - found):
+                    await self._disconnect(link)
+            await asyncio.sleep(min(RESOLVE_RETRY_S, self._interval_s) if self._unresolved else self._interval_s)
+
+    async def _resolve_all(self) -> set[str]:
+        found: set[str] = set()
+        for address in self._addresses:
+            try:
+                found.update(await self._resolve(address))
+                self._unresolved.discard(address)
+            except PeerUnreachable as error:
+                if address not in self._unresolved:
+                    logger.warning(event("router_unresolved", address=address, error=error.message))
+                self._unresolved.add(address)
+        return found
+
+    def _connect(self, link: str) -> None:
+        socket = dealer_socket(self._context, self._options)
+        connect_with_each_key(socket, link, self._options.keys)
+        self._sockets[link] = socket
+        self._readers[link] = self._keep(self._read(link, socket))
+        self._events.on_connect(link)
+
+    async def _disconnect(self, link: str) -> None:
+        reader = self._readers.pop(link)
+        reader.cancel()
+        await asyncio.wait([reader])  # a cancellation of our own comes through
+        self._sockets.pop(link).close(linger=0)
+        self._events.on_disconnect(link)
+
+    async def _read(self, link: str, socket: AsyncSocket) -> None:
+        num_frames = 0
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                self._events.on_frame(link, frames)
+            except Exception:  # a request boundary: one message must not make the worker deaf
+                self._limited_log.exception("router_frame_failed", key=link, router=link)
+            num_frames += 1
+            if num_frames % _FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)

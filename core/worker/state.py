@@ -1,0 +1,484 @@
+"""The worker's protocol with its routers as a synchronous state machine: what happens, in → what to do, out.
+
+Owns which request belongs to which router, admission, deadlines, membership, and leaving. Knows nothing of sockets, threads and
+the engine: ``core.worker.process`` carries the actions out, and so does the simulation, under a virtual clock. What a request
+means is up to the role's hands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    KVFerryError,
+    NoWorker,
+    Overloaded,
+    ProtocolError,
+    RequestError,
+    RouterSilent,
+    VersionMismatch,
+)
+from core.log import event
+from core.metrics import WorkerMetrics
+from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
+from core.request import EngineCoreOutput, NewRequest
+from core.wire import messages
+from core.wire.messages import (
+    Abort,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
+    ErrorInfo,
+    Generate,
+    Goodbye,
+    PrefillDone,
+    Refused,
+    Register,
+    Registered,
+    RegisterEncoder,
+    Rejected,
+    Release,
+    Renew,
+    RequestFailed,
+    RouterMessage,
+    Tokens,
+)
+from core.worker.actions import (
+    Action,
+    AdmissionLimits,
+    EngineLoad,
+    ExpectTransfer,
+    ReleaseEmbeddings,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
+from core.worker.deadlines import Deadlines
+from core.worker.drain import Drain
+from core.worker.heartbeats import Heartbeats
+from core.worker.role import HandsOutput, Reply, RoleHands, split_choice_id
+from core.worker.router_membership import LinkDuty, RouterLink
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class _Served:
+    """One request of a router, from its message to the last reply."""
+
+    link: str
+    arrival_time: float
+    num_prompt_tokens: int
+    num_choices: int  # those that have not ended
+    num_output_tokens: int = 0
+    first_token_s: float | None = None
+
+
+class WorkerState:
+    """All routers and requests of one worker. Every method takes the time and returns what to do, in order."""
+
+    def __init__(
+        self,
+        registration: Register | RegisterEncoder,
+        hands: RoleHands,
+        limits: AdmissionLimits,
+        load: Callable[[], EngineLoad],
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._registration = registration
+        self._hands = hands
+        self._limits = limits
+        self._load = load
+        self._metrics = metrics
+        self._heartbeats = Heartbeats(registration)
+        self._drain = Drain()
+        self._links: dict[str, RouterLink] = {}
+        self._served: dict[str, _Served] = {}
+        self._deadlines = Deadlines()
+        self._num_choices = 0
+        self._exit_code: int | None = None
+        self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
+
+    # ---- what the shell asks -----------------------------------------------------------------------------------------
+
+    @property
+    def is_draining(self) -> bool:
+        """True from the first request to leave, for good."""
+        return self._drain.is_draining
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once a ``Stop`` was returned; nothing is accepted any more."""
+        return self._exit_code is not None
+
+    @property
+    def num_registered_routers(self) -> int:
+        """Return how many routers have this worker in their membership."""
+        return sum(link.is_registered for link in self._links.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Return how many requests have not had their last reply."""
+        return len(self._served)
+
+    def next_timer(self, now: float) -> float | None:
+        """Return when ``on_timer`` has something to do at the latest; None = only after another event."""
+        times = [link.next_timer() for link in self._links.values()]
+        if self._deadlines.next_time is not None:
+            times.append(self._deadlines.next_time)
+        drain_timer = self._drain.next_timer(now, DRAIN_POLL_S)
+        if drain_timer is not None:
+            times.append(drain_timer)
+        return min(times) if times and not self.is_stopped else None
+
+    # ---- routers -----------------------------------------------------------------------------------------------------
+
+    def connect(self, link: str, now: float) -> list[Action]:
+        """A socket to a router address exists: introduce the worker."""
+        self._links[link] = RouterLink(now)
+        return self._do_duties(now)
+
+    def disconnect(self, link: str) -> list[Action]:
+        """A router address is gone from the name service, and so is the socket."""
+        self._links.pop(link, None)
+        return self._abort_requests_of(link)
+
+    def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
+        """A frame could not be understood: say so, and nothing else happens."""
+        self._metrics.count_rejected()
+        if isinstance(error, VersionMismatch):
+            return self._on_other_version(link, error, now)
+        self._log_of_router(now, "rejected_frame", link, error=error.message)
+        return [Send(link, Rejected(error=ErrorInfo.of(error)))]
+
+    def _on_other_version(self, link: str, error: VersionMismatch, now: float) -> list[Action]:
+        """Back off, without an answer: a router of another version would have to refuse it again."""
+        membership = self._links.get(link)
+        if membership is None:
+            return []
+        was_registered = membership.is_registered
+        if membership.on_other_version(now):
+            self._log_of_router(now, "other_wire_version", link, ours=error.ours, theirs=error.theirs)
+        return self._abort_requests_of(link) if was_registered else []
+
+    def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
+        """Handle one message of the router behind ``link``."""
+        membership = self._links.get(link)
+        if membership is None or self.is_stopped:
+            return []
+        membership.on_heard(now)
+        match message:
+            case Generate() | EncodeRequest():
+                return self._on_request(link, message, now)
+            case Abort():
+                return self._on_abort(link, message, now)
+            case Release():
+                return [ReleaseTransfers(message.transfer_ids)]
+            case Renew():
+                return [RenewTransfers(message.transfer_ids)]
+            case Registered():
+                return self._on_registered(link, membership, message, now)
+            case Refused():
+                return self._on_refused(link, membership, message, now)
+            case messages.Drain():
+                return self.start_drain(now, message.deadline_ms / 1e3 or self._limits.drain_timeout_s)
+
+    def _on_registered(self, link: str, membership: RouterLink, message: Registered, now: float) -> list[Action]:
+        was_registered = membership.is_registered
+        is_another = membership.on_registered(message, now)
+        if not was_registered or is_another:
+            logger.info(event("registered", router=link, router_id=message.router_id))
+        return self._abort_requests_of(link) if is_another else []
+
+    def _on_refused(self, link: str, membership: RouterLink, message: Refused, now: float) -> list[Action]:
+        """Whatever the router has asked for it asked before: also what came late, when it was thought to be lost already."""
+        if membership.on_refused(message.error.message, now):
+            self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
+        return self._abort_requests_of(link)
+
+    def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
+        if line := limited_event(self._router_lines, now, name, link, router=link, **fields):
+            logger.warning(line)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _on_request(self, link: str, message: Generate | EncodeRequest, now: float) -> list[Action]:
+        try:
+            requests = self._admit(message, now)
+        except RequestError as error:
+            return [self._refuse(link, message.request_id, error)]
+        except Exception:  # the request boundary: a bug of ours ends this request, with an answer, and nothing else
+            logger.exception(event("worker_bug", request_id=message.request_id))
+            bug = KVFerryError("the worker failed on this request; its log says how")
+            return [*self._drop(message.request_id, bug.code), self._refuse(link, message.request_id, bug)]
+        self._served[message.request_id] = _Served(
+            link=link,
+            arrival_time=now,
+            num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
+            num_choices=_num_choices(message),
+        )
+        self._num_choices += _num_choices(message)
+        if message.deadline_ms:
+            self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
+        handoff = message.kv_handoff if isinstance(message, Generate) else None
+        expected: list[Action] = [] if handoff is None else [ExpectTransfer(handoff)]
+        return [SubmitAdd(requests), *expected]  # the engine's thread wakes up while the connector is told
+
+    def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
+        """Return the engine requests of a message, or raise the RequestError that refuses it."""
+        if message.request_id in self._served:
+            raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
+        if self.is_draining:
+            raise NoWorker(f"worker {self._registration.engine_id} is draining")
+        if self._num_choices + _num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
+            raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
+        return self._hands.on_generate(message, now) if isinstance(message, Generate) else self._hands.on_encode(message, now)
+
+    def _refuse(self, link: str, request_id: str, error: KVFerryError) -> Send:
+        self._metrics.count_failed(error.code)
+        logger.info(event("refused", request_id=request_id, code=error.code, message=error.message))
+        return Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
+
+    def _on_abort(self, link: str, message: Abort, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for name in message.request_ids:
+            request_id, index = split_choice_id(name)
+            served = self._served.get(name) or self._served.get(request_id)
+            if served is not None and served.link != link:
+                continue
+            if name not in self._served and request_id in self._served:
+                actions += self._abort_choice(request_id, index, now)
+            else:
+                actions += self._drop(name, f"aborted:{message.reason}")
+        return actions + self._leave_if_done(now)
+
+    def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
+        """The router has seen the end of a choice in its text, and goes on with the others."""
+        result = self._hands.on_abort_choice(request_id, index)
+        self._free_choices(self._served[request_id], len(result.abort_ids))
+        for ended in result.ended:
+            self._finish(ended, now)
+        return self._follow(result)
+
+    def _drop(self, request_id: str, outcome: str) -> list[Action]:
+        """Stop a request and free what it holds; the router is told by the caller, if at all."""
+        actions = self._follow(self._hands.on_abort(request_id))
+        served = self._forget(request_id)
+        if served is not None:
+            logger.info(event("finished", request_id=request_id, outcome=outcome, output_tokens=served.num_output_tokens))
+        return actions
+
+    def _fail(self, request_id: str, error: KVFerryError) -> list[Action]:
+        """Stop a request and tell its router why."""
+        link = self._served[request_id].link
+        self._metrics.count_failed(error.code)
+        failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
+        return [*self._drop(request_id, error.code), failed]
+
+    def _abort_requests_of(self, link: str) -> list[Action]:
+        """The router that asked is gone, and its clients with it."""
+        orphans = [request_id for request_id, served in self._served.items() if served.link == link]
+        if orphans:
+            logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
+        return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
+
+    def _give_up_requests_of(self, link: str) -> list[Action]:
+        """The router is silent. If it lives all the same, it must hear that nobody is at work on its requests any more."""
+        orphans = [request_id for request_id, served in self._served.items() if served.link == link]
+        logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
+        error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
+        return [action for request_id in orphans for action in self._fail(request_id, error)]
+
+    def _forget(self, request_id: str) -> _Served | None:
+        served = self._served.pop(request_id, None)
+        if served is not None:
+            self._num_choices -= served.num_choices
+            self._deadlines.remove(request_id)
+        return served
+
+    def _free_choices(self, served: _Served, num_choices: int) -> None:
+        """Choices have ended before their request: others may take their places."""
+        served.num_choices -= num_choices
+        self._num_choices -= num_choices
+
+    def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
+        """A reply exceeds what a frame may hold: stop these requests and say so instead."""
+        actions: list[Action] = []
+        for request_id in dict.fromkeys(request_ids):
+            actions += self._drop(request_id, error.code)
+            actions.append(Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error))))
+            self._metrics.count_failed(error.code)
+        return actions
+
+    # ---- engine ------------------------------------------------------------------------------------------------------
+
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> list[Action]:
+        """Digest the news of one engine step: at most one frame of tokens per router."""
+        self._count(outputs)
+        result = self._hands.on_outputs(outputs, now)
+        actions: list[Action] = []
+        tokens: dict[str, list[Tokens]] = {}
+        for reply in result.replies:
+            served = self._served.get(reply.request_id)
+            if served is None:
+                continue
+            self._note(served, reply, now)
+            if isinstance(reply, Tokens):
+                tokens.setdefault(served.link, []).append(reply)
+            else:
+                actions.append(Send(served.link, reply))
+        actions += [Send(link, frame) for link, frame in tokens.items()]
+        for request_id in result.ended:
+            self._finish(request_id, now)
+        return actions + self._follow(result) + self._leave_if_done(now)
+
+    def on_engine_death(self, error: BaseException) -> list[Action]:
+        """The engine thread has ended: answer every request, and end the process."""
+        if self.is_stopped:
+            return []
+        logger.error(event("engine_dead", error=repr(error)))
+        dead = EngineDead(f"the engine of worker {self._registration.engine_id} died: {error!r}")
+        actions = [action for request_id in list(self._served) for action in self._fail(request_id, dead)]
+        return actions + self._stop(1)
+
+    def _count(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        for output in outputs:
+            stats = output.prefill_stats
+            if stats is not None:
+                self._metrics.count_prompt(
+                    stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens
+                )
+            if output.new_token_ids:
+                self._metrics.count_generated(len(output.new_token_ids))
+            if output.finish_reason is not None and output.error is None:
+                self._metrics.count_finished(output.finish_reason)
+
+    def _note(self, served: _Served, reply: Reply, now: float) -> None:
+        if isinstance(reply, RequestFailed | EncodeFailed):
+            self._metrics.count_failed(reply.error.code)
+            self._log_failure(reply.request_id, reply.error)
+            return
+        if isinstance(reply, EncodeDone):
+            return
+        if isinstance(reply, Tokens) and reply.finish_reason is not None:
+            self._free_choices(served, 1)
+        served.num_output_tokens += len(reply.choices) if isinstance(reply, PrefillDone) else len(reply.token_ids)
+        if served.first_token_s is None and served.num_output_tokens:
+            served.first_token_s = now - served.arrival_time
+            self._metrics.observe_first_token(served.first_token_s)
+
+    def _log_failure(self, request_id: str, error: ErrorInfo) -> None:
+        logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
+
+    def _finish(self, request_id: str, now: float) -> None:
+        served = self._forget(request_id)
+        if served is None:
+            return
+        seconds = now - served.arrival_time
+        self._metrics.observe_latency(seconds)
+        logger.info(
+            event(
+                "finished",
+                request_id=request_id,
+                outcome="served",
+                prompt_tokens=served.num_prompt_tokens,
+                output_tokens=served.num_output_tokens,
+                ttft_ms=(served.first_token_s or 0.0) * 1e3,
+                total_ms=seconds * 1e3,
+            )
+        )
+
+    def _follow(self, result: HandsOutput) -> list[Action]:
+        """Return the actions behind what the hands want started, stopped and released."""
+        actions: list[Action] = []
+        if result.new_requests:
+            actions.append(SubmitAdd(result.new_requests))
+        if result.abort_ids:
+            actions.append(SubmitAbort(result.abort_ids))
+        if result.release_transfer_ids:
+            actions.append(ReleaseTransfers(tuple(result.release_transfer_ids)))
+        if result.release_sources:
+            actions.append(ReleaseEmbeddings(tuple(result.release_sources)))
+        return actions
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def on_timer(self, now: float) -> list[Action]:
+        """Do everything that is due."""
+        if self.is_stopped:
+            return []
+        self._heartbeats.on_timer(now, self.next_timer(now))
+        actions: list[Action] = []
+        for key, link in self._links.items():
+            if link.lose_if_silent(now):
+                actions += self._give_up_requests_of(key)
+        actions += self._expire(now)
+        actions += self._do_duties(now)
+        return actions + self._leave_if_done(now)
+
+    def _expire(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while (request_id := self._deadlines.pop_due(now)) is not None:
+            actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
+        return actions
+
+    def _do_duties(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for key, link in self._links.items():
+            duty = link.take_duty(now)
+            if duty is LinkDuty.REGISTER and not self.is_draining:
+                actions.append(Send(key, self._registration))
+            elif duty is LinkDuty.HEARTBEAT:
+                actions.append(Send(key, self._heartbeats.write(self._load(), now, is_draining=self.is_draining)))
+        return actions
+
+    # ---- leaving -----------------------------------------------------------------------------------------------------
+
+    def start_drain(self, now: float, timeout_s: float | None = None) -> list[Action]:
+        """Take no new request, finish what runs, wait for readers, then go; 0 = go at once. Idempotent.
+
+        The time is for requests. Readers are waited for as long as their leases last, also those that are granted while the
+        worker drains: whoever was promised blocks gets them.
+        """
+        timeout = self._limits.drain_timeout_s if timeout_s is None else timeout_s
+        if not self.is_draining:
+            logger.info(event("draining", timeout_s=timeout, requests=self.num_requests))
+        self._drain.start(now, timeout)
+        for link in self._links.values():
+            link.hurry(now)
+        return self._do_duties(now) + self._leave_if_done(now)
+
+    def _leave_if_done(self, now: float) -> list[Action]:
+        if self.is_stopped or not self.is_draining:
+            return []
+        actions: list[Action] = []
+        if self._drain.is_out_of_time(now):
+            gone = NoWorker(f"worker {self._registration.engine_id} shuts down")
+            actions = [action for request_id in list(self._served) for action in self._fail(request_id, gone)]
+        load = self._load()
+        if not self._drain.is_over(now, self.num_requests, load.num_leased_blocks, load.longest_lease_s):
+            return actions
+        goodbye = Goodbye(engine_id=self._registration.engine_id, incarnation=self._registration.incarnation)
+        actions += [Send(key, goodbye) for key, link in self._links.items() if link.is_registered]
+        return actions + self._stop(0)
+
+    def _stop(self, exit_code: int) -> list[Action]:
+        self._exit_code = exit_code
+        return [Stop(exit_code)]
+
+
+def _num_choices(message: Generate | EncodeRequest) -> int:
+    """Return the places that a message takes: choices, or images."""
+    if isinstance(message, EncodeRequest):
+        return len(message.mm_features)
+    return len(message.choices) or message.n

@@ -1,0 +1,201 @@
+"""Traces of requests at a worker: one span for each request below the router's leg, and below it one for each part of its time.
+
+Owns the names and attributes of these spans. It sees the messages that a worker gets and sends, nothing else: what the parts
+took stands in the worker's own reports. How long a decode worker's parts took is measured, where they lie is not: they are laid
+end to end before the first token, the wait first. Without a tracer every call returns at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.tracing import Attributes, TraceContext, Tracer
+from core.wire.messages import (
+    Abort,
+    EncodeDone,
+    EncodeFailed,
+    EncodeRequest,
+    Generate,
+    PrefillDone,
+    RequestFailed,
+    RouterMessage,
+    Tokens,
+    TransferUsage,
+    WorkerMessage,
+)
+from core.worker.role import split_choice_id
+
+ENCODE = "kvferry.encode"
+PREFILL = "kvferry.prefill"
+DECODE = "kvferry.decode"
+MAX_OPEN = 8192  # beyond it the oldest is forgotten: its router is gone and nothing was sent of it
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose last reply has not been sent."""
+
+    parent: TraceContext
+    message: Generate | EncodeRequest
+    arrival: float
+    live_choices: set[int]
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    first_token_at: float | None = None
+    cost: TransferUsage | None = None
+
+
+@dataclass(slots=True)
+class WorkerTraces:
+    """Spans of the requests of one worker. Times are those of the worker's clock."""
+
+    tracer: Tracer | None
+    engine_id: str
+    _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
+
+    def on_message(self, message: RouterMessage, now: float) -> None:
+        """Look at what a router has sent."""
+        if self.tracer is None:
+            return
+        match message:
+            case Generate() if message.trace is not None:
+                choices = {choice.index for choice in message.choices} or set(range(message.n))
+                self._hold(_Open(message.trace, message, now, choices))
+            case EncodeRequest() if message.trace is not None:
+                self._hold(_Open(message.trace, message, now, set()))
+            case Abort():
+                for name in message.request_ids:
+                    self._abort(name, message.reason, now)
+
+    def on_reply(self, message: WorkerMessage | Sequence[Tokens], now: float) -> None:
+        """Look at what is sent to a router."""
+        if not self._open:
+            return
+        match message:
+            case PrefillDone():
+                self._on_prefill_done(message, now)
+            case EncodeDone():
+                self._on_encode_done(message, now)
+            case RequestFailed() | EncodeFailed():
+                self._end(message.request_id, now, message.error.code)
+            case list():
+                for item in message:
+                    self._on_tokens(item, now)
+
+    def _hold(self, begun: _Open) -> None:
+        self._open[begun.message.request_id] = begun
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+
+    def _on_encode_done(self, message: EncodeDone, now: float) -> None:
+        found = self._open.pop(message.request_id, None)
+        if found is not None:
+            attributes = {
+                **self._attributes(found),
+                "kvferry.num_images": len(message.ec_sources),
+                "kvferry.num_cached_images": message.num_cached,
+            }
+            self._record_computed(ENCODE, found, attributes, message.queue_ms, now)
+
+    def _on_prefill_done(self, message: PrefillDone, now: float) -> None:
+        found = self._open.pop(message.request_id, None)
+        if found is None:
+            return
+        found.cost = TransferUsage(recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason)
+        attributes = {
+            **self._attributes(found),
+            "kvferry.cached_tokens": message.num_cached_tokens,
+            "kvferry.num_blocks": sum(len(group.block_ids) for group in message.kv_handoff.groups) if message.kv_handoff else 0,
+        }
+        self._record_computed(PREFILL, found, attributes, message.queue_ms, now)
+
+    def _record_computed(self, name: str, found: _Open, attributes: Attributes, queue_ms: float, now: float) -> None:
+        """Record a request that first waits and then is computed."""
+        assert self.tracer is not None, "nothing is open without one"
+        span = self.tracer.start(name, found.arrival, found.parent, attributes, "server")
+        computing = min(now, found.arrival + queue_ms / 1e3)
+        self.tracer.record("kvferry.queue", found.arrival, computing, span.context, {})
+        self.tracer.record("kvferry.compute", computing, now, span.context, {})
+        span.end(now)
+
+    def _on_tokens(self, item: Tokens, now: float) -> None:
+        found = self._open.get(item.request_id)
+        if found is None:
+            return
+        if item.usage is not None:
+            found.num_cached_tokens = max(found.num_cached_tokens, item.usage.num_cached_tokens)
+            found.cost = found.cost or item.usage.kv_transfer
+        if found.first_token_at is None and item.token_ids:
+            found.first_token_at = now
+        found.num_output_tokens += len(item.token_ids)
+        if item.finish_reason is not None:
+            self._end_choice(item.request_id, item.index, now)
+
+    def _abort(self, name: str, reason: str, now: float) -> None:
+        request_id, index = split_choice_id(name)
+        if name not in self._open and request_id in self._open:
+            self._end_choice(request_id, index, now)
+        else:
+            self._end(name, now, f"aborted:{reason}")
+
+    def _end_choice(self, request_id: str, index: int, now: float) -> None:
+        live = self._open[request_id].live_choices
+        live.discard(index)
+        if not live:
+            self._end(request_id, now)
+
+    def _end(self, request_id: str, now: float, error: str = "") -> None:
+        found = self._open.pop(request_id, None)
+        if found is None or self.tracer is None:
+            return
+        attributes = self._attributes(found)
+        if isinstance(found.message, Generate):
+            attributes["gen_ai.usage.output_tokens"] = found.num_output_tokens
+            attributes["kvferry.cached_tokens"] = found.num_cached_tokens
+        span = self.tracer.start(_name_of(found.message), found.arrival, found.parent, attributes, "server")
+        if found.cost is not None and found.first_token_at is not None:
+            self._record_parts(found, found.cost, found.first_token_at, span.context)
+        span.end(now, error)
+
+    def _record_parts(self, found: _Open, cost: TransferUsage, first_token_at: float, parent: TraceContext | None) -> None:
+        """Lay the parts of the time to the first token end to end, so that the last ends with it."""
+        assert self.tracer is not None
+        parts: list[tuple[str, float, Attributes]] = [("kvferry.first_step", cost.first_step_ms, {})]
+        if cost.transport:
+            transfer: Attributes = {
+                "kvferry.transport": cost.transport,
+                "kvferry.transferred_bytes": cost.transferred_bytes,
+                "kvferry.transferred_tokens": cost.transferred_tokens,
+            }
+            parts.append(("kvferry.kv_verify", cost.verify_ms, {"kvferry.verified_blocks": cost.verified_blocks}))
+            parts.append(("kvferry.kv_transfer", cost.transfer_ms, transfer))
+        end = first_token_at
+        for name, duration_ms, attributes in parts:
+            start = max(found.arrival, end - duration_ms / 1e3)
+            self.tracer.record(name, start, end, parent, attributes)
+            end = start
+        self.tracer.record("kvferry.queue", found.arrival, end, parent, {})
+
+    def _attributes(self, found: _Open) -> dict[str, str | int]:
+        attributes: dict[str, str | int] = {
+            "kvferry.engine_id": self.engine_id,
+            "kvferry.wire_id": found.message.request_id,
+        }
+        if isinstance(found.message, EncodeRequest):
+            return attributes
+        attributes["gen_ai.usage.input_tokens"] = len(found.message.prompt_token_ids)
+        handoff, cost = found.message.kv_handoff, found.cost
+        if handoff is not None:
+            attributes["kvferry.prefill_engine_id"] = handoff.engine_id
+        if cost is not None and cost.fallback_reason:
+            attributes["kvferry.fallback_reason"] = cost.fallback_reason
+            attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens
+        return attributes
+
+
+def _name_of(message: Generate | EncodeRequest) -> str:
+    if isinstance(message, EncodeRequest):
+        return ENCODE
+    return PREFILL if message.handoff else DECODE

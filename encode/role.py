@@ -1,0 +1,130 @@
+"""What the encode role does with requests: one engine request per image, one answer when all of them can be read.
+
+Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all hands; called by ``core.worker.state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.errors import InvalidRequest
+from core.request import EncodedImage, EngineCoreOutput, NewRequest
+from core.wire.media import ECSource
+from core.wire.messages import EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate
+from core.wire.sampling import SamplingParams
+from core.worker.role import HandsOutput, RoleHands, choice_id, deadline_of, output_error, split_choice_id
+
+
+@dataclass(slots=True)
+class _Encode:
+    """One request on its way; its images have the numbers of its distinct features."""
+
+    message: EncodeRequest
+    media_indices: list[int]
+    images: dict[int, EncodedImage] = field(default_factory=dict)
+
+    def sources(self) -> list[ECSource]:
+        """Return where the images that are there can be read."""
+        return [image.source for image in self.images.values()]
+
+    def open_ids(self) -> list[str]:
+        """Return the engine requests that have not ended yet."""
+        numbers = (number for number in range(len(self.media_indices)) if number not in self.images)
+        return [choice_id(self.message.request_id, number) for number in numbers]
+
+
+class EncodeHands(RoleHands):
+    """Splits requests into images, and joins what is said of them."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Encode] = {}
+
+    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
+        """Refuse a prompt.
+
+        Raises:
+            InvalidRequest: always.
+        """
+        raise InvalidRequest("an encode worker embeds images and computes no prompts")
+
+    def on_encode(self, message: EncodeRequest, now: float) -> list[NewRequest]:
+        """Ask for each distinct image once.
+
+        Raises:
+            InvalidRequest: the request names no image.
+        """
+        features = list({feature.identifier: feature for feature in message.mm_features}.values())
+        if not features:
+            raise InvalidRequest("the request names no image", param="mm_features")
+        self._live[message.request_id] = _Encode(message, [feature.media_index for feature in features])
+        return [
+            NewRequest(
+                request_id=choice_id(message.request_id, number),
+                prompt_token_ids=(),
+                sampling=_NO_SAMPLING,
+                choice_index=number,
+                priority=message.priority,
+                arrival_time=now,
+                deadline=deadline_of(message, now),
+                mm_features=(feature,),
+                media=message.media,
+            )
+            for number, feature in enumerate(features)
+        ]
+
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+        """Collect images; answer when all are there, or one cannot be."""
+        result = HandsOutput()
+        for output in outputs:
+            request_id, number = split_choice_id(output.request_id)
+            encode = self._live.get(request_id)
+            if encode is None:
+                result.release_sources += [output.encoded.source] if output.encoded is not None else []
+                continue
+            error = output_error(output)
+            if error is not None:
+                self._fail(encode, number, error, result)
+                continue
+            assert output.encoded is not None, "an image without an error is somewhere"
+            encode.images[number] = output.encoded
+            if len(encode.images) == len(encode.media_indices):
+                self._answer(encode, result)
+        return result
+
+    def on_abort(self, request_id: str) -> HandsOutput:
+        """Stop computing what nobody else waits for."""
+        encode = self._live.pop(request_id, None)
+        if encode is None:
+            return HandsOutput()
+        return HandsOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
+
+    def _answer(self, encode: _Encode, result: HandsOutput) -> None:
+        images = encode.images.values()
+        result.replies.append(
+            EncodeDone(
+                request_id=encode.message.request_id,
+                ec_sources=tuple(encode.sources()),
+                num_cached=sum(image.was_cached for image in images),
+                queue_ms=max(image.queue_s for image in images) * 1e3,
+                encode_ms=max(image.compute_s for image in images) * 1e3,
+            )
+        )
+        self._end(encode, result)
+
+    def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: HandsOutput) -> None:
+        """One image is lost; who needs the others can compute them as well. Only a bad image is named: that is the client's."""
+        is_bad = error.code == InvalidRequest.code
+        failed = choice_id(encode.message.request_id, number)
+        result.release_sources += encode.sources()
+        result.abort_ids += [engine_id for engine_id in encode.open_ids() if engine_id != failed]
+        media_index = encode.media_indices[number] if is_bad else None
+        result.replies.append(EncodeFailed(request_id=encode.message.request_id, error=error, media_index=media_index))
+        self._end(encode, result)
+
+    def _end(self, encode: _Encode, result: HandsOutput) -> None:
+        result.ended.append(encode.message.request_id)
+        del self._live[encode.message.request_id]
+
+
+_NO_SAMPLING = SamplingParams()

@@ -1,0 +1,102 @@
+"""The durations that a simulated worker tells, against what the simulation has seen of the same request.
+
+The router takes what is left of a total for *relay*, so the parts of a time always add up, right or wrong. Here what a worker
+measures is compared with the moments, on the same worker's clock, at which the simulation saw it begin and end:
+
+    computing   from the step that first computes tokens of a request to its first token
+    transfer    from the order that reached the p2p node to the last block, and with the verification to the report
+
+Sees one life of one worker; called by ``kvferry.sim.worker`` and ``kvferry.sim.connector``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from connectors.async_worker import LoadEnded
+from connectors.p2p.actions import P2PConnectorMetadata
+from core.clock import Clock
+from core.request import EngineCoreOutput, SchedulerOutput
+from core.wire.messages import PrefillDone, TransferUsage
+from core.worker.role import choice_id
+
+_ROUNDING_S = 1e-6
+
+
+class TimeChecks:
+    """Compares durations. ``complain`` takes what is wrong."""
+
+    def __init__(self, name: str, clock: Clock, complain: Callable[[str], None]) -> None:
+        self._name = name
+        self._clock = clock
+        self._complain = complain
+        self._first_steps: dict[str, float] = {}  # engine request → when it was first given tokens
+        self._ended: set[str] = set()  # of these; the next request of this id is another one
+        self._orders: dict[str, float] = {}  # engine request → when the node was told to load
+        self._rows: dict[str, frozenset[int]] = {}
+        self._waits: dict[str, float] = {}  # engine request → what it has waited for a load before its first step
+        self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
+        self.num_compared = 0
+
+    # ---- computing ---------------------------------------------------------------------------------------------------
+
+    def on_scheduled(self, output: SchedulerOutput) -> None:
+        """Note whose first tokens this step computes."""
+        self._ended |= output.finished_req_ids & self._first_steps.keys()
+        for request_id in output.num_scheduled_tokens:
+            if request_id not in self._first_steps or request_id in self._ended:
+                self._first_steps[request_id] = self._clock.now()
+                self._ended.discard(request_id)
+
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Check what goes out with first tokens."""
+        for output in outputs:
+            times, loading_s = output.first_token_times, self._waits.pop(output.request_id, 0.0)
+            if times is None:
+                continue
+            self._compare(output.request_id, "computing", times.compute_s, self._since(self._first_steps[output.request_id]))
+            if loading_s > times.wait_s + _ROUNDING_S:
+                self._complain(f"{self._name}: {output.request_id} has loaded for {loading_s} s, but waited {times.wait_s} s")
+
+    def on_prefill_done(self, message: PrefillDone) -> None:
+        """Check what the router is told of a prompt; it is told of all choices at once."""
+        first_step = self._first_steps[choice_id(message.request_id, 0)]
+        self._compare(message.request_id, "prefill", message.prefill_ms / 1e3, self._since(first_step))
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def on_order(self, metadata: P2PConnectorMetadata) -> None:
+        """Note which loads the node begins."""
+        for pull in metadata.pulls:
+            self._orders[pull.request_id] = self._clock.now()
+            self._rows[pull.request_id] = frozenset(pull.local_rows)
+            for row in pull.local_rows:
+                self._landings.pop(row, None)
+
+    def on_landing(self, block_id: int) -> None:
+        """Note when bytes arrive first; to read them once more, because of a wrong digest, is part of the verification."""
+        self._landings.setdefault(block_id, self._clock.now())
+
+    def on_load_ended(self, ended: LoadEnded) -> None:
+        """Check what a load reports."""
+        ordered_at, rows = self._orders.pop(ended.request_id, None), self._rows.pop(ended.request_id, frozenset())
+        if ordered_at is None or ended.usage is None:
+            return
+        self._compare(ended.request_id, "loading", _duration_s(ended.usage), self._since(ordered_at))
+        if ended.request_id not in self._first_steps or ended.request_id in self._ended:
+            self._waits[ended.request_id] = self._since(ordered_at)
+        last_landing = max((self._landings[row] for row in rows & self._landings.keys()), default=ordered_at)
+        if ended.error is None and ended.usage.transfer_ms / 1e3 < last_landing - ordered_at - _ROUNDING_S:
+            self._complain(f"{self._name}: bytes of {ended.request_id} came after the end of its transfer: {ended.usage}")
+
+    def _since(self, moment: float) -> float:
+        return self._clock.now() - moment
+
+    def _compare(self, request_id: str, what: str, told_s: float, seen_s: float) -> None:
+        self.num_compared += 1
+        if abs(told_s - seen_s) > _ROUNDING_S:
+            self._complain(f"{self._name}: {what} {request_id} took {seen_s} s, told as {told_s} s")
+
+
+def _duration_s(usage: TransferUsage) -> float:
+    return (usage.transfer_ms + usage.verify_ms) / 1e3

@@ -1,0 +1,186 @@
+"""The protocol half of a simulated worker's life: its state machine on the simulated network.
+
+Takes the place of ``core.worker.process``: carries out what ``WorkerState`` asks for, by the process's own clock. What the
+worker computes, and how, is its subclasses' business. A crash ends the life; the next one is another object with another
+incarnation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from core.engine.engine_messages import Abort, Add, EngineMessage
+from core.request import EngineCoreOutput
+from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.kv import KVHandoff
+from core.wire.media import ECSource
+from core.wire.messages import Refused, Registered, RouterMessage
+from core.worker.actions import (
+    Action,
+    ExpectTransfer,
+    ReleaseEmbeddings,
+    ReleaseTransfers,
+    RenewTransfers,
+    Send,
+    Stop,
+    SubmitAbort,
+    SubmitAdd,
+)
+from core.worker.state import WorkerState
+from kvferry.sim.host import Host
+from kvferry.sim.loop import Timer
+from kvferry.sim.network import Link
+
+FINGERPRINT = b"hash-model fingerprint"
+LINGER_S = 1.0  # for the last replies and the goodbye
+
+
+class Submits(Protocol):
+    """What the protocol half uses of an engine."""
+
+    def submit(self, message: EngineMessage) -> None:
+        """Queue a message, and wake the engine."""
+
+
+class SimMember:
+    """A worker as its routers see it.
+
+    A subclass sets ``state``, ``engine`` and ``_complain``, which takes what is wrong, and calls ``_join`` when it is ready.
+    """
+
+    state: WorkerState
+    engine: Submits
+    _complain: Callable[[str], None]
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.is_stopped = False
+        self._timer: Timer | None = None
+        self._links: dict[str, Link] = {}
+        self._router_ids: dict[str, str] = {}  # by address, the router that has answered last; "" if it refused
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the process lives and has not left."""
+        return self.host.process.is_alive and not self.is_stopped
+
+    def drain(self) -> None:
+        """Leave in good order."""
+        self._perform(self.state.start_drain(self._now()))
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump ahead; what is due by it now is done now."""
+        process = self.host.process
+        if process.is_alive:
+            process.clock.jump(seconds)
+            for callback in (self._on_timer, *self._timers()):
+                process.call_later(0.0, callback)
+
+    def leftovers(self) -> list[str]:
+        """Return what is left of requests that have all ended."""
+        raise NotImplementedError
+
+    def count_what_happened(self) -> dict[str, int]:
+        """Count what need not happen in a run."""
+        raise NotImplementedError
+
+    # ---- what a subclass has -----------------------------------------------------------------------------------------
+
+    def _timers(self) -> list[Callable[[], None]]:
+        """Return what else goes by the clock."""
+        return []
+
+    def _expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this hand-over."""
+
+    def _release(self, transfer_ids: Sequence[str]) -> None:
+        """Let go of hand-overs that nobody will read."""
+
+    def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
+        """Let go of embeddings that nobody will read."""
+
+    def _as_received(self, message: RouterMessage) -> RouterMessage:
+        """Return what there is of a message here."""
+        return message
+
+    def _renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep hand-overs for another while."""
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def _join(self, router_addresses: Sequence[str]) -> None:
+        """Introduce the worker to its routers."""
+        self._links = {address: self._open(address) for address in router_addresses}
+        for address in self._links:
+            self._perform(self.state.connect(address, self._now()))
+
+    def _open(self, address: str) -> Link:
+        def on_frame(frame: bytes) -> None:
+            message = self._as_received(decode_router_frame(frame))
+            self._perform(self.state.on_router_message(address, message, self._now()))
+            self._check_router(address, message)
+
+        return Link(self.host.network, self.host.process, address, on_frame)
+
+    def _check_router(self, address: str, message: RouterMessage) -> None:
+        """Nobody works for a router that has ended, or does not know this worker."""
+        if not isinstance(message, Registered | Refused):
+            return
+        router_id = message.router_id if isinstance(message, Registered) else ""
+        before = self._router_ids.get(address, "")
+        is_over = bool(before) and before != router_id  # one that refused may send requests before it registers the worker
+        self._router_ids[address] = router_id
+        if is_over and any(served.link == address for served in self.state._served.values()):
+            self._complain(f"{self.host.process.name}: serves requests of a router at {address} that has ended")
+
+    def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
+
+    def _on_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._perform(self.state.on_timer(self._now()))
+
+    # ---- carrying actions out ----------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._carry_out(action)
+        self._arm_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(link, message):
+                self.host.log(f"sends {link}", message)
+                self._links[link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
+            case SubmitAdd(requests):
+                self.engine.submit(Add(requests))
+            case SubmitAbort(engine_request_ids):
+                self.engine.submit(Abort(engine_request_ids))
+            case ExpectTransfer(handoff):
+                self._expect(handoff)
+            case ReleaseTransfers(transfer_ids):
+                self._release(transfer_ids)
+            case ReleaseEmbeddings(sources):
+                self._release_embeddings(sources)
+            case RenewTransfers(transfer_ids):
+                self._renew(transfer_ids)
+            case Stop():
+                self.is_stopped = True
+                self.host.process.call_later(LINGER_S, self.host.process.kill)
+
+    def _arm_timer(self) -> None:
+        due = self.state.next_timer(self._now())
+        if due is None or (self._timer is not None and not self._timer.is_over and self._timer.due <= self._loop_time(due)):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.host.process.call_at(due, self._on_timer)
+
+    def _now(self) -> float:
+        return self.host.process.clock.now()
+
+    def _loop_time(self, when: float) -> float:
+        return self.host.loop.now + self.host.process.clock.delay_until(when)

@@ -1,0 +1,120 @@
+"""What every way to a store has in common: the interface, on top of a client's state machine and a lock.
+
+Owns the lock, the checks of blocks that come back, and the copies into the caller's memory. A carrier derives from it and says
+how the machine's actions are carried out.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.clock import Clock
+from core.errors import CorruptBlock, StaleBlock
+from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, StoredBlock, StoreStatistics, Ticket
+from kvstore.client_state import ClientMachine, LinkState
+from kvstore.key import StoreKey
+from kvstore.seal_check import BlockVerifier
+
+
+class StoreFront(BlockStore):
+    """A store behind a ``ClientMachine``. ``_lock`` guards the machine; ``_progress`` is notified when tickets may be done."""
+
+    def __init__(self, machine: ClientMachine, clock: Clock) -> None:
+        self._machine = machine
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._progress = threading.Condition(self._lock)
+        self._local = threading.local()  # a verifier for each thread
+
+    @property
+    def is_connected(self) -> bool:
+        """See ``BlockStore``."""
+        return self._machine.state is LinkState.UP
+
+    @property
+    def is_local(self) -> bool:
+        """Whether blocks are read and written in the store's own memory."""
+        return self._machine.is_local
+
+    def lookup(self, keys: Sequence[StoreKey]) -> LookupTicket:
+        """See ``BlockStore``."""
+        with self._lock:
+            ticket = self._machine.lookup(keys, self._clock.now())
+            self._carry_out()
+        return ticket
+
+    def get(self, keys: Sequence[StoreKey]) -> GetTicket:
+        """See ``BlockStore``."""
+        with self._lock:
+            ticket = self._machine.get(keys, self._clock.now())
+            self._carry_out()
+        return ticket
+
+    def put(self, keys: Sequence[StoreKey], blocks: Sequence[memoryview], seals: Sequence[bytes]) -> PutTicket:
+        """See ``BlockStore``."""
+        with self._lock:
+            ticket = self._machine.put(keys, blocks, seals, self._clock.now())
+            self._carry_out()
+        return ticket
+
+    def release(self, ticket: GetTicket) -> None:
+        """See ``BlockStore``."""
+        with self._lock:
+            self._machine.release(ticket)
+            self._carry_out()
+
+    def copy_out(self, block: StoredBlock, target: memoryview) -> None:
+        """See ``BlockStore``. numpy copies with the GIL released."""
+        copy = np.frombuffer(target, dtype=np.uint8)
+        content = np.frombuffer(block.content, dtype=np.uint8)
+        if copy.nbytes != content.nbytes:
+            self._reject(block, StaleBlock(f"a block of {content.nbytes} bytes where one of {copy.nbytes} was expected"))
+        np.copyto(copy, content)
+        self._check(block, target)
+
+    def verify(self, block: StoredBlock) -> None:
+        """See ``BlockStore``."""
+        self._check(block, block.content)
+
+    def statistics(self) -> StoreStatistics:
+        """See ``BlockStore``."""
+        with self._lock:
+            return self._machine.statistics()
+
+    def wait(self, ticket: Ticket, timeout_s: float) -> bool:
+        """Wait for a ticket, for tools and tests; an engine asks ``is_done`` instead."""
+        with self._progress:
+            return self._progress.wait_for(lambda: ticket.is_done, timeout_s)
+
+    @abstractmethod
+    def _carry_out(self) -> None:
+        """Carry out what the machine has left, or see to it that somebody does. Called with the lock held."""
+
+    def _check(self, block: StoredBlock, content: memoryview) -> None:
+        try:
+            self._verifier().check(block.key, block.seal, content)
+        except (StaleBlock, CorruptBlock) as error:
+            self._reject(block, error)
+        if not block.is_current():
+            self._reject(block, StaleBlock("the slot was reused while it was read"))
+
+    def _reject(self, block: StoredBlock, error: StaleBlock | CorruptBlock) -> None:
+        """Count a block that did not pass. Bytes that changed since the slot was another block's do not prove anything."""
+        is_reused = not block.is_current()
+        with self._lock:
+            if is_reused:
+                self._machine.rejected[StaleBlock.code] += 1
+            else:
+                self._machine.reject(block, error.code)
+            self._carry_out()
+        raise (StaleBlock("the slot was reused while it was read") if is_reused else error) from None
+
+    def _verifier(self) -> BlockVerifier:
+        if not hasattr(self._local, "verifier"):
+            self._local.verifier = BlockVerifier()
+        verifier: BlockVerifier = self._local.verifier
+        return verifier

@@ -1,0 +1,1 @@
+"""Sending work to workers: membership, placement, attempts and retries."""

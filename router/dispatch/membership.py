@@ -1,0 +1,295 @@
+"""Which workers are alive, and which of them make progress: a synchronous state machine without I/O.
+
+Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.dispatch.dispatcher``) or
+of which worker suits one (``router.dispatch.policy``). ``router.dispatch.core`` feeds it messages and carries out its actions.
+Nobody is judged, as silent, stalled or unreachable, while the router itself has just stood still (``router.dispatch.pauses``).
+
+A worker is known by (engine_id, incarnation). A new incarnation of a name replaces the one before it at once: whatever the old
+process was doing is lost. If the old process turns out to be alive, two processes share a name: the older is refused for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.wire.messages import (
+    ErrorInfo,
+    Goodbye,
+    Heartbeat,
+    Refused,
+    Register,
+    Registered,
+    RegisterEncoder,
+    RouterMessage,
+)
+from router.dispatch.members import Encoder, Member, Worker, WorkerKey
+from router.dispatch.pauses import OwnPauses
+from router.dispatch.policy import mismatch
+from router.dispatch.progress import Standing
+
+NOT_REGISTERED = "not_registered"
+DUPLICATE_ENGINE_ID = "duplicate_engine_id"
+MODEL_MISMATCH = "model_mismatch"
+
+_MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
+_MAX_MET_PREFILLS = 64
+_MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a message to a connection, registered or not."""
+
+    peer: bytes
+    message: RouterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The worker may be given requests from now on."""
+
+    worker: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Whatever the worker was doing is lost. ``is_orderly`` if it said goodbye, ``is_back`` if it is still a member."""
+
+    worker: Member
+    reason: str
+    is_orderly: bool = False
+    is_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The worker's engine makes no progress: it gets nothing until that returns."""
+
+    worker: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A stalled worker makes progress again; it is on probation."""
+
+    worker: Member
+
+
+ClusterAction = Reply | Joined | Left | Stalled | Resumed
+
+
+class Cluster:
+    """The workers that this router may use.
+
+    ``model`` is the name that clients use; a worker of another model is refused. ``welcome`` is what a member is told. Times
+    are seconds of one monotonic clock.
+    """
+
+    def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
+        self._model = model
+        self._timeout_s = heartbeat_timeout_s
+        self.pauses = OwnPauses(heartbeat_interval_s, settle_s=heartbeat_timeout_s)
+        self.welcome = Registered(
+            router_id=router_id,
+            heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
+            heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
+        )
+        self._members: dict[str, Member] = {}  # by engine_id
+        self._met_prefills: dict[tuple[object, ...], Worker] = {}  # one of each kind that differs in what it can hand over
+        self._by_peer: dict[bytes, Member] = {}
+        self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
+
+    @property
+    def members(self) -> Iterable[Member]:
+        """All live processes in the order of their first registration, draining ones included."""
+        return self._members.values()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those among them that serve requests."""
+        return [member for member in self._members.values() if isinstance(member, Worker)]
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        """Those among them that embed images."""
+        return [member for member in self._members.values() if isinstance(member, Encoder)]
+
+    def member(self, key: WorkerKey | None) -> Member | None:
+        """Return a member if this very process is still one."""
+        member = self._members.get(key.engine_id) if key else None
+        return member if member is not None and member.key == key else None
+
+    def get(self, key: WorkerKey | None) -> Worker | None:
+        """Return the worker if this very process is still a member."""
+        member = self.member(key)
+        return member if isinstance(member, Worker) else None
+
+    def by_peer(self, peer: bytes) -> Member | None:
+        """Return the member that a connection belongs to."""
+        return self._by_peer.get(peer)
+
+    def on_register(self, peer: bytes, facts: Register | RegisterEncoder, now: float) -> list[ClusterAction]:
+        """Take the worker in, again, or not at all. Always answers."""
+        key = WorkerKey(facts.engine_id, facts.incarnation)
+        if facts.model != self._model:
+            message = f"this router serves {self._model!r}, the worker {facts.engine_id} has {facts.model!r}"
+            return [_refuse(peer, MODEL_MISMATCH, message)]
+        if key in self._superseded:
+            return [_refuse_duplicate(peer, key)]
+        actions: list[ClusterAction] = []
+        before = self._by_peer.get(peer)
+        if before is not None and before.key != key:
+            actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
+        known = self.member(key)
+        if known is not None and _take_facts(known, facts):
+            actions += self._heard_from(known, peer, now)
+            known.peer = peer
+        else:
+            namesake = self._members.get(facts.engine_id)
+            if namesake is not None:
+                actions.append(self._supersede(namesake))
+            member = _new_member(key, peer, facts, now)
+            self._members[facts.engine_id] = member
+            self._by_peer[peer] = member
+            self._note_role(member)
+            actions.append(Joined(member))
+        return [*actions, Reply(peer, self.welcome)]
+
+    def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[ClusterAction]:
+        """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
+        key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
+        worker = self.member(key)
+        if worker is None:
+            if key in self._superseded:
+                return [_refuse_duplicate(peer, key)]
+            return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
+        actions = self._heard_from(worker, peer, now)
+        worker.num_running = heartbeat.num_running
+        worker.num_waiting = heartbeat.num_waiting
+        worker.kv_cache_usage = heartbeat.kv_cache_usage
+        worker.num_leased_blocks = heartbeat.num_leased_blocks
+        worker.is_draining = heartbeat.is_draining
+        worker.is_refusing = False
+        worker.closed_because = ""
+        worker.progress.on_heartbeat(heartbeat, now)
+        return [*actions, Reply(peer, self.welcome)]
+
+    def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
+        """Let a worker go."""
+        worker = self.member(WorkerKey(goodbye.engine_id, goodbye.incarnation))
+        return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
+
+    def on_broken(self, worker: Member, reason: str) -> list[ClusterAction]:
+        """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
+        return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
+
+    def on_unreachable(self, worker: Member, now: float) -> list[ClusterAction]:
+        """Drop a worker whose connection is gone.
+
+        If the router has stood still, the worker may just have given the connection up: it has time to come by another one.
+        """
+        if not self.pauses.is_settling(now):
+            return self.on_broken(worker, "its connection is gone")
+        worker.cut_peer = worker.peer
+        return []
+
+    def on_timer(self, now: float) -> list[ClusterAction]:
+        """Drop the workers that have been silent for too long, and note which make no progress.
+
+        A tick counts as one heartbeat interval of silence at most. If more has passed since the one before, this router
+        stood still: what the workers said meanwhile may lie unread, and is no silence of theirs.
+        """
+        lateness = self.pauses.on_tick(now)
+        for worker in self._members.values() if lateness else ():
+            worker.last_seen = min(now, worker.last_seen + lateness)
+        silent = [worker for worker in self._members.values() if now - worker.last_seen > self._timeout_s]
+        actions: list[ClusterAction] = []
+        for worker in silent:
+            actions.append(self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s"))
+        return actions if self.pauses.is_settling(now) else actions + self._judge(now)
+
+    def _judge(self, now: float) -> list[ClusterAction]:
+        """Drop the workers that have not come back by another connection; note who has stalled, or makes progress again."""
+        actions: list[ClusterAction] = []
+        for worker in list(self._members.values()):
+            if worker.cut_peer is not None:
+                actions.append(self._remove(worker, "its connection is gone"))
+            elif worker.progress.judge(now):
+                has_stalled = worker.progress.standing is Standing.STALLED
+                actions.append(Stalled(worker) if has_stalled else Resumed(worker))
+        return actions
+
+    def touch(self, worker: Member, now: float) -> None:
+        """Count any message as a sign of life."""
+        worker.last_seen = now
+
+    def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[ClusterAction]:
+        """Note a sign of life; on a new connection, what the old one still carried may be lost."""
+        worker.last_seen = now
+        if peer != worker.cut_peer:
+            worker.cut_peer = None
+        if peer in worker.peers:
+            return []
+        actions: list[ClusterAction] = []
+        if worker.num_inflight:
+            actions = [Left(worker, "its connection broke and was made again", is_back=True)]
+        worker.peers.append(peer)
+        worker.peer = peer
+        self._by_peer[peer] = worker
+        while len(worker.peers) > _MAX_PEERS:
+            self._forget_peer(worker, worker.peers.pop(0))
+        return actions
+
+    def _note_role(self, member: Member) -> None:
+        if isinstance(member, Worker) and member.role == "prefill":
+            facts = member.facts
+            kind = (facts.connector, facts.transports, facts.host_id, facts.model_fingerprint, facts.layout, facts.has_digests)
+            self._met_prefills[kind] = self._met_prefills.pop(kind, member)
+            while len(self._met_prefills) > _MAX_MET_PREFILLS:
+                del self._met_prefills[next(iter(self._met_prefills))]
+        for worker in self.workers:
+            if worker.role == "decode" and not worker.may_serve_alone:
+                worker.may_serve_alone = any(mismatch(prefill, worker) is None for prefill in self._met_prefills.values())
+
+    def _forget_peer(self, worker: Member, peer: bytes) -> None:
+        if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since
+            del self._by_peer[peer]
+
+    def _supersede(self, worker: Member) -> Left:
+        self._superseded[worker.key] = None
+        while len(self._superseded) > _MAX_SUPERSEDED:
+            del self._superseded[next(iter(self._superseded))]
+        return self._remove(worker, "a new process registered under its name")
+
+    def _remove(self, worker: Member, reason: str, *, is_orderly: bool = False) -> Left:
+        del self._members[worker.key.engine_id]
+        for peer in worker.peers:
+            self._forget_peer(worker, peer)
+        return Left(worker, reason, is_orderly)
+
+
+def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:
+    if isinstance(facts, Register):
+        return Worker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+    return Encoder(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+
+
+def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:
+    """Note what a member says of itself anew; False if the process turns out to do something else."""
+    if isinstance(member, Worker) and isinstance(facts, Register):
+        member.facts = facts
+        return True
+    if isinstance(member, Encoder) and isinstance(facts, RegisterEncoder):
+        member.facts = facts
+        return True
+    return False
+
+
+def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) -> Reply:
+    return Reply(peer, Refused(error=ErrorInfo(code=code, message=message, http_status=400, retryable=retryable)))
+
+
+def _refuse_duplicate(peer: bytes, key: WorkerKey) -> Reply:
+    message = f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one"
+    return _refuse(peer, DUPLICATE_ENGINE_ID, message)

@@ -1,0 +1,314 @@
+"""Which workers serve a request: the least loaded ones that fit together. Pure functions without I/O.
+
+Knows what workers say about themselves (``router.dispatch.membership.Worker``), nothing of what they are doing with a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+
+from core.errors import (
+    ConnectorUnavailable,
+    ContextTooLong,
+    InvalidRequest,
+    KVFerryError,
+    NoWorker,
+    Overloaded,
+    PeerUnreachable,
+)
+from core.wire.messages import Role
+from core.wire.pairing import check_compatible, choose_transport
+from router.dispatch.members import Worker, WorkerKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
+
+    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there, and so are ``bad_pairs`` of
+    prefill and decode worker, whose hand-overs fail lately. With a ``model_fingerprint`` only
+    workers with these very weights are taken: to others, the names of the request's images say nothing.
+    """
+
+    num_tokens: int
+    num_choices: int = 1
+    avoid: frozenset[WorkerKey] = frozenset()
+    model_fingerprint: bytes = b""  # empty = any
+    bad_pairs: frozenset[tuple[WorkerKey, WorkerKey]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who serves a request: a prefill and a decode worker, or one worker alone (``prefill`` is None)."""
+
+    prefill: Worker | None
+    decode: Worker
+
+    @property
+    def is_degraded(self) -> bool:
+        """True if a decode worker serves alone, for want of a prefill worker."""
+        return self.prefill is None and self.decode.role == "decode"
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The workers of the route, prefill first."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt and output together, that every worker on the route can hold."""
+        return min(worker.facts.max_model_len for worker in self.workers)
+
+    @property
+    def max_num_choices(self) -> int:
+        """Choices that every worker on the route can hold at once; 0 if none of them says so."""
+        return min((limit for worker in self.workers if (limit := worker.facts.max_num_choices)), default=0)
+
+    @property
+    def load(self) -> float:
+        """The load of the fullest worker."""
+        return max(worker.load for worker in self.workers)
+
+
+def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
+    """Return why the two cannot hand over, with both values; None if they can.
+
+    It is the handshake's own decision, made on what the two say when they register.
+    """
+    owner, reader = prefill.facts, decode.facts
+    names = f"prefill {owner.engine_id} and decode {reader.engine_id}"
+    if owner.connector != reader.connector:
+        return ConnectorUnavailable(f"{names} use different connectors: {owner.connector!r} and {reader.connector!r}")
+    try:
+        if owner.transports or reader.transports:
+            choose_transport(reader, owner)
+        else:  # of a connector that has none
+            check_compatible(owner, reader.model_fingerprint, reader.layout, converts_blocks=False)
+    except KVFerryError as error:
+        return type(error)(f"{names} cannot hand over: {error.message}")
+    return None
+
+
+def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
+    """Return why a worker that goes on cannot read what a prefill worker holds; None if it can."""
+    if prefill is None:
+        return PeerUnreachable("the prefill worker was lost")
+    if successor.role != "decode":
+        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no hand-overs")
+    return mismatch(prefill, successor)
+
+
+def routes(workers: Iterable[Worker]) -> Iterator[Route]:
+    """Yield every route that takes new requests."""
+    open_workers = [worker for worker in workers if not worker.is_closed]
+    decoders = [worker for worker in open_workers if worker.role == "decode"]
+    for worker in open_workers:
+        if worker.role == "prefill":
+            yield from (Route(worker, decode) for decode in decoders if mismatch(worker, decode) is None)
+        elif worker.role == "aggregated":
+            yield Route(None, worker)
+    yield from (Route(None, worker) for worker in _alone(open_workers))
+
+
+def _alone(workers: Iterable[Worker]) -> list[Worker]:
+    """Return the decode workers that serve requests by themselves: those that may, while nobody is open whom they can read."""
+    open_workers = [worker for worker in workers if not worker.is_closed]
+    prefills = [worker for worker in open_workers if worker.role == "prefill"]
+    candidates = [worker for worker in open_workers if worker.may_serve_alone]
+    return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
+
+
+def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    """Return the workers that could begin a request, now or when they have room: its prompt is computed by one of these."""
+    members = list(workers)
+    fitting, alone = _fitting(members, demand), {worker.key for worker in _alone(members)}
+    decoders = [worker for worker in fitting if worker.role == "decode"]
+
+    def can_begin(worker: Worker) -> bool:
+        has_partner = worker.role == "prefill" and any(mismatch(worker, decode) is None for decode in decoders)
+        return worker.role == "aggregated" or has_partner or worker.key in alone
+
+    return [worker for worker in fitting if can_begin(worker)]
+
+
+def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
+    """Return the route that holds the request, has room for it, and is the least loaded.
+
+    The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
+    equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose hand-overs fail lately come
+    after all others; last comes a decode worker alone, if no prefill worker is open that it can read.
+
+    Raises:
+        NoWorker: nobody can serve at the moment; says what is missing.
+        ContextTooLong: there are routes, but none holds so many tokens.
+        InvalidRequest: no route ever holds so many choices at once.
+        Overloaded: every route that could take it is full.
+    """
+    every = list(workers)
+    members = _with_weights(every, demand)
+    fitting = _fitting(members, demand)
+    alone = _fitting(_alone(every), demand)
+    for bad_pairs in (demand.bad_pairs, frozenset[tuple[WorkerKey, WorkerKey]]()):
+        for candidates in _in_order_of_preference(fitting, demand):
+            found = [route for route in (_best_pair(candidates, bad_pairs), _best_aggregated(candidates)) if route is not None]
+            if found:
+                return min(found, key=lambda route: route.load)
+    for candidates in _in_order_of_preference(alone, demand):
+        if candidates:
+            return Route(None, min(candidates, key=_least_loaded))
+    if _best_pair(fitting) or _best_aggregated(fitting) or alone:
+        _check_num_choices(fitting, demand)
+        raise Overloaded("every worker that could serve the request is full: try again later")
+    limit = max_model_len(members)
+    if limit:
+        needed = demand.num_tokens
+        raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
+    if demand.model_fingerprint:
+        raise NoWorker(f"no worker with model {demand.model_fingerprint.hex()}, which names the images, takes new requests")
+    raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
+
+
+def choose_weights(workers: Iterable[Worker]) -> bytes:
+    """Return the fingerprint of the model on the least loaded route: by it, the images of a request are named.
+
+    Raises:
+        NoWorker: there is no route; says what is missing.
+    """
+    members = list(workers)
+    route = min(routes(members), key=lambda route: route.load, default=None)
+    if route is None:
+        raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
+    return route.decode.facts.model_fingerprint
+
+
+def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
+    """Refuse for good what would be refused for lack of room for ever."""
+    limits = [route.max_num_choices for route in routes(fitting)]
+    if limits and 0 not in limits and demand.num_choices > max(limits):
+        raise InvalidRequest(
+            f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
+        )
+
+
+def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) -> Worker:
+    """Return the least loaded decode worker that can take a hand-over from ``prefill``.
+
+    Raises:
+        NoWorker: there is none that ever holds so many choices; says why if there are others.
+        Overloaded: all of them are full.
+    """
+    decoders = [worker for worker in _fitting(workers, demand) if worker.role == "decode"]
+    reasons = [mismatch(prefill, worker) for worker in decoders]
+    able = [worker for worker, reason in zip(decoders, reasons, strict=True) if reason is None]
+    if not able:
+        why = next((f": {reason.message}" for reason in reasons if reason), "")
+        raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}{why}")
+    bad = [worker for worker in able if (prefill.key, worker.key) in demand.bad_pairs]
+    good = [worker for worker in able if worker not in bad and worker.has_room(demand.num_choices)]
+    return _least_loaded_of(good or able, demand)
+
+
+def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand: Demand) -> Worker:
+    """Return the least loaded worker that can go on with a request on its own, computing prompt and output so far.
+
+    Raises:
+        NoWorker: none with this very model is there, or none that ever holds so many choices.
+        Overloaded: all of them are full.
+    """
+    able = [
+        worker
+        for worker in _fitting(workers, demand)
+        if worker.role != "prefill" and worker.facts.model_fingerprint == model_fingerprint
+    ]
+    if not able:
+        raise NoWorker(f"no decode worker with model {model_fingerprint.hex()} is there to go on with the request")
+    return _least_loaded_of(able, demand)
+
+
+def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
+    """Return the prefill and decode workers that fit nobody of the other role, although there is somebody, and why."""
+    open_workers = [worker for worker in workers if not worker.is_closed]
+    prefills = [worker for worker in open_workers if worker.role == "prefill"]
+    decodes = [worker for worker in open_workers if worker.role == "decode"]
+    reasons = {prefill.key: [mismatch(prefill, decode) for decode in decodes] for prefill in prefills}
+    reasons |= {decode.key: [mismatch(prefill, decode) for prefill in prefills] for decode in decodes}
+    return {key: found[0].message for key, found in reasons.items() if found and found[0] and all(found)}
+
+
+def max_model_len(workers: Iterable[Worker]) -> int:
+    """Return the longest context of any route, 0 if there is no route."""
+    return max((route.max_model_len for route in routes(workers)), default=0)
+
+
+def why_not_ready(workers: Iterable[Worker]) -> str | None:
+    """Say what is missing for a route; None if there is one."""
+    members = list(workers)
+    if next(routes(members), None) is not None:
+        return None
+    if not members:
+        return "no worker has registered"
+    open_workers = [worker for worker in members if not worker.is_closed]
+    if not open_workers:
+        are_draining = all(worker.is_draining for worker in members)
+        return "all workers are draining" if are_draining else f"no worker takes requests: {members[0].why_closed}"
+    prefills = [worker for worker in open_workers if worker.role == "prefill"]
+    decodes = [worker for worker in open_workers if worker.role == "decode"]
+    if not prefills:
+        return _none_of("prefill", members)
+    if not decodes:
+        return _none_of("decode", members)
+    reason = mismatch(prefills[0], decodes[0])
+    return reason.message if reason else None
+
+
+def _none_of(role: Role, members: Iterable[Worker]) -> str:
+    why = next((f": {worker.why_closed}" for worker in members if worker.role == role and worker.is_closed), "")
+    return f"no {role} worker is available, and no aggregated one{why}"
+
+
+def _least_loaded(worker: Worker) -> tuple[float, int]:
+    return worker.load, worker.last_picked
+
+
+def _with_weights(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    wanted = demand.model_fingerprint
+    return [worker for worker in workers if not wanted or worker.facts.model_fingerprint == wanted]
+
+
+def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+    able = (worker for worker in _with_weights(workers, demand) if not worker.is_closed)
+    return [worker for worker in able if worker.facts.max_model_len >= demand.num_tokens]
+
+
+def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:
+    """Yield those with room that have not failed the request, then those that have, then those on probation as well."""
+    with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
+    trusted = [worker for worker in with_room if not worker.is_reserve]
+    yield [worker for worker in trusted if worker.key not in demand.avoid]
+    yield trusted
+    yield with_room
+
+
+def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
+    if not any(worker.may_hold(demand.num_choices) for worker in workers):
+        raise NoWorker(f"no worker that could go on with the request ever holds its {demand.num_choices} choices at once")
+    for candidates in _in_order_of_preference(workers, demand):
+        if candidates:
+            return min(candidates, key=_least_loaded)
+    raise Overloaded("every worker that could go on with the request is full")
+
+
+def _best_pair(workers: list[Worker], bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()) -> Route | None:
+    decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
+    for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=_least_loaded):
+        fitting = (decode for decode in decodes if mismatch(prefill, decode) is None)
+        partner = next((decode for decode in fitting if (prefill.key, decode.key) not in bad_pairs), None)
+        if partner is not None:
+            return Route(prefill, partner)
+    return None
+
+
+def _best_aggregated(workers: list[Worker]) -> Route | None:
+    found = [worker for worker in workers if worker.role == "aggregated"]
+    return Route(None, min(found, key=_least_loaded)) if found else None

@@ -1,0 +1,230 @@
+"""One request between the workers: what is known of it, and the actions that follow from what happens to it.
+
+Owns the types. ``router.dispatch.dispatcher`` moves a request from phase to phase; ``router.dispatch.worker_messages`` writes
+and reads its messages.
+
+    submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOVER ──first tokens of D──► DECODE ─► ended
+                  └────────────────────── aggregated worker ────────────────────────┘
+
+ENCODE is for requests with images, if there is an encode worker; others begin behind it.
+A *try* is a prefill leg, a decode leg, or one after the other. Each try after the first has a name of its own on the wire, so
+that nothing a worker says of an earlier one can be mistaken for news.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from core.wire.kv import KVHandoff
+from core.wire.media import ECSource
+from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
+from router.dispatch.members import Member, WorkerKey
+from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming, total_cost
+from router.dispatch.types import Submission, Update
+
+RetryKind = Literal["prefill", "handover", "replay"]
+NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
+
+
+class Phase(Enum):
+    """Who is at work on a request."""
+
+    ENCODE = "encode"  # workers for the other legs are reserved
+    PREFILL = "prefill"
+    HANDOVER = "handover"  # a decode worker has it, or is waited for, but a choice has not shown a token of this leg yet
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Places of a request at a worker, choices or images, counted in ``Member.num_inflight``."""
+
+    worker: Member
+    count: int
+
+
+@dataclass(slots=True)
+class Encoding:
+    """The encode leg of a request: the workers that have not answered, and the identifiers that each was asked for."""
+
+    deadline: float
+    waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Accounts:
+    """What is measured of one request."""
+
+    arrival: float
+    encode_s: float | None = None  # how long encode workers were waited for; None without them
+    first_token_at: float | None = None
+    first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
+    second_token: SecondTokenTiming | None = None
+    costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (try, what it reported)
+    prefill_loss: TransferUsage | None = None  # what the prefill worker had to compute as a tier had lost it
+
+    @property
+    def handoff_cost(self) -> TransferUsage:
+        """What decode and aggregated workers have reported."""
+        return total_cost(cost for _, cost in self.costs.values())
+
+    @property
+    def cost(self) -> TransferUsage:
+        """What all workers have reported. The reason of a handoff that failed comes before that of a tier."""
+        return total_cost([self.handoff_cost, self.prefill_loss or TransferUsage()])
+
+
+@dataclass(slots=True)
+class Flow:
+    """One request on its way. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
+
+    ``handoff`` is kept as long as it may be read: from the prefill worker's answer until every choice has shown a token, or the
+    prefill worker is lost. ``fallback_reason`` says why a later leg had to go without.
+    """
+
+    submission: Submission
+    deadline: float
+    accounts: Accounts
+    output_token_ids: list[list[int]]
+    finish_reasons: list[FinishReason | None]
+    phase: Phase = Phase.PREFILL
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None  # reserved during PREFILL; None while one is waited for
+    model_fingerprint: bytes = b""
+    encoding: Encoding | None = None  # once it was tried
+    ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: embeddings that need not be computed
+    has_report: bool = False
+    has_decoded: bool = False  # a decode or aggregated worker has shown a token
+    shown: set[int] = field(default_factory=set)  # choices of which this decode leg has shown a token
+    handoff: KVHandoff | None = None
+    is_leg_handed_over: bool = False  # this decode leg was given the hand-over
+    fallback_reason: str = ""
+    renew_at: float = 0.0
+    waits_since: float = 0.0
+    judged_try: int = 0  # by whose report its two workers were judged last
+    has_own_deadline: bool = False  # the client has set it, not the router
+    pardoned_s: float = 0.0  # of its deadline, for which the router itself stood still
+    num_tries: int = 1
+    blamed: list[WorkerKey] = field(default_factory=list)  # failures that count against its budget, by who failed
+    free_retries: dict[str, int] = field(default_factory=dict)  # others since its last token, by the error's code
+    retried: list[RetryKind] = field(default_factory=list)  # the retries after which it went on, refusals apart
+    num_refusals: int = 0  # by decode workers without room; they cost nothing but time
+    setback: ErrorInfo | None = None  # why the latest retry was needed
+    avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
+    claims: dict[WorkerKey, Claim] = field(default_factory=dict)
+    error: ErrorInfo | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The id inside the router."""
+        return self.submission.request_id
+
+    @property
+    def wire_id(self) -> str:
+        """The id of the present try on the wire."""
+        return self.request_id if self.num_tries == 1 else f"{self.request_id}.{self.num_tries}"
+
+    @property
+    def current(self) -> WorkerKey | None:
+        """The worker that has to show the next token; None while images are embedded, or one is waited for."""
+        if self.phase is Phase.ENCODE:
+            return None
+        return self.prefill if self.phase is Phase.PREFILL else self.decode
+
+    @property
+    def workers(self) -> set[WorkerKey | None]:
+        """Everybody that it has, or will have, something from."""
+        return {self.prefill, self.decode, *(self.encoding.waiting if self.encoding else ())}
+
+    @property
+    def is_degraded(self) -> bool:
+        """True if it was begun by a decode worker alone, for want of a prefill worker."""
+        return self.fallback_reason == NO_PREFILL
+
+    @property
+    def live_choices(self) -> list[int]:
+        """The choices that have not ended."""
+        return [index for index, reason in enumerate(self.finish_reasons) if reason is None]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every choice has ended."""
+        return None not in self.finish_reasons
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices."""
+        return sum(map(len, self.output_token_ids))
+
+    @property
+    def arrival(self) -> float:
+        """When it was submitted."""
+        return self.accounts.arrival
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When its first token came in, of any choice."""
+        return self.accounts.first_token_at
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a worker."""
+
+    worker: WorkerKey
+    message: RouterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the client news."""
+
+    request_id: str
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeEnded:
+    """An encode worker is waited for no more: it is "done", or ``outcome`` is the code of what became of it."""
+
+    request_id: str
+    worker: WorkerKey
+    outcome: str
+    num_images: int
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """A worker has failed the request, which goes on elsewhere; ``successor`` is None if nobody can take it at the moment."""
+
+    request_id: str
+    kind: RetryKind
+    error: ErrorInfo
+    failed: WorkerKey
+    successor: WorkerKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request has left; ``flow.error`` says why if it did not end well."""
+
+    flow: Flow
+    now: float
+
+
+FlowAction = Send | Deliver | EncodeEnded | Retried | Ended
+
+
+def open_flow(submission: Submission, now: float, timeout_s: float) -> Flow:
+    """Return the record of a new request."""
+    return Flow(
+        submission=submission,
+        deadline=now + submission.budget_s(timeout_s),
+        has_own_deadline=submission.timeout_s is not None and submission.timeout_s <= timeout_s,
+        accounts=Accounts(arrival=now),
+        output_token_ids=[[] for _ in range(submission.n)],
+        finish_reasons=[None] * submission.n,
+    )

@@ -1,0 +1,110 @@
+"""Where a request's time went and what its hand-over cost, as clients and metrics are told.
+
+Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay, and before
+them the wait for encode workers, if any had images. From there to the second one, which comes from the decode worker, it is
+relay + queue + transfer + verification + first step. Workers report their own durations, the router measures the totals, and
+*relay* is the difference: network, this router, and tries elsewhere. Clocks are never compared. Knows nothing of phases
+(``router.dispatch.dispatcher``) or JSON (``router.openai.responses``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from core.wire.messages import TransferUsage
+
+
+class FirstTokenTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From submission to the first token, in ms; the parts add up to ``total_ms``."""
+
+    total_ms: float
+    encode_ms: float | None = None  # until encode workers had answered, or were waited for no more; None without them
+    queue_ms: float  # on the prefill worker
+    prefill_ms: float
+    relay_ms: float
+
+
+class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """From the first token to the second, in ms; the parts add up to ``total_ms``."""
+
+    total_ms: float
+    relay_ms: float
+    queue_ms: float  # on the decode worker
+    transfer_ms: float
+    verify_ms: float
+    first_step_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverReport:
+    """What loading the KV of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
+
+    ``num_refusals`` by decode workers without room are no retries. Both times are None if one worker served alone.
+    ``outcome`` of the handoff is ``loaded``, or the reason why not. It is None without a handoff, and before it is over: then
+    the report is about tiers that have lost blocks.
+    """
+
+    cost: TransferUsage
+    first_token: FirstTokenTiming | None
+    second_token: SecondTokenTiming | None
+    outcome: str | None = None
+    num_retries: int = 0
+    num_replays: int = 0
+    num_refusals: int = 0
+
+
+def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float, encode_s: float | None = None) -> FirstTokenTiming:
+    """Split the measured time to the first token by what the prefill worker reports, and what was waited for before it."""
+    encode, queue, prefill, relay = _split(total_s * 1e3, (encode_s or 0.0) * 1e3, queue_ms, prefill_ms)
+    return FirstTokenTiming(
+        total_ms=total_s * 1e3,
+        encode_ms=None if encode_s is None else encode,
+        queue_ms=queue,
+        prefill_ms=prefill,
+        relay_ms=relay,
+    )
+
+
+def second_token_timing(total_s: float, cost: TransferUsage) -> SecondTokenTiming:
+    """Split the measured time between first and second token by what the decode worker reports."""
+    parts = (cost.queue_ms, cost.transfer_ms, cost.verify_ms, cost.first_step_ms)
+    queue, transfer, verify, first_step, relay = _split(total_s * 1e3, *parts)
+    return SecondTokenTiming(
+        total_ms=total_s * 1e3,
+        relay_ms=relay,
+        queue_ms=queue,
+        transfer_ms=transfer,
+        verify_ms=verify,
+        first_step_ms=first_step,
+    )
+
+
+def total_cost(costs: Iterable[TransferUsage]) -> TransferUsage:
+    """Return what several loads cost together: sums, the slowest times, and the first transport and reason named."""
+    found = list(costs)
+    return TransferUsage(
+        transport=next((cost.transport for cost in found if cost.transport), ""),
+        transferred_tokens=sum(cost.transferred_tokens for cost in found),
+        transferred_bytes=sum(cost.transferred_bytes for cost in found),
+        transfer_ms=max((cost.transfer_ms for cost in found), default=0.0),
+        verify_ms=max((cost.verify_ms for cost in found), default=0.0),
+        queue_ms=max((cost.queue_ms for cost in found), default=0.0),
+        first_step_ms=max((cost.first_step_ms for cost in found), default=0.0),
+        verified_blocks=sum(cost.verified_blocks for cost in found),
+        recomputed_tokens=sum(cost.recomputed_tokens for cost in found),
+        fallback_reason=next((cost.fallback_reason for cost in found if cost.fallback_reason), ""),
+    )
+
+
+def _split(total: float, *parts: float) -> list[float]:
+    """Return the parts, and last what is left of the total; parts that exceed it, by a clock's drift, are cut from the end."""
+    left = total
+    result = []
+    for part in parts:
+        fitting = min(part, left)
+        result.append(fitting)
+        left -= fitting
+    return [*result, left]

@@ -1,0 +1,496 @@
+"""The router's socket, timer and streams: carries bytes and tokens between workers, the state machines and HTTP handlers.
+
+Owns the ZeroMQ socket, the tasks that read it and tick the clock, and one queue of news per HTTP request. Decides nothing:
+that is ``router.dispatch.core``. ``router.http.app`` opens a ``Generation`` per HTTP request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from core.clock import Clock
+from core.config import RouterSection
+from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
+from core.log import event
+from core.tracing import TraceContext, Tracer
+from core.wire import codec
+from core.wire.curve import ClusterKeys
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
+from router.dispatch.core import Action, RefuseVersion, RouterLimits, RouterMachine, Transmit
+from router.dispatch.frame_reader import FrameReader
+from router.dispatch.membership import Joined, Left, Resumed, Stalled
+from router.dispatch.peer_log import PeerLog
+from router.dispatch.policy import unpaired
+from router.dispatch.progress import Standing
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
+from router.dispatch.traces import RequestTraces
+from router.dispatch.types import Submission, Update
+from router.dispatch.worker_log import WorkerLog
+from router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+_PROMPTS_PER_TURN = 8  # of one HTTP request that are started at once
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
+_ROLES = ("encode", "prefill", "decode", "aggregated")
+
+
+class Generation:
+    """The news of all prompts of one HTTP request, in the order in which they arrive."""
+
+    def __init__(self, service: RouterService, client_id: str, request_ids: Sequence[str]) -> None:
+        self.client_id = client_id
+        self.request_ids = tuple(request_ids)
+        self._service = service
+        self._news: list[tuple[int, Update]] = []
+        self._has_news = asyncio.Event()
+
+    async def updates(self) -> list[tuple[int, Update]]:
+        """Wait for news and return all there is, as (index of the prompt, update)."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        news, self._news = self._news, []
+        return news
+
+    def finish_choice(self, prompt_index: int, choice_index: int) -> None:
+        """Tell the workers that a choice has ended by its text."""
+        self._service.finish_choice(self.request_ids[prompt_index], choice_index)
+
+    def abort(self, reason: str) -> None:
+        """Stop whatever is still running; does nothing after the end."""
+        for request_id in self.request_ids:
+            self._service.abort(request_id, reason)
+
+    def put(self, prompt_index: int, update: Update) -> None:
+        """Add news. Called by the service only."""
+        self._news.append((prompt_index, update))
+        self._has_news.set()
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Who waits for a request's news, and what was measured of it."""
+
+    generation: Generation
+    prompt_index: int
+    arrival: float
+    last_token_at: float | None = None
+    has_handover: bool = False
+
+
+class RouterService:
+    """Runs a ``RouterMachine`` on a ZeroMQ socket. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        config: RouterSection,
+        model: str,
+        router_id: str,
+        clock: Clock,
+        metrics: RouterMetrics,
+        keys: ClusterKeys | None = None,
+    ) -> None:
+        limits = RouterLimits.of(config)
+        self.machine = RouterMachine(model, router_id, limits)
+        self.worker_address = config.worker_address
+        self._keys = keys
+        self._clock = clock
+        self._peer_log = PeerLog(clock)
+        self._worker_log = WorkerLog(metrics)
+        self._metrics = metrics
+        self._model = model
+        self._traces = RequestTraces(None, model)
+        self._tick_s = limits.tick_s
+        self._heartbeat_interval_s = limits.heartbeat_interval_s
+        self._listeners: dict[str, _Listener] = {}
+        self._context: AsyncContext | None = None
+        self._socket: AsyncSocket | None = None
+        self._monitor: AsyncSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._has_changed = asyncio.Event()  # something that the machine knows
+        self._death: asyncio.Future[BaseException] | None = None
+        self._add_gauges()
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Record spans of the requests that come from now on."""
+        self._traces = RequestTraces(tracer, self._model)
+
+    # ---- lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind the workers' socket and start to listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._context = AsyncContext()
+        options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES, keys=self._keys)
+        self._socket = router_socket(self._context, options)
+        try:
+            self.worker_address = bind(self._socket, self.worker_address)
+        except KVFerryError:
+            self._close()
+            raise
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+        reader = FrameReader(self._socket, self._clock, self._on_parts)
+        work = (reader.run(), self._tick(reader), self._watch_connections(self._monitor))
+        self._death = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(task) for task in work]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    async def stop(self) -> None:
+        """Fail what is left, tell the workers, and close the socket. Idempotent."""
+        for request_id in list(self._listeners):
+            self._give_up(request_id, NoWorker("the router shuts down: try again"))  # who is still there meets its successor
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._close()
+
+    async def wait_dead(self) -> BaseException:
+        """Return why this service cannot go on, once that is so: a bug of ours has ended one of its tasks."""
+        assert self._death is not None, "the service has not been started"
+        return await asyncio.shield(self._death)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if task not in self._tasks:
+            return  # let go by ``stop``
+        # A socket that is closed under its reader looks like a cancellation.
+        error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
+        logger.error(event("router_task_died", task=task.get_name(), error=repr(error)))
+        if self._death is not None and not self._death.done():
+            self._death.set_result(error)
+
+    def _close(self) -> None:
+        if self._socket is not None and self._monitor is not None:
+            self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
+            self._monitor.close(linger=0)
+            self._monitor = None
+        if self._socket is not None:
+            self._socket.close(linger=200)  # ms: the last aborts still leave
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    @property
+    def worker_port(self) -> int:
+        """The port of the workers' socket."""
+        return split_tcp(self.worker_address)[1]
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the socket is served."""
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    @property
+    def retry_after_s(self) -> int:
+        """In how many seconds a client that finds no route had better come again."""
+        return self.machine.retry_after_s(self._clock.now())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, one per prompt."""
+        return len(self._listeners)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
+        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Between them others get their turn.
+
+        Raises:
+            RequestError: why one of them cannot be served now.
+        """
+        await self.wait_for_route()
+        generation = Generation(self, client_id, [submission.request_id for submission in submissions])
+        now = self._clock.now()
+        self._traces.begin(submissions, trace, now)
+        try:
+            for index, submission in enumerate(submissions):
+                if index and index % _PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+                actions = self.machine.submit(submission, now)
+                self._listeners[submission.request_id] = _Listener(generation, index, now)
+                self._is_idle.clear()
+                self._perform(actions)
+        except (KVFerryError, asyncio.CancelledError) as error:
+            generation.abort("another prompt of the request was refused, or the request was given up")
+            reason = ErrorInfo.of(error if isinstance(error, KVFerryError) else Cancelled("the request was given up"))
+            for submission in submissions:
+                self._traces.fail(submission.request_id, reason, self._clock.now())
+            raise
+        return generation
+
+    async def wait_for_route(self) -> None:
+        """Return once a request has a route, or none is to be expected: after a pause of this router workers come back."""
+        while self.machine.is_route_expected:
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+    async def wait_idle(self) -> None:
+        """Return once no request is in flight."""
+        await self._is_idle.wait()
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """End a request; unknown ids are ignored."""
+        if request_id in self._listeners:
+            self._perform(self.machine.abort(request_id, reason, self._clock.now()))
+
+    def finish_choice(self, request_id: str, index: int) -> None:
+        """End one choice by its text."""
+        self._perform(self.machine.finish_choice(request_id, index, self._clock.now()))
+
+    # ---- workers -----------------------------------------------------------------------------------------------------
+
+    async def _tick(self, reader: FrameReader) -> None:
+        """Do what is due. A bug in it ends this task, and so the router: it would come back with every tick."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            await self._do_what_is_due(reader)
+
+    async def _do_what_is_due(self, reader: FrameReader) -> None:
+        """Handle what has come, so that no worker is judged while its messages lie unread; then let the clock tick.
+
+        Under load there may always be more; then reading ends before the delay of the tick looks like a pause of the router.
+        """
+        await reader.catch_up(self._heartbeat_interval_s / 2)
+        self._perform(self.machine.on_timer(self._clock.now()))
+
+    async def _watch_connections(self, monitor: AsyncSocket) -> None:
+        """Notice the death of a worker's process at once, not by its silence.
+
+        ZeroMQ tells that a connection was lost, but not whose; sending to that worker fails from then on.
+        """
+        while True:
+            self._note_event(await monitor.recv_multipart())
+            await asyncio.sleep(RECONNECT_S)
+            while await monitor.poll(0):
+                self._note_event(await monitor.recv_multipart())
+            self._guard(self.machine.greet_all)
+
+    def _note_event(self, parts: list[bytes]) -> None:
+        """Tell an operator of strangers: a worker with another cluster key never gets further, and tries for ever."""
+        found = parse_monitor_message(parts)
+        if not found["event"] & _HANDSHAKE_FAILED:
+            return
+        self._metrics.count_refused_handshake()
+        self._peer_log.handshake_refused()
+
+    def _on_parts(self, parts: list[bytes]) -> None:
+        """Handle one message of a worker; nothing it sends may end the router."""
+        peer, now = parts[0], self._clock.now()
+        try:
+            if len(parts) != 2:
+                raise ProtocolError(f"message of {len(parts) - 1} frames, expected 1")
+            message = codec.decode_worker_frame(parts[1])
+        except ProtocolError as error:
+            self._metrics.count_malformed()
+            self._peer_log.bad_frame(peer, error)
+            self._guard(self.machine.on_malformed, peer, error, now)
+            return
+        request_ids = self.machine.requests_of(message)
+        if not self._guard(self.machine.on_message, peer, message, now):
+            for request_id in request_ids:
+                self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
+
+    def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
+        """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on.
+
+        Returns True if there was none.
+        """
+        try:
+            self._perform(handle(*args))
+        except Exception:
+            self._peer_log.bug(getattr(handle, "__name__", "?"))
+            return False
+        return True
+
+    def _give_up(self, request_id: str, error: KVFerryError) -> None:
+        """Answer a request although nobody knows how far it was taken; its client must not wait for its deadline."""
+        self._guard(self.machine.fail, request_id, error, self._clock.now())
+        listener = self._listeners.pop(request_id, None)
+        if listener is None:
+            return
+        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the machine has lost it
+        self._traces.fail(request_id, ErrorInfo.of(error), self._clock.now())
+        if not self._listeners:
+            self._is_idle.set()
+
+    # ---- actions -----------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Carry out actions, and those that follow from peers found gone on the way."""
+        self._has_changed.set()
+        queue = list(actions)
+        for action in queue:  # grows while it is walked
+            match action:
+                case Transmit():
+                    queue += self._transmit(action)
+                case RefuseVersion():
+                    queue += self._send(action.peer, action.frame)
+                case Deliver():
+                    self._deliver(action)
+                case EncodeEnded():
+                    self._metrics.count_encodes(action.outcome, action.num_images, action.num_cached)
+                    self._traces.end_encode_leg(action, self._clock.now())
+                case Retried():
+                    self._on_retried(action)
+                case Ended():
+                    self._on_ended(action.flow, action.now)
+                case Joined() | Left() | Stalled() | Resumed():
+                    self._worker_log.note(action)
+                    self._peer_log.unpaired(unpaired(self.machine.cluster.workers))
+
+    def _transmit(self, action: Transmit) -> list[Action]:
+        if self._socket is None:
+            return []
+        try:
+            frame = codec.encode_router_message(self._traced(action))
+        except ProtocolError as error:
+            assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
+            return self.machine.fail_try(action.message.request_id, error, self._clock.now())
+        return self._send(action.peer, frame)
+
+    def _send(self, peer: bytes, frame: bytes) -> list[Action]:
+        """Send a frame to a connection; returns what follows if it is gone."""
+        if self._socket is None:
+            return []
+        sent = asyncio.ensure_future(self._socket.send_multipart([peer, frame], flags=zmq.NOBLOCK))
+        failure = sent.exception()  # a non-blocking send is done when it returns
+        if failure is None:
+            return []
+        self._peer_log.unreachable(peer, failure)
+        return self.machine.on_unreachable(peer, self._clock.now())
+
+    def _traced(self, action: Transmit) -> RouterMessage:
+        """Return the message of an action, with the span of the leg that it begins."""
+        message = action.message
+        worker = self.machine.cluster.by_peer(action.peer)
+        if not self._traces.is_on or not isinstance(message, Generate | EncodeRequest) or worker is None:
+            return message
+        (request_id,) = self.machine.flows.find_requests([message.request_id])
+        return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())
+
+    def _deliver(self, action: Deliver) -> None:
+        listener = self._listeners[action.request_id]
+        if any(choice.token_ids for choice in action.update.choices):
+            now = self._clock.now()
+            if listener.last_token_at is None:
+                self._metrics.observe_first_token(now - listener.arrival)
+                self._traces.note_first_token(action.request_id, now)
+            else:
+                self._metrics.observe_inter_token(now - listener.last_token_at)
+            listener.last_token_at = now
+        report, handover = action.update.prompt, action.update.handover
+        if report is not None and report.timing is not None:
+            self._metrics.observe_first_token_parts(report.timing)
+        if handover is not None and handover.outcome is not None and not listener.has_handover:
+            listener.has_handover = True
+            self._metrics.observe_handover(handover.second_token, handover.outcome)
+        listener.generation.put(listener.prompt_index, action.update)
+
+    def _on_retried(self, retried: Retried) -> None:
+        self._metrics.count_retry(retried.kind, retried.error.code)
+        self._traces.note_retry(retried, self._clock.now())
+        logger.warning(
+            event(
+                "retried",
+                request_id=retried.request_id,
+                kind=retried.kind,
+                code=retried.error.code,
+                message=retried.error.message,
+                failed=retried.failed.engine_id,
+                successor=retried.successor.engine_id if retried.successor else "-",
+            )
+        )
+
+    def _on_ended(self, flow: Flow, now: float) -> None:
+        listener = self._listeners.pop(flow.request_id, None)
+        if not self._listeners:
+            self._is_idle.set()
+        num_prompt_tokens = len(flow.submission.prompt_token_ids)
+        seconds = now - flow.arrival
+        self._metrics.count_tokens(num_prompt_tokens, flow.num_output_tokens)
+        if flow.error is None:
+            self._metrics.observe_success(seconds, [str(reason) for reason in flow.finish_reasons])
+        for kind in sorted(set(flow.retried)):
+            self._metrics.count_retried(kind, flow.error.code if flow.error else "served")
+        trace_id = self._traces.end(flow, now)
+        if listener is None:
+            return
+        outcome = flow.error.code if flow.error else ",".join(sorted({str(reason) for reason in flow.finish_reasons}))
+        write = logger.info if flow.error is None or flow.error.code == Cancelled.code else logger.warning
+        write(
+            event(
+                "finished",
+                request_id=flow.request_id,
+                client_id=listener.generation.client_id,
+                outcome=outcome,
+                prompt_tokens=num_prompt_tokens,
+                output_tokens=flow.num_output_tokens,
+                ttft_ms=-1.0 if flow.first_token_at is None else (flow.first_token_at - flow.arrival) * 1e3,
+                total_ms=seconds * 1e3,
+                prefill=flow.prefill.engine_id if flow.prefill else "-",
+                decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
+                retries=len(flow.retried),
+                **_recomputed(flow),
+                **({"trace_id": trace_id} if trace_id else {}),
+                **({"message": flow.error.message} if flow.error else {}),
+            )
+        )
+
+    # ---- gauges ------------------------------------------------------------------------------------------------------
+
+    def _add_gauges(self) -> None:
+        flows, cluster = self.machine.flows, self.machine.cluster
+
+        def count_role(role: str) -> Callable[[], float]:
+            return lambda: sum(member.role == role for member in cluster.members)
+
+        self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(flows))
+        self._metrics.watch_each(
+            "num_requests_by_phase",
+            "Requests by the leg they are on.",
+            "phase",
+            {phase.value: lambda phase=phase: flows.count(phase) for phase in Phase},  # type: ignore[misc]
+        )
+        self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: flows.num_waiting)
+        self._metrics.watch(
+            "foreseen_prompt_wait_seconds",
+            "How long a new prompt would wait where it is begun with first.",
+            lambda: self.machine.queues.shortest_wait_s(cluster.workers, self._clock.now()),
+        )
+        self._metrics.watch(
+            "workers_unpaired",
+            "Prefill and decode workers that none of the other role fits.",
+            lambda: len(unpaired(cluster.workers)),
+        )
+        self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
+        self._metrics.watch(
+            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
+        )
+        self._metrics.watch(
+            "workers_stalled",
+            "Workers whose engines make no progress.",
+            lambda: sum(member.progress.standing is Standing.STALLED for member in cluster.members),
+        )
+        self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)
+
+
+def _recomputed(flow: Flow) -> dict[str, object]:
+    """Return why blocks were not loaded and what that cost, for the log; nothing if it did not happen."""
+    cost = flow.accounts.cost
+    reason = cost.fallback_reason or flow.fallback_reason
+    return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

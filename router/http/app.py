@@ -1,0 +1,283 @@
+"""The router's HTTP application: routes, authorization, body limits, and errors in OpenAI's shape.
+
+Owns what is HTTP about the API. Knows nothing of what a request means (``router.http.endpoints``). ``router.http.server``
+serves it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from litestar import Litestar, MediaType, Request, Response, get, post
+from litestar.config.cors import CORSConfig
+from litestar.connection import ASGIConnection
+from litestar.dto import MsgspecDTO
+from litestar.exceptions import HTTPException, InternalServerException, NotAuthorizedException, ValidationException
+from litestar.handlers import BaseRouteHandler
+from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Reference, Schema
+from litestar.params import Body, Parameter
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp, ExceptionHandler, Guard
+from litestar.typing import FieldDefinition
+
+from core.errors import Cancelled, DeadlineUnreachable, InvalidRequest, KVFerryError
+from core.log import event
+from core.tracing import parse_trace_context
+from core.wire.messages import ErrorInfo
+from core.worker.ops_http import OpsResponse
+from router.http.api_keys import bearer_key
+from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
+from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
+from router.http.key_limit import KeyLimit
+from router.http.middleware import Edge, client_id
+from router.http.probes import Probes
+from router.http.uploads import UploadLimit, hold_of
+from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai.responses import ChatCompletion, Completion
+from router.openai.sampling import parse_body
+
+if TYPE_CHECKING:
+    from litestar._openapi.schema_generation import SchemaCreator
+
+logger = logging.getLogger(__name__)
+
+_HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_GONE = "client disconnected prematurely"  # all that tells Litestar's exception for it from other failures
+_OPEN = "is_open"  # handler option: served without the API key
+
+
+class StrictBody(MsgspecDTO[msgspec.Struct]):
+    """Decodes bodies by ``parse_body``, whose refusals name the field, and describes them in the OpenAPI document."""
+
+    @classmethod
+    def create_for_field_definition(
+        cls, field_definition: FieldDefinition, handler_id: str, backend_cls: object = None
+    ) -> None:
+        """Prepare nothing: bodies are decoded as their own type."""
+
+    @classmethod
+    def create_openapi_schema(
+        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: SchemaCreator
+    ) -> Reference | Schema:
+        """Describe the body's own type."""
+        schema: Reference | Schema = schema_creator.for_field_definition(field_definition)
+        return schema
+
+    def decode_bytes(self, value: bytes) -> msgspec.Struct:
+        """Return the decoded body."""
+        kind: type[msgspec.Struct] = self.asgi_connection.route_handler.parsed_data_field.annotation
+        return parse_body(value, kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """Bytes of one request's body and of the bodies of all requests together; and how many requests one key may have."""
+
+    max_body_bytes: int = 12 << 20
+    max_upload_bytes: int = 256 << 20
+    max_requests_per_key: int = 0  # open at once; 0 = any number
+
+
+def create_app(
+    endpoints: Endpoints,
+    *,
+    version: str,
+    api_key: str = "",
+    limits: BodyLimits | None = None,
+    has_metrics: bool = True,
+    cors_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the ASGI application. An empty ``api_key`` leaves it open; several are separated by commas.
+
+    Without ``has_metrics`` metrics and status are on a port of their own. Pages of ``cors_origins`` may call the API.
+    """
+    limits = limits or BodyLimits()
+    probes = Probes(endpoints, version)
+    routes = [*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, probes)]
+    app = Litestar(
+        route_handlers=[*routes, *(_operator_routes(probes) if has_metrics else [])],
+        request_max_body_size=limits.max_body_bytes,
+        guards=[_guard(api_key)] if api_key else [],
+        exception_handlers={
+            KVFerryError: _on_error(endpoints),
+            RequestFailure: _on_error(endpoints),
+            HTTPException: _on_error(endpoints),
+            Exception: _on_error(endpoints),
+        },
+        openapi_config=OpenAPIConfig(
+            title="kvferry",
+            version=version,
+            path="/openapi.json",
+            render_plugins=[JsonRenderPlugin(path="/", media_type=MediaType.JSON)],
+        ),
+        logging_config=None,
+        cors_config=_cors(cors_origins),
+    )
+    paths = frozenset(route.path for route in app.routes)
+    uploads = UploadLimit(app, limits.max_upload_bytes)
+    endpoints.metrics.watch("upload_bytes", "Bytes of request bodies that are held.", lambda: uploads.num_bytes)
+    app_with_limits: ASGIApp = uploads
+    if limits.max_requests_per_key and api_key:
+        app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
+    return Edge(app_with_limits, endpoints.metrics, paths)
+
+
+def _cors(origins: Sequence[str]) -> CORSConfig | None:
+    if not origins:
+        return None
+    # No credentials: the key is a header that the page's script sends, and cookies mean nothing here.
+    return CORSConfig(
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
+    refusals = {
+        status: ResponseSpec(data_container=ErrorBody, description=text)
+        for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "Nobody can serve it"))
+    }
+
+    @post("/v1/completions", dto=StrictBody, responses={200: ResponseSpec(Completion), **refusals}, status_code=200)
+    async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
+        """Complete a prompt."""
+        return await endpoints.complete(data, _caller(request, data.request_id))
+
+    @post("/v1/chat/completions", dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200)
+    async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
+        """Answer a conversation."""
+        return await endpoints.chat(data, _caller(request, data.request_id))
+
+    return [completions, chat_completions]
+
+
+def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
+    @post("/tokenize", dto=StrictBody, return_dto=None, status_code=200)
+    async def tokenize(data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
+        """Return the tokens of a text or a conversation."""
+        return await endpoints.tokenize(data)
+
+    @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
+    async def detokenize(data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
+        """Return the text of tokens."""
+        return await endpoints.detokenize(data)
+
+    return [tokenize, detokenize]
+
+
+def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandler]:
+    @get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the served model."""
+        return {"object": "list", "data": endpoints.models()}
+
+    @get("/v1/models/{name:path}")
+    async def model(name: Annotated[str, Parameter()]) -> dict[str, Any]:
+        """Describe the served model."""
+        endpoints.check_model(name.lstrip("/"))
+        return endpoints.models()[0]
+
+    @get(["/health", "/ping"], opt={_OPEN: True})
+    async def health() -> ASGIResponse:
+        """Say whether the process does its work."""
+        return _answer(probes.health())
+
+    @get(["/ready", "/readyz"], opt={_OPEN: True})
+    async def ready() -> ASGIResponse:
+        """Say whether a request could be served now, and if not, why."""
+        return _answer(probes.ready())
+
+    @get("/version", opt={_OPEN: True})
+    async def version() -> ASGIResponse:
+        """Return the version of kvferry."""
+        return _answer(probes.version())
+
+    @get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of requests in flight."""
+        return {"server_load": endpoints.service.num_requests}
+
+    return [models, model, health, ready, version, load]
+
+
+def _operator_routes(probes: Probes) -> list[BaseRouteHandler]:
+    @get("/metrics", opt={_OPEN: True})
+    async def metrics() -> ASGIResponse:
+        """Return all metrics in Prometheus's text format."""
+        return _answer(probes.metrics())
+
+    @get("/status", opt={_OPEN: True})
+    async def status_page() -> ASGIResponse:
+        """Show the cluster to a person."""
+        return _answer(probes.status_page())
+
+    @get("/status.json", opt={_OPEN: True})
+    async def status() -> ASGIResponse:
+        """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
+        return _answer(probes.status())
+
+    return [metrics, status_page, status]
+
+
+def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
+    headers = request.headers
+    trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
+    return Caller(
+        client_id=client_id(request.scope, named_in_body), receive=request.receive, hold=hold_of(request.scope), trace=trace
+    )
+
+
+def _answer(response: OpsResponse) -> ASGIResponse:
+    media_type, _, _ = response.content_type.partition("; charset=")  # which Litestar adds to texts
+    headers = dict(response.headers)
+    return ASGIResponse(body=response.body, status_code=response.status, media_type=media_type, headers=headers)
+
+
+def _guard(api_key: str) -> Guard:
+    """Let through who sends one of the keys, which are separated by commas; how long that takes tells nothing of them."""
+    expected = [key.strip().encode() for key in api_key.split(",") if key.strip()]
+
+    def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        given = bearer_key(connection.headers.get("authorization", "").encode())
+        num_matches = sum(hmac.compare_digest(given, known) for known in expected)  # all of them, whichever it is
+        if not handler.opt.get(_OPEN) and not num_matches:
+            raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")
+
+    return check
+
+
+def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
+    def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+        info = _describe(error)
+        endpoints.metrics.count_failed(info.code)
+        if info.http_status == 500:
+            logger.error(event("internal_error", path=request.url.path), exc_info=error)
+        return error_response(info, error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S)
+
+    return handle
+
+
+def _describe(error: Exception) -> ErrorInfo:
+    match error:
+        case RequestFailure():
+            return error.info
+        case KVFerryError():
+            return ErrorInfo.of(error)
+        case ValidationException():  # bodies are checked by parse_body; what is left is no body at all
+            return ErrorInfo.of(InvalidRequest("the body is empty"))
+        case InternalServerException() if error.detail == _GONE:
+            return ErrorInfo.of(Cancelled("the client disconnected before its request had arrived"))
+        case HTTPException() if error.status_code < 500:
+            status = error.status_code
+            return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)
+        case _:
+            return ErrorInfo(code="internal_error", message="the router failed on this request; its log says how")

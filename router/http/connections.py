@@ -1,0 +1,302 @@
+"""Clients' connections with bounds, so that none can hold a descriptor, memory or a request by doing nothing or too much.
+
+Owns what uvicorn leaves open: how long a request may take to arrive, how large its head may be, how long an answer may wait for
+its reader, and how many connections there may be. Knows nothing of routes. ``router.http.server`` gives ``HttpConfig`` to
+uvicorn.
+
+    connected ──first byte──► head ──► body ──► answer ──► idle (uvicorn's keep-alive)
+    └───── receive_timeout_s ────┘└ the same ┘ └ send_timeout_s without progress
+    └──────── max_head_bytes ────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httptools
+import msgspec
+import uvicorn
+from litestar.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from core.wire.messages import ErrorInfo
+from router.http.client_table import ClientTable
+from router.http.errors import error_body
+
+CutReason = Literal["address", "head", "idle", "limit", "pipeline", "receive", "send"]
+MAX_HEADERS = 256
+MAX_PIPELINED = 32  # requests of one connection that wait for an earlier one's answer
+ACCEPT_BATCH = 128  # connections that one callback of the event loop may accept
+_SLICE_BYTES = 16 << 10  # so much is parsed between two looks at the bounds
+_LINGER_S = 2.0  # how long a refused client may go on sending before the answer is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """What one client, and all together, may hold. Times in seconds."""
+
+    max_connections: int
+    receive_timeout_s: float  # for the head of a request, and again for its body
+    send_timeout_s: float  # for a reader that takes nothing
+    idle_timeout_s: float = 75.0  # between an answer and the next request
+    max_head_bytes: int = 64 << 10  # of a request's head; also between two pieces of a body, where trailers are
+    max_connections_per_address: int = 0  # 0 = any number
+    proxies: tuple[str, ...] = ()  # whose connections the bound per address leaves alone
+
+
+class HttpConfig(uvicorn.Config):
+    """uvicorn's settings for the router. ``count_cut`` is told of every connection that is ended by a limit.
+
+    Raises:
+        ConfigError: ``limits.proxies`` are no addresses.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ClientLimits, count_cut: Callable[[CutReason], None]) -> None:
+        super().__init__(
+            app,
+            http=GuardedConnection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            backlog=ACCEPT_BATCH,
+            timeout_keep_alive=math.ceil(limits.idle_timeout_s),
+            timeout_graceful_shutdown=1,
+        )
+        self.limits = limits
+        self.count_cut = count_cut
+        self.clients: ClientTable[GuardedConnection] = ClientTable(
+            limits.max_connections, limits.max_connections_per_address, limits.proxies
+        )
+
+
+class _Refused(Exception):
+    """What the parser has found is beyond a bound. It ends the parsing of the connection."""
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """One connection of a client."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        assert isinstance(config, HttpConfig)
+        self._limits = config.limits
+        self._clients = config.clients
+        self._tell_cut = config.count_cut
+        self._receiving: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._is_in_request = False  # from the end of a head to the end of its body
+        self._num_head_bytes = 0  # since the parser last gave out a head or a piece of a body
+        self._num_headers = 0
+        self._served: RequestResponseCycle | None = None
+        self._is_refused = False
+        self._reason: CutReason | None = None  # of a refusal that the parser's callback has found
+
+    # ---- what the event loop tells -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, unless there are too many: of its address, or of all, and none of them idle."""
+        super().connection_made(transport)
+        is_within = self._clients.add(self, self.client[0] if self.client else "")
+        if not is_within:
+            self._cut("address")
+            return
+        self._expect_request()
+        if self._clients.is_overfull:
+            idle = self._clients.longest_idle()
+            idle._cut("limit" if idle is self else "idle")
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, a slice at a time. Whatever comes between requests is the start of one."""
+        if self._is_refused:
+            return
+        if self._receiving is None and not self._is_in_request:
+            self._expect_request()
+        view = memoryview(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            piece = view[start : start + _SLICE_BYTES]
+            self._num_head_bytes += len(piece)
+            self._parse(bytes(piece))
+            if self._is_refused or self.transport.is_closing():
+                return
+            if self._num_head_bytes > self._limits.max_head_bytes:
+                self._refuse_head(f"it has more than {self._limits.max_head_bytes} bytes")
+                return
+
+    def _parse(self, piece: bytes) -> None:
+        """Feed the parser, which calls what follows. In place of uvicorn's, which logs whatever a client gets wrong."""
+        self._unset_keepalive_if_required()
+        rest = piece
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserError:
+                self._refuse_unparsed()
+                return
+            except httptools.HttpParserUpgrade as stop:  # to nothing that we speak: what follows is the next request
+                rest = rest[stop.args[0] :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all clocks, and the request that is being served: uvicorn tells only the last one that was sent ahead."""
+        self._clients.remove(self)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
+        self._stop_receiving()
+        self._stop_sending()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give the reader its time."""
+        super().pause_writing()
+        self._stop_sending()
+        self._sending = self.loop.call_later(self._limits.send_timeout_s, self._cut, "send")
+
+    def resume_writing(self) -> None:
+        """The reader has made progress."""
+        self._stop_sending()
+        super().resume_writing()
+
+    # ---- what the parser tells ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Start to count the headers of a request."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reason = "pipeline"
+            raise _Refused
+        self._num_headers = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer behind a body, unless there are too many."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._reason = "head"
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Give the body its time."""
+        self._num_head_bytes = 0
+        self._is_in_request = True
+        self._clients.mark_busy(self)
+        self._expect_request()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._num_head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is here."""
+        self._num_head_bytes = 0
+        self._is_in_request = False
+        self._stop_receiving()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or go on with one that is here."""
+        if not self.pipeline:
+            self._clients.mark_idle(self)
+        super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - as uvicorn has it
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # ---- deadlines ---------------------------------------------------------------------------------------------------
+
+    def _expect_request(self) -> None:
+        self._stop_receiving()
+        self._receiving = self.loop.call_later(self._limits.receive_timeout_s, self._on_receive_timeout)
+
+    def _on_receive_timeout(self) -> None:
+        self._receiving = None
+        if self._is_refused:
+            self.transport.abort()
+        elif self.flow.read_paused:  # by us, until an earlier request is served: the client can do nothing about it
+            self._expect_request()
+        elif self._is_in_request and not self.cycle.response_started:
+            self._tell_cut("receive")
+            self.transport.write(_too_slow(self._limits.receive_timeout_s))
+            self.transport.close()
+        else:
+            self._cut("receive")
+
+    def _stop_receiving(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    # ---- refusals ----------------------------------------------------------------------------------------------------
+
+    def _refuse_unparsed(self) -> None:
+        """Refuse what the parser has given up: it is no HTTP, or beyond one of our bounds."""
+        if self._reason == "head":
+            self._refuse_head(f"it has more than {MAX_HEADERS} fields")
+        elif self._reason is not None:
+            self._cut(self._reason)
+        else:
+            self._refuse(ErrorInfo(code="invalid_request", message="this is no valid HTTP request", http_status=400))
+
+    def _refuse_head(self, why: str) -> None:
+        self._tell_cut("head")
+        message = f"the head of the request is too large: {why}"
+        self._refuse(ErrorInfo(code="head_too_large", message=message, http_status=431))
+
+    def _refuse(self, info: ErrorInfo) -> None:
+        """Send an error and take nothing more. What still comes is read for a while, or the client would lose the answer."""
+        self._is_refused = True
+        self._stop_receiving()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()  # it would stand in the middle of an earlier answer
+            return
+        self.transport.write(_response(info))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._receiving = self.loop.call_later(_LINGER_S, self._on_receive_timeout)
+
+    def _cut(self, reason: CutReason) -> None:
+        self._tell_cut(reason)
+        self._is_refused = True
+        self._clients.remove(self)
+        self.transport.abort()
+
+
+def limit_unread_answers(listening: socket.socket, send_timeout_s: float) -> None:
+    """Have the kernel end connections whose peer takes nothing for so long, also those that are closed on our side."""
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * send_timeout_s)))
+
+
+def _too_slow(receive_timeout_s: float) -> bytes:
+    message = f"the request's body did not arrive within {receive_timeout_s:g} s"
+    return _response(ErrorInfo(code="request_timeout", message=message, http_status=408))
+
+
+_REASON_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+def _response(info: ErrorInfo) -> bytes:
+    body = msgspec.json.encode(error_body(info))
+    head = f"HTTP/1.1 {info.http_status} {_REASON_PHRASES[info.http_status]}\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body

@@ -1,0 +1,261 @@
+"""What the OpenAI endpoints do with a decoded body, from validation to the answer's first byte.
+
+Owns the order of the steps and the identity of a request. Knows nothing of routing in HTTP (``router.http.app``) or in the
+cluster (``router.dispatch.worker_gateway``).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar.types import ASGIApp, Receive
+
+from core.config import RouterSection
+from core.errors import InvalidRequest, ModelNotFound, NoWorker
+from core.ids import IdSource, new_hex_id, new_seed
+from core.tracing import TraceContext
+from core.wire.sampling import SamplingParams
+from router.dispatch.policy import choose_weights
+from router.dispatch.types import Submission
+from router.dispatch.worker_gateway import RouterService
+from router.http.streaming import Answer, EventStream
+from router.images.reader import Hold, ImageReader
+from router.metrics import RouterMetrics
+from router.openai.logprobs import TokenTexts
+from router.openai.postprocess import RequestOutput
+from router.openai.preprocess import Prompt, PromptReader, Sight, check_messages, max_text_tokens
+from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai.responses import ChatShaper, CompletionShaper, Envelope
+from router.openai.sampling import (
+    ModelLimits,
+    OutputOptions,
+    check_num_logprobs,
+    check_ranges,
+    check_supported,
+    check_token_ids,
+    load_failure_policy,
+    output_options,
+    params_of_prompt,
+    shared_params,
+)
+from router.openai.served_model import ServedModel
+from router.openai.text_pool import TextPool
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks: the id that names the request to the client, and the rest of its connection."""
+
+    client_id: str
+    receive: Receive
+    hold: Hold  # counts what is kept for the request beside its body
+    trace: TraceContext | None = None  # the client's span
+
+
+class Endpoints:
+    """The endpoints of one model; one that sees images needs to be told how they are read."""
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        service: RouterService,
+        metrics: RouterMetrics,
+        ids: IdSource,
+        config: RouterSection,
+        images: ImageReader | None = None,
+    ) -> None:
+        self.model = model.name
+        self.service = service
+        self.metrics = metrics
+        self.is_closing = False
+        self._defaults = model.defaults
+        self._tokenizer = model.tokenizer
+        sight = Sight(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
+        self._pool = TextPool(model.tokenizer, config.text_threads)
+        self._reader = PromptReader(model.tokenizer, self._pool, sight)
+        self._texts = TokenTexts(model.tokenizer)
+        self._ids = ids
+        self._max_prompt_tokens = config.max_prompt_tokens
+        self.created = int(time.time())
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
+        """Serve ``POST /v1/completions``. Raises what refuses or ends the request."""
+        options, limits = await self._check(request)
+        prompts = await self._reader.read_completion(request, limits, caller.hold)
+        return await self._generate(request, options, prompts, limits, caller)
+
+    async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
+        """Serve ``POST /v1/chat/completions``. Raises what refuses or ends the request."""
+        options, limits = await self._check(request)
+        prompt = await self._reader.read_chat(request, limits, caller.hold)
+        return await self._generate(request, options, [prompt], limits, caller)
+
+    async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
+        self.check_model(request.model)
+        check_supported(request)
+        check_ranges(request)
+        options = output_options(request)
+        await self.service.wait_for_route()
+        return options, self.limits()
+
+    async def _generate(
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        options: OutputOptions,
+        prompts: list[Prompt],
+        limits: ModelLimits,
+        caller: Caller,
+    ) -> ASGIApp:
+        shared = shared_params(request, limits, len(prompts))
+        check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
+        submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
+        output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
+        is_chat = isinstance(request, ChatCompletionRequest)
+        envelope = Envelope(
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
+            created=int(time.time()),
+            model=self.model,
+        )
+        shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
+        # Last: from here on, workers have to be stopped.
+        generation = await self.service.open(caller.client_id, submissions, caller.trace)
+        answer = Answer(generation, output, shaper, caller.receive, self._pool)
+        try:
+            if options.is_stream:
+                return EventStream(answer, await answer.first(), options, self.metrics)
+            response = await answer.whole()
+        except BaseException:
+            answer.close()
+            raise
+        answer.close()
+        return response
+
+    def _submission(
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        prompt: Prompt,
+        shared: SamplingParams,
+        limits: ModelLimits,
+    ) -> Submission:
+        return Submission(
+            request_id=new_hex_id(self._ids),
+            prompt_token_ids=prompt.token_ids,
+            sampling=params_of_prompt(request, shared, len(prompt.token_ids), new_seed(self._ids), limits),
+            n=request.n or 1,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            kv_load_failure_policy=load_failure_policy(request),
+            mm_features=prompt.mm_features,
+            media=prompt.media,
+            media_places=prompt.media_places,
+            model_fingerprint=prompt.model_fingerprint,
+            timeout_s=request.timeout_s,
+        )
+
+    def _choose_weights(self) -> bytes:
+        try:
+            return choose_weights(self.service.machine.cluster.workers)
+        except NoWorker as error:
+            error.retry_after_s = self.service.retry_after_s
+            raise
+
+    # ---- the rest ----------------------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a name that is not the served model's; none at all stands for it.
+
+        Raises:
+            ModelNotFound: names both.
+        """
+        if name and name != self.model:
+            raise ModelNotFound(f"The model `{name}` does not exist; this cluster serves `{self.model}`.", param="model")
+
+    def limits(self) -> ModelLimits:
+        """Return what bounds a request now.
+
+        Raises:
+            NoWorker: no route is there, so that nothing can be served.
+        """
+        reason = self.not_ready_reason
+        if reason is not None:
+            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.service.retry_after_s)
+        return ModelLimits(
+            max_model_len=self.service.machine.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
+            vocab_size=self._tokenizer.vocab_size,
+            defaults=self._defaults,
+            eos_token_ids=frozenset(self._tokenizer.eos_token_ids),
+        )
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """What keeps a request from being served now; None if nothing does."""
+        return "the router is shutting down" if self.is_closing else self.service.machine.not_ready_reason
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Serve ``POST /tokenize``. Raises InvalidRequest unless there is either a prompt or messages."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        check_messages(request.messages or ())
+        max_model_len = self.service.machine.max_model_len
+        if request.prompt is not None:
+            text, add_special = request.prompt, request.add_special_tokens is not False
+        else:
+            text, add_special = await self._reader.render_in_time(request), bool(request.add_special_tokens)
+        found = await self._reader.tokenize(text, add_special_tokens=add_special, max_model_len=max_model_len)
+        tokens = list(found)
+        strings = await self._pool.run(lambda: self._spelled(tokens)) if request.return_token_strs else None
+        return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
+
+    async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
+        """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary, or too many."""
+        self.check_model(request.model)
+        most = max_text_tokens(self.service.machine.max_model_len)
+        if len(request.tokens) > most:
+            raise InvalidRequest(f"there are {len(request.tokens)} tokens, at most {most} are taken here", param="tokens")
+        check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
+        return Detokenized(prompt=await self._pool.decode(request.tokens, skip_special_tokens=False))
+
+    def _spelled(self, token_ids: list[int]) -> list[str]:
+        return [self._tokenizer.token(token_id) or "" for token_id in token_ids]
+
+    def close(self) -> None:
+        """Drop what waits for a thread."""
+        self._pool.close()
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the model card in a list."""
+        return [
+            {
+                "id": self.model,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "kvferry",
+                "root": self.model,
+                "parent": None,
+                "max_model_len": self.service.machine.max_model_len or None,  # unknown without a worker
+                "permission": [],
+            }
+        ]

@@ -1,0 +1,49 @@
+"""One bound per API key over the requests that are open at once, so that one client cannot take all places.
+
+Owns the count. Sits between ``router.http.middleware`` and the application; knows nothing of routes, and not which keys are
+right: a wrong one is refused by the application, and forgotten when its request ends.
+"""
+
+from __future__ import annotations
+
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send, WebSocketReceiveMessage
+
+from core.errors import Overloaded
+from core.wire.messages import ErrorInfo
+from router.http.api_keys import bearer_key
+from router.http.errors import RequestFailure
+
+
+class KeyLimit:
+    """Passes requests on until ``max_requests`` of one key are open; further ones are told to come back."""
+
+    def __init__(self, app: ASGIApp, max_requests: int) -> None:
+        self._app = app
+        self._max_requests = max_requests
+        self._num_open: dict[bytes, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; looking at the state of the router is never refused."""
+        if scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        key = bearer_key(next((value for name, value in scope["headers"] if name == b"authorization"), b""))
+        is_refused = self._num_open.get(key, 0) >= self._max_requests
+
+        async def receive_or_refuse() -> HTTPReceiveMessage | WebSocketReceiveMessage:
+            if is_refused:
+                raise RequestFailure(self._refusal())
+            return await receive()
+
+        self._num_open[key] = self._num_open.get(key, 0) + 1
+        try:
+            await self._app(scope, receive_or_refuse, send)
+        finally:
+            self._num_open[key] -= 1
+            if not self._num_open[key]:
+                del self._num_open[key]
+
+    def _refusal(self) -> ErrorInfo:
+        message = f"{self._max_requests} requests with this API key are open, which is its limit: try again later"
+        return ErrorInfo(code=Overloaded.code, message=message, http_status=429, retryable=True)

@@ -1,0 +1,71 @@
+"""What operators and their programs ask a router: probes, metrics, version, and the status page.
+
+Owns these answers. ``router.http.app`` gives them on the API's port; with ``router.ops_port`` a small server of its own does,
+which shares neither connections nor limits with clients and stays reachable while they fill the API's port.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from core.wire.codec import WIRE_VERSION
+from core.worker.ops_http import OpsResponse, Routes
+from router.http.endpoints import Endpoints
+from router.http.status import status_of
+from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
+
+_encoder = msgspec.json.Encoder()
+
+
+class Probes:
+    """The answers of one router."""
+
+    def __init__(self, endpoints: Endpoints, version: str) -> None:
+        self._endpoints = endpoints
+        self._version = version
+
+    def routes(self) -> Routes:
+        """Return all answers by method and path."""
+        answers = {
+            "/health": self.health,
+            "/ping": self.health,
+            "/ready": self.ready,
+            "/readyz": self.ready,
+            "/metrics": self.metrics,
+            "/version": self.version,
+            "/status": self.status_page,
+            "/status.json": self.status,
+        }
+        return {("GET", path): answer for path, answer in answers.items()}
+
+    def health(self) -> OpsResponse:
+        """Say whether the process does its work."""
+        is_alive = self._endpoints.service.is_alive
+        return _json(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
+
+    def ready(self) -> OpsResponse:
+        """Say whether a request could be served now, and if not, why."""
+        reason = self._endpoints.not_ready_reason
+        return _json(200 if reason is None else 503, {"status": "ready" if reason is None else "not ready", "reason": reason})
+
+    def metrics(self) -> OpsResponse:
+        """Return all metrics in Prometheus's text format."""
+        return OpsResponse(200, generate_latest(self._endpoints.metrics.registry), CONTENT_TYPE_LATEST)
+
+    def version(self) -> OpsResponse:
+        """Return the version of kvferry."""
+        return _json(200, {"version": self._version, "wire_version": WIRE_VERSION})
+
+    def status_page(self) -> OpsResponse:
+        """Show the cluster to a person."""
+        headers = (("content-security-policy", CONTENT_SECURITY_POLICY), ("cache-control", "no-store"))
+        return OpsResponse(200, PAGE.encode(), "text/html; charset=utf-8", headers)
+
+    def status(self) -> OpsResponse:
+        """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
+        return _json(200, status_of(self._endpoints, self._version))
+
+
+def _json(status: int, content: object) -> OpsResponse:
+    return OpsResponse(status, _encoder.encode(content), "application/json")

@@ -1,0 +1,216 @@
+"""A router in one object: the workers' socket, the HTTP server, and the order of their start and end.
+
+Owns the listening HTTP socket and the shutdown. Knows nothing of signals and processes (``router.main``). Tests and the
+simulation of clients use it inside their own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from core.clock import Clock, SystemClock
+from core.config import RouterSection
+from core.errors import ConfigError
+from core.ids import IdSource, RandomIds, new_hex_id
+from core.log import event
+from core.release import package_version
+from core.wire.curve import ClusterKeys
+from core.wire.sockets import warn_if_exposed
+from core.worker.ops_http import OpsServer
+from router.dispatch.worker_gateway import RouterService
+from router.http.app import BodyLimits, create_app
+from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
+from router.http.descriptors import connections_within
+from router.http.endpoints import Endpoints
+from router.http.probes import Probes
+from router.images.reader import ImageReader
+from router.metrics import RouterMetrics
+from router.openai.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+
+
+class Router:
+    """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
+
+    Clients ask for ``model.name``, and workers register with it. With ``keys`` only their holders can be workers.
+    """
+
+    def __init__(
+        self,
+        config: RouterSection,
+        model: ServedModel,
+        *,
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+        registry: CollectorRegistry | None = None,
+        keys: ClusterKeys | None = None,
+    ) -> None:
+        clock, ids = clock or SystemClock(), ids or RandomIds()
+        metrics = RouterMetrics(registry or CollectorRegistry())
+        self._config = config
+        self._model = model
+        self._keys = keys
+        self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
+        self._images = ImageReader(config.images)
+        self.endpoints = Endpoints(
+            model=model,
+            service=self.service,
+            metrics=metrics,
+            ids=ids,
+            config=config,
+            images=self._images,
+        )
+        limits = BodyLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_upload_bytes=config.max_upload_bytes,
+            max_requests_per_key=config.max_requests_per_key,
+        )
+        self.app = create_app(
+            self.endpoints,
+            version=package_version(),
+            api_key=config.api_key,
+            limits=limits,
+            has_metrics=config.ops_port is None,
+            cors_origins=config.cors_origins,
+        )
+        self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut)
+        routes = Probes(self.endpoints, package_version()).routes()
+        self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
+        self.ops_address: str | None = None  # of the port for probes and metrics, once it is bound
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that clients connect to."""
+        assert self._socket is not None, "the router has not been started"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def http_address(self) -> str:
+        """The base of the clients' URLs."""
+        host = self._config.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def worker_port(self) -> int:
+        """The port that workers connect to."""
+        return self.service.worker_port
+
+    @property
+    def worker_address(self) -> str:
+        """The bound address for workers."""
+        return self.service.worker_address
+
+    async def start(self) -> None:
+        """Bind all sockets and serve.
+
+        Raises:
+            ConfigError: an address cannot be bound.
+        """
+        self._socket = _listen(self._config.host, self._config.port)
+        try:
+            if self._ops is not None:
+                self.ops_address = await self._ops.start(self._config.ops_host, self._config.ops_port or 0)
+            await self.service.start()
+        except ConfigError:
+            await self._close_sockets()
+            raise
+        if self._keys is None:
+            warn_if_exposed("router.worker_address", self.worker_address)
+        limit_unread_answers(self._socket, self._config.send_timeout_s)
+        self._server = _Server(self.http)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        await self._server.is_up.wait()
+        self._socket.listen(_BACKLOG)  # uvicorn has made the queue as short as one callback's share of it
+        sampling = msgspec.structs.asdict(self._model.defaults)
+        logger.info(
+            event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
+        )
+        if self.ops_address is not None:
+            logger.info(event("ops_port_open", address=self.ops_address))
+
+    async def drain(self) -> None:
+        """Stop as ``stop`` does, with the configured time for requests in flight."""
+        await self.stop(self._config.drain_timeout_s)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new requests, give those in flight ``grace_s`` to end, fail the rest, and close. Idempotent."""
+        self.endpoints.is_closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.service.wait_idle()
+        serving, self._serving = self._serving, None
+        await self.service.stop()
+        if self._server is not None and serving is not None:
+            self._server.should_exit = True
+            await serving
+            logger.info(event("router_stopped"))
+        await self._images.close()
+        self.endpoints.close()
+        await self._close_sockets()
+
+    async def _close_sockets(self) -> None:
+        if self._ops is not None:
+            await self._ops.stop()
+        if self._socket is not None:
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which belong to the process's entry point, and with a sign that it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _client_limits(config: RouterSection) -> ClientLimits:
+    return ClientLimits(
+        max_connections=connections_within(config.max_connections),
+        receive_timeout_s=config.receive_timeout_s,
+        send_timeout_s=config.send_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        max_head_bytes=config.max_head_bytes,
+        max_connections_per_address=config.max_connections_per_address,
+        proxies=config.proxy_addresses,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; ``""`` or ``*`` as host are all addresses.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    name = "" if host == "*" else host
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    try:
+        listening = socket.create_server((name, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None
+    # asyncio sets it for sockets that it makes itself only. Without it a token waits for the client's kernel to acknowledge
+    # the one before: 40 ms on most systems.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    return listening

@@ -1,0 +1,138 @@
+"""What ``/status`` tells: the cluster as this router sees it, at one moment, and what it has counted so far.
+
+Owns the shape of the report; ``router.http.status_page`` shows it. Knows nothing of HTTP. It only reads: workers from the
+membership, counts from the router's own metrics, so that page and alerts cannot disagree. Rates are made by who asks twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from core.wire.codec import WIRE_VERSION
+from router.dispatch.members import Member
+from router.http.endpoints import Endpoints
+from router.http.errors import CLIENT_ERRORS
+from router.metrics import PREFIX
+
+
+class WorkerStatus(msgspec.Struct, kw_only=True):
+    """One live worker, as its last heartbeat told; an encode worker holds images instead of choices, and no KV."""
+
+    engine_id: str
+    role: str
+    version: str  # of the package; empty if it does not say
+    state: str  # "ready", "full", "draining", "stalled", or "closed": it has said that it takes nothing
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    kv_cache_usage: float
+    num_leased_blocks: int
+    transports: tuple[str, ...]
+
+
+class PartStatus(msgspec.Struct, kw_only=True):
+    """Where time went: seconds in all, over so many requests."""
+
+    seconds: float
+    num_requests: int
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The report. Counts run since the start of the router."""
+
+    model: str
+    version: str
+    wire_version: int  # of this router, and so of all its workers
+    is_ready: bool
+    reason: str  # why it is not, else empty
+    num_requests: int
+    requests_by_phase: dict[str, int]
+    workers: list[WorkerStatus]
+    handovers: dict[str, int]  # by outcome: "loaded", or why not
+    failures: dict[str, int]  # of requests, by code, without those that were the client's doing
+    refusals: dict[str, int]  # of what clients got wrong, and requests that they gave up, by code
+    finished: int
+    generation_tokens: int
+    prompt_tokens: int
+    first_token_parts: dict[str, PartStatus]
+    second_token_parts: dict[str, PartStatus]
+
+
+def status_of(endpoints: Endpoints, version: str) -> Status:
+    """Return the state of the cluster."""
+    metrics = _Readings(endpoints.metrics.registry)
+    errors = metrics.events("request_failure_total", "code")
+    reason = endpoints.not_ready_reason
+    return Status(
+        model=endpoints.model,
+        version=version,
+        wire_version=WIRE_VERSION,
+        is_ready=reason is None,
+        reason=reason or "",
+        num_requests=endpoints.service.num_requests,
+        requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
+        workers=[_worker_status(member) for member in endpoints.service.machine.cluster.members],
+        handovers=metrics.events("kv_handovers_total", "outcome"),
+        failures={code: count for code, count in errors.items() if code not in CLIENT_ERRORS},
+        refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
+        finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),
+        generation_tokens=metrics.total("generation_tokens_total"),
+        prompt_tokens=metrics.total("prompt_tokens_total"),
+        first_token_parts=metrics.parts("time_to_first_token_part_seconds"),
+        second_token_parts=metrics.parts("time_to_second_token_part_seconds"),
+    )
+
+
+def _worker_status(worker: Member) -> WorkerStatus:
+    return WorkerStatus(
+        engine_id=worker.key.engine_id,
+        role=worker.role,
+        version=worker.version,
+        state=_state_of(worker),
+        num_running=worker.num_running,
+        num_waiting=worker.num_waiting,
+        max_num_seqs=worker.num_slots,
+        kv_cache_usage=worker.kv_cache_usage,
+        num_leased_blocks=worker.num_leased_blocks,
+        transports=worker.transports,
+    )
+
+
+def _state_of(worker: Member) -> str:
+    if worker.is_closed:
+        return "draining" if worker.is_draining else "stalled" if worker.why_unresponsive else "closed"
+    return "ready" if worker.has_room(1) else "full"
+
+
+class _Readings:
+    """Samples of a registry at one moment, by name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._samples = {name: list(samples) for name, samples in _grouped(registry.collect())}
+
+    def by_label(self, name: str, label: str) -> dict[str, int]:
+        return {labels[label]: int(value) for labels, value in self._samples.get(PREFIX + name, ())}
+
+    def events(self, name: str, label: str) -> dict[str, int]:
+        """Return a counter's values by a label, less those that have not happened."""
+        return {value: count for value, count in self.by_label(name, label).items() if count}
+
+    def total(self, name: str) -> int:
+        return int(sum(value for _, value in self._samples.get(PREFIX + name, ())))
+
+    def parts(self, name: str) -> dict[str, PartStatus]:
+        counts = self.by_label(f"{name}_count", "part")
+        sums = {labels["part"]: value for labels, value in self._samples.get(f"{PREFIX}{name}_sum", ())}
+        return {part: PartStatus(seconds=sums[part], num_requests=count) for part, count in counts.items()}
+
+
+def _grouped(families: Iterable[Metric]) -> Iterator[tuple[str, list[tuple[dict[str, str], float]]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in families:
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    yield from found.items()

@@ -1,0 +1,146 @@
+"""Answers that take time: whole or as a stream of events, stopped when the client leaves.
+
+Owns the loop from a generation's updates to bytes, and the watch on the client's connection, which runs from before the first
+byte to the last. Knows nothing of the shapes (``router.openai.responses``). ``router.http.endpoints`` prepares an ``Answer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from core.errors import Cancelled
+from core.wire.messages import ErrorInfo
+from router.dispatch.worker_gateway import Generation
+from router.http import sse
+from router.http.errors import RequestFailure, error_body
+from router.metrics import RouterMetrics
+from router.openai.postprocess import Delta, RequestOutput
+from router.openai.responses import ChatShaper, CompletionShaper
+from router.openai.sampling import OutputOptions
+from router.openai.text_pool import TextPool
+
+_encoder = msgspec.json.Encoder()
+_HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Answer:
+    """One HTTP answer in the making. Whoever holds it calls ``close`` in the end."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        output: RequestOutput,
+        shaper: CompletionShaper | ChatShaper,
+        receive: Receive,
+        pool: TextPool,
+    ) -> None:
+        self._generation = generation
+        self._output = output
+        self._shaper = shaper
+        self._pool = pool
+        self._failure: ErrorInfo | None = None
+        self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
+
+    async def whole(self) -> ASGIResponse:
+        """Wait for everything and return the response.
+
+        Raises:
+            RequestFailure: the request failed, or the client left.
+        """
+        while not self._output.is_finished:
+            self._shaper.gather(await self._deltas())
+        body = await self._shaped(lambda: _encoder.encode(self._shaper.whole()))
+        return ASGIResponse(body=body, media_type="application/json")
+
+    async def first(self) -> bytes:
+        """Wait for the first news and return their events; until here an error still has its own status.
+
+        Raises:
+            RequestFailure: the request failed, or the client left.
+        """
+        events = b""
+        while not events:
+            events = await self.next()
+        return events
+
+    async def next(self) -> bytes:
+        """Wait for news and return their events, which may be none.
+
+        Raises:
+            RequestFailure: the request failed, or the client left.
+        """
+        deltas = await self._deltas()
+        return await self._shaped(lambda: b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)]))
+
+    async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
+        """Return what ``shape`` does; log-probabilities of a long prompt are written off the event loop."""
+        return await self._pool.run(shape) if self._shaper.is_heavy else shape()
+
+    def last(self, options: OutputOptions) -> bytes:
+        """Return the events that end a stream."""
+        usage = sse.event(self._shaper.usage_chunk()) if options.include_usage else b""
+        return usage + sse.DONE
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every choice has ended."""
+        return self._output.is_finished
+
+    def close(self) -> None:
+        """Stop watching, and stop whatever is still running."""
+        self._watch.cancel()
+        self._generation.abort("the answer was given up")
+
+    async def _deltas(self) -> list[Delta]:
+        """Wait for news; what came before a failure is given out before the failure is raised."""
+        if self._failure is not None:
+            raise RequestFailure(self._failure)
+        deltas, stopped, self._failure = self._output.apply(await self._generation.updates())
+        for index in stopped:
+            self._generation.finish_choice(*self._output.locate(index))
+        if self._failure is not None and not deltas:
+            raise RequestFailure(self._failure)
+        return deltas
+
+
+class EventStream:
+    """ASGI application that sends an answer as server-sent events, from its first ones on."""
+
+    def __init__(self, answer: Answer, first_events: bytes, options: OutputOptions, metrics: RouterMetrics) -> None:
+        self._answer = answer
+        self._first_events = first_events
+        self._options = options
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end, an error, or the client's departure."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            events = self._first_events
+            while not self._answer.is_finished:
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = await self._answer.next()
+            events += self._answer.last(self._options)
+        except RequestFailure as failure:
+            events = self._failed(failure.info)
+        finally:
+            self._answer.close()
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    def _failed(self, info: ErrorInfo) -> bytes:
+        """Return the error as an event; the stream then ends without the usual mark, so that nobody takes it for whole."""
+        self._metrics.count_failed(info.code)
+        return b"" if info.code == Cancelled.code else sse.event(error_body(info))
+
+
+async def _abort_when_gone(receive: Receive, generation: Generation) -> None:
+    """Wait for the client to disconnect. The body has been read, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.abort("client disconnected")

@@ -1,0 +1,69 @@
+"""One bound over the bodies of all requests: what clients have sent and not been answered for, and what was fetched for them.
+
+Owns the count of bytes. Sits between ``router.http.middleware`` and the application; knows nothing of routes. The bound of a
+single body (``router.max_body_bytes``) is the application's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send, WebSocketReceiveMessage
+
+from core.errors import Overloaded
+from core.wire.messages import ErrorInfo
+from router.http.errors import RequestFailure
+
+_STATE_KEY = "kvferry_hold"
+
+
+class UploadLimit:
+    """Passes bodies on until all of them together hold more than ``max_bytes``; who sends more is asked to come back.
+
+    A body counts from its first piece to the end of the answer: so long the application keeps it. So does what ``hold_of`` a
+    request is told of.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != ScopeType.HTTP:
+            await self._app(scope, receive, send)
+            return
+        num_held = 0
+
+        def hold(num_new: int) -> None:
+            nonlocal num_held
+            if num_new and self.num_bytes + num_new > self._max_bytes:
+                raise RequestFailure(self._refusal())
+            self.num_bytes += num_new
+            num_held += num_new
+
+        async def receive_counted() -> HTTPReceiveMessage | WebSocketReceiveMessage:
+            message = await receive()
+            hold(len(message["body"]) if message["type"] == "http.request" else 0)
+            return message
+
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state[_STATE_KEY] = hold
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self.num_bytes -= num_held
+
+    def _refusal(self) -> ErrorInfo:
+        message = f"the router holds {self.num_bytes} bytes of request bodies, its limit is {self._max_bytes}: try again later"
+        return ErrorInfo(code=Overloaded.code, message=message, http_status=503, retryable=True)
+
+
+def hold_of(scope: Scope) -> Callable[[int], None]:
+    """Return what counts further bytes that are kept until the answer ends; it raises where there are too many."""
+    hold: Callable[[int], None] = scope["state"][_STATE_KEY]
+    return hold

@@ -1,0 +1,1 @@
+"""Images that clients refer to: fetched within limits, and checked."""

@@ -1,0 +1,1 @@
+"""The vocabulary of the OpenAI API: bodies in, token ids through, bodies out."""

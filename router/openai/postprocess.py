@@ -1,0 +1,177 @@
+"""From the tokens of a request's choices to text: detokenization, stop strings, what is held back, and the counts of ``usage``.
+
+Owns the state of every choice of one HTTP request. Knows nothing of JSON shapes (``router.openai.responses``) or workers. Fed
+by the handlers with the service's updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings
+from core.model.tokenizer import Tokenizer
+from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs
+from router.dispatch.timing import HandoverReport
+from router.dispatch.types import ChoiceUpdate, PromptReport, Update
+from router.openai.preprocess import Prompt
+from router.openai.sampling import OutputOptions
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice has gained. ``index`` counts over all prompts of the request. ``logprobs`` only if asked for.
+
+    ``offsets`` says for each token where its text starts, in characters of the choice's own text.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, later: Delta) -> None:
+        """Append what came after."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.offsets += later.offsets
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt of the request and what its workers have reported of it."""
+
+    prompt: Prompt
+    report: PromptReport | None = None
+    handover: HandoverReport | None = None
+
+
+class ChoiceText:
+    """The output of one choice as text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: OutputOptions, stops: StopStrings, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopStringMatcher(stops, include_stop_str_in_output=options.include_stop_str)
+        self._options = options
+        self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
+        self._num_characters = 0  # of the tokens so far; a character that is not whole yet does not count
+        self.num_tokens = 0
+        self.is_finished = False
+
+    def push(self, update: ChoiceUpdate, index: int) -> Delta:
+        """Return what the update adds. A stop string ends the choice, and what came behind it is dropped."""
+        delta = Delta(index)
+        if self._options.is_echo_only:  # the one token that a worker cannot help sampling is nobody's
+            return self._finish(delta, "length", None)
+        hidden_stop = update.finish_reason == "stop" and not self._options.include_stop_str
+        for number, token_id in enumerate(update.token_ids):
+            self.num_tokens += 1
+            delta.token_ids.append(token_id)
+            delta.offsets.append(self._num_characters)
+            if update.logprobs is not None:
+                delta.logprobs.append(update.logprobs[number])
+            is_stop_token = hidden_stop and number == len(update.token_ids) - 1
+            stop = None if is_stop_token else self._add(self._detokenizer.push((token_id,)), delta)
+            if stop is not None:
+                return self._finish(delta, "stop", stop)
+        if update.finish_reason is None:
+            return delta
+        stop = self._add(self._detokenizer.flush(), delta)
+        if stop is not None:
+            return self._finish(delta, "stop", stop)
+        delta.text += self._stops.flush()
+        return self._finish(delta, update.finish_reason, self._stop_reason(update.stop_reason))
+
+    def _add(self, text: str, delta: Delta) -> str | None:
+        """Add text to the delta as far as it may be sent; return the stop string that it completes."""
+        self._num_characters += len(text)
+        if self.num_tokens <= self._options.min_tokens:
+            delta.text += text
+            return None
+        safe, stop = self._stops.push(text)
+        delta.text += safe
+        return stop
+
+    def _finish(self, delta: Delta, reason: FinishReason, stop_reason: int | str | None) -> Delta:
+        self.is_finished = True
+        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        return delta
+
+    def _stop_reason(self, token_id: int | None) -> int | None:
+        """Return the stop token that the client named; the model's own end of sequence is no reason to report."""
+        if token_id in self._eos_token_ids and token_id not in self._options.stop_token_ids:
+            return None
+        return token_id
+
+
+class RequestOutput:
+    """All choices of one HTTP request: ``n`` for each of its prompts, numbered prompt by prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, options: OutputOptions, prompts: Sequence[Prompt], n: int) -> None:
+        self.prompts = [PromptState(prompt) for prompt in prompts]
+        self._n = n
+        stops = StopStrings(options.stop)
+        self._choices = [ChoiceText(tokenizer, options, stops, prompt.token_ids) for prompt in prompts for _ in range(n)]
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every choice has ended."""
+        return all(choice.is_finished for choice in self._choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all prompts."""
+        return sum(len(state.prompt.token_ids) for state in self.prompts)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Over all choices, end-of-sequence and stop tokens included."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that did not have to be computed, over all prompts."""
+        return sum(state.report.num_cached_tokens for state in self.prompts if state.report)
+
+    def prompt_of(self, index: int) -> PromptState:
+        """Return the prompt that a choice belongs to."""
+        return self.prompts[index // self._n]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return a choice's prompt and its number among that prompt's choices."""
+        return divmod(index, self._n)
+
+    def apply(self, news: Iterable[tuple[int, Update]]) -> tuple[list[Delta], list[int], ErrorInfo | None]:
+        """Digest news; return one delta per choice that has any, the choices ended by a stop string, and the error, if any.
+
+        Choices with an error are not finished; nothing must be applied after it.
+        """
+        deltas: dict[int, Delta] = {}
+        stopped: list[int] = []
+        for prompt_index, update in news:
+            if update.error is not None:
+                return list(deltas.values()), stopped, update.error
+            state = self.prompts[prompt_index]
+            state.report = update.prompt or state.report
+            state.handover = update.handover or state.handover
+            for item in update.choices:
+                index = prompt_index * self._n + item.index
+                choice = self._choices[index]
+                if choice.is_finished:
+                    continue
+                delta = choice.push(item, index)
+                if delta.finish_reason is not None and item.finish_reason is None:
+                    stopped.append(index)
+                if index in deltas:
+                    deltas[index].add(delta)
+                else:
+                    deltas[index] = delta
+        return list(deltas.values()), stopped, None

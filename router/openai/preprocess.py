@@ -1,0 +1,359 @@
+"""From prompts and conversations to token ids, without stalling the event loop.
+
+Owns how a request's prompt becomes tokens: forms of ``prompt``, parts of messages, truncation. Knows nothing of sampling or
+workers. What takes more than some ten milliseconds is done on the threads of ``router.openai.text_pool``; what cannot fit is
+refused before it is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from core.errors import ContextTooLong, InvalidRequest
+from core.model.image_prompt import ImagePrompts
+from core.model.tokenizer import Tokenizer
+from core.wire.media import MMFeature
+from router.images.reader import Hold, ImageReader, PlacedImage, find_images, place_of
+from router.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CommonRequest,
+    CompletionRequest,
+    ContentPart,
+    ImagePart,
+    RefusalPart,
+    TextPart,
+    TokenizeRequest,
+)
+from router.openai.sampling import ModelLimits, check_token_ids
+from router.openai.text_pool import INLINE_CHARACTERS, TextPool
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096  # of a conversation; so many parts of messages as well
+MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request together
+TOKEN_BYTES = 48  # of a prompt's token, while its request runs
+_UNCOUNTED_TOKENS = 1024  # of a request: what every request may have
+_INLINE_MESSAGES = 64  # a template takes some ten microseconds for each
+_MAX_TEXT_TOKENS = 32 << 10  # of a text that is not a prompt as it stands; the model's context, four times, if that is more
+MAX_CHOICES = 1024  # prompts times n: each has buffers here and a place in a worker's batch
+_RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "continue_final_message"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens and as text, the client's own if there was one; and its images, with the names they have for it.
+
+    ``model_fingerprint``: of the weights for which the images have their identifiers, empty without images.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    mm_features: tuple[MMFeature, ...] = ()
+    media: tuple[bytes, ...] = ()
+    media_places: tuple[str, ...] = ()
+    model_fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a model that sees images adds: their way in, how they stand in prompts, and the fingerprint that keys names.
+
+    ``model_fingerprint`` raises NoWorker where nobody serves, so that there is none.
+    """
+
+    reader: ImageReader
+    prompts: ImagePrompts
+    model_fingerprint: Callable[[], bytes]
+
+
+class PromptReader:
+    """Tokenizes for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, pool: TextPool, sight: Sight | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._sight = sight  # None = the model reads text only
+        self._longest_token = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    async def read_completion(
+        self, request: CompletionRequest, limits: ModelLimits, hold: Hold = lambda num_bytes: None
+    ) -> list[Prompt]:
+        """Return the prompts of a completion request; ``hold`` is told of the memory that their tokens take.
+
+        Raises:
+            InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown ids, or there are too many choices or tokens.
+            ContextTooLong: a prompt has too many tokens, or a text is so long that no tokenization of it fits.
+        """
+        add_special = request.add_special_tokens is not False
+        items = _split_prompt(request.prompt)
+        _check_num_choices(len(items), request.n or 1)
+        is_inline = sum(len(item) for item in items if isinstance(item, str)) <= INLINE_CHARACTERS
+        prompts, num_tokens = [], 0
+        for index, item in enumerate(items):
+            if index:
+                await asyncio.sleep(0)  # a thousand prompts are no reason to leave heartbeats unread
+            if isinstance(item, str):
+                self._check_length(len(item), request, limits)
+                token_ids = await self._encode(item, request, limits, add_special, is_inline)
+            else:
+                token_ids = item
+            if not token_ids:
+                raise InvalidRequest(f"prompt {index} is empty", param="prompt")
+            kept = _truncate(token_ids, request.truncate_prompt_tokens, limits)
+            _check_num_tokens(kept, limits)  # before millions of them are looked at
+            num_tokens += len(kept)
+            _check_all_tokens(num_tokens)
+            hold(_memory_of(num_tokens) - _memory_of(num_tokens - len(kept)))
+            prompts.append(await self._prompt(item, kept, len(token_ids), limits))
+        return prompts
+
+    async def _prompt(
+        self, source: str | list[int], token_ids: tuple[int, ...], num_before: int, limits: ModelLimits
+    ) -> Prompt:
+        """Keep the client's text where it still is the text of the tokens."""
+        if isinstance(source, str) and len(token_ids) == num_before:
+            return Prompt(token_ids, source)
+        check_token_ids("prompt", token_ids, limits.vocab_size)
+        return Prompt(token_ids, await self._pool.decode(token_ids))
+
+    async def read_chat(
+        self, request: ChatCompletionRequest, limits: ModelLimits, hold: Hold = lambda num_bytes: None
+    ) -> Prompt:
+        """Return the rendered conversation; ``hold`` is told of the memory that tokens and fetched images take.
+
+        Raises:
+            InvalidRequest: a part cannot be read or is no image, or the template refuses the conversation.
+            ContextTooLong: the text is so long that no tokenization of it fits.
+            NoWorker: there are images, and no worker by whose weights they could be named.
+        """
+        check_messages(request.messages)
+        self._check_length(sum(map(_num_characters, request.messages)), request, limits)
+        text = await self.render_in_time(request)
+        references = find_images(request.messages)
+        if references and self._sight is not None:
+            return await self._read_with_images(request, text, await self._sight.reader.read(references, hold), limits)
+        token_ids = _truncate(await self._encode_chat(request, text, limits), request.truncate_prompt_tokens, limits)
+        hold(_memory_of(len(token_ids)))
+        return Prompt(token_ids, text)
+
+    async def _read_with_images(
+        self, request: ChatCompletionRequest, text: str, placed: Sequence[PlacedImage], limits: ModelLimits
+    ) -> Prompt:
+        assert self._sight is not None
+        if request.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is not supported yet with images: leave it out", param="truncate_prompt_tokens"
+            )
+        prompts, images = self._sight.prompts, [found.image for found in placed]
+        expanded = prompts.expand(text, [image.size for image in images])
+        token_ids = await self._encode_chat(request, expanded, limits)
+        _check_num_tokens(token_ids, limits)
+        fingerprint = self._sight.model_fingerprint()
+        features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
+        places = {found.image.content: found.place for found in reversed(placed)}  # of equal files, the first one
+        return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)
+
+    async def _encode_chat(self, request: ChatCompletionRequest, text: str, limits: ModelLimits) -> Sequence[int]:
+        self._check_length(len(text), request, limits)
+        token_ids = await self._encode(text, request, limits, bool(request.add_special_tokens))
+        if not token_ids:
+            raise InvalidRequest("the conversation is empty", param="messages")
+        return token_ids
+
+    async def render_in_time(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """Return what ``render`` does, a long conversation on a thread. ``check_messages`` has passed."""
+        messages = request.messages or ()
+        is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
+        if is_short and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
+            return self.render(request)
+        return await self._pool.run(lambda: self.render(request))
+
+    def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """Return a conversation as the model's template writes it, a tag for each image.
+
+        Raises:
+            InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
+        """
+        if not request.messages:
+            raise InvalidRequest("messages is empty", param="messages")
+        sees = self._sight is not None and isinstance(request, ChatCompletionRequest)
+        messages = [_template_message(index, message, sees) for index, message in enumerate(request.messages)]
+        if self._sight is not None:  # such a template knows messages as lists of parts
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        is_continued = bool(request.continue_final_message)
+        add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
+        arguments = request.chat_template_kwargs or {}
+        reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
+        )
+
+    def _check_length(self, num_characters: int, request: CommonRequest, limits: ModelLimits) -> None:
+        """Refuse what cannot fit before spending seconds on tokenizing it."""
+        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        if request.truncate_prompt_tokens is not None:
+            self.check_text(num_characters, limits.max_model_len, param)
+        elif num_characters > self._longest_token * limits.max_model_len:
+            raise ContextTooLong(
+                f"This model's maximum context length is {limits.max_model_len} tokens. A prompt of {num_characters} "
+                "characters takes more.",
+                param=param,
+            )
+
+    def check_text(self, num_characters: int, max_model_len: int, param: str) -> None:
+        """Refuse a text that is not a prompt as it stands, if it has more tokens than ``max_text_tokens`` in any case.
+
+        Raises:
+            ContextTooLong: says how long it may be.
+        """
+        most = self._longest_token * max_text_tokens(max_model_len)
+        if num_characters > most:
+            raise ContextTooLong(f"{param} has {num_characters} characters, at most {most} are taken here", param=param)
+
+    async def _encode(
+        self, text: str, request: CommonRequest, limits: ModelLimits, add_special_tokens: bool, is_inline: bool = True
+    ) -> Sequence[int]:
+        is_cut = request.truncate_prompt_tokens is not None
+        # Twice, because the tokens of pieces are counted; the prompt's own number is checked where its limits are known.
+        most = max_text_tokens(limits.max_model_len) if is_cut else 2 * limits.max_model_len
+        return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most, is_inline=is_inline)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> Sequence[int]:
+        """Return the token ids of a text that is no prompt.
+
+        Raises:
+            ContextTooLong: it has more than ``max_text_tokens``.
+        """
+        self.check_text(len(text), max_model_len, "prompt")
+        most = max_text_tokens(max_model_len)
+        return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most)
+
+
+def _memory_of(num_tokens: int) -> int:
+    """Return the bytes of a request's prompts that are counted as held."""
+    return TOKEN_BYTES * max(0, num_tokens - _UNCOUNTED_TOKENS)
+
+
+def max_text_tokens(max_model_len: int) -> int:
+    """Return how many tokens a text may have that is not a prompt as it stands."""
+    return max(_MAX_TEXT_TOKENS, 4 * max_model_len)
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Refuse a conversation of too many messages, or of too many parts.
+
+    Raises:
+        InvalidRequest: says how many there may be.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"there are {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
+    num_parts = sum(map(_num_parts, messages))
+    if num_parts > MAX_MESSAGES:
+        raise InvalidRequest(f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed", param="messages")
+
+
+def _num_parts(message: ChatMessage) -> int:
+    return len(message.content) if isinstance(message.content, list) else 0
+
+
+def _num_characters(message: ChatMessage) -> int:
+    content = message.content
+    if isinstance(content, list):
+        return sum(len(part.text) for part in content if isinstance(part, TextPart))
+    return len(content or "")
+
+
+def _split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Return the prompts of the four forms that OpenAI allows, which may not be mixed."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    if isinstance(prompt[0], int):
+        _check_all_tokens(len(prompt))
+    elif len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
+    if len(set(map(type, prompt))) > 1:
+        raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
+    if isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    return cast(list[str | list[int]], prompt)
+
+
+def _check_all_tokens(num_tokens: int) -> None:
+    if num_tokens > MAX_TOKEN_IDS:
+        raise InvalidRequest(
+            f"the prompts have {num_tokens} tokens together, at most {MAX_TOKEN_IDS} are allowed", param="prompt"
+        )
+
+
+def _check_num_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are {num_prompts * n} choices, at most {MAX_CHOICES} are allowed", param="n"
+        )
+
+
+def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits) -> None:
+    if len(token_ids) >= limits.max_model_len:
+        raise ContextTooLong(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has "
+            f"{len(token_ids)}, which leaves no room for an answer.",
+            param="prompt",
+        )
+
+
+def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) -> tuple[int, ...]:
+    """Return the last ``limit`` tokens; -1 stands for what leaves room for one token of output."""
+    if limit is None:
+        return tuple(token_ids)
+    if limit < 1 and limit != -1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at least 1, or -1 for the model's limit, got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    return tuple(token_ids[-(limit if limit > 0 else max(1, limits.max_model_len - 1)) :])
+
+
+def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:
+    """Return a message for the template: its content a text, or a list of parts if it holds images."""
+    for field in ("tool_calls", "function_call", "audio"):
+        if getattr(message, field):
+            raise InvalidRequest(
+                f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
+            )
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates know the older one
+    content = message.content
+    if isinstance(content, list):
+        parts = [_template_part(place_of(index, number), part, sees_images) for number, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        result = {"role": role, "content": parts if has_images else "\n".join(part["text"] for part in parts)}
+    else:
+        result = {"role": role, "content": content or ""}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _template_part(place: str, part: ContentPart, sees_images: bool) -> dict[str, str]:
+    match part:
+        case TextPart():
+            return {"type": "text", "text": part.text}
+        case RefusalPart():
+            return {"type": "text", "text": part.refusal}
+        case ImagePart() if sees_images:
+            return {"type": "image"}
+        case _:
+            kind, reads = part.__struct_config__.tag, "texts and images" if sees_images else "text"
+            raise InvalidRequest(f"{place} is of type {kind}, this model reads {reads} only", param=place)
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,0 +1,218 @@
+"""The bodies that OpenAI clients send, as typed structs: fields, types and what is accepted without effect.
+
+Owns the shape of requests. Knows nothing of ranges or of what the fields mean (``router.openai.sampling``). Every optional
+field takes null, as clients send it. Fields that vLLM adds to OpenAI's are listed after them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A piece of a message's text."""
+
+    text: str
+
+
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A piece of an assistant's earlier refusal; read as text."""
+
+    refusal: str
+
+
+class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
+    """Where an image lies: a ``data:`` URL, or an http(s) one. Of ``detail`` only "auto" is known."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    """An image in a message."""
+
+    image_url: ImageURL
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
+    """A sound: known only to be refused by name."""
+
+
+class FilePart(msgspec.Struct, tag_field="type", tag="file"):
+    """A file: known only to be refused by name."""
+
+
+ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+    annotations: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream reports beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class KVTransferParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the request's KV cache is handed over. ``kv_load_failure_policy``: "recompute", or "fail" to be told of a failure."""
+
+    kv_load_failure_policy: str | None = None
+
+
+class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    # sampling and stopping beyond OpenAI's
+    min_tokens: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    # prompt, scheduling and output beyond OpenAI's
+    priority: int | None = None  # smaller is served first by workers with scheduler.policy=priority; others ignore it
+    cache_salt: str | None = None
+    timeout_s: float | None = None  # how long the answer may take, whole; it is refused at once if that cannot be kept
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
+    # known, refused unless neutral
+    best_of: int | None = None
+    bad_words: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    spaces_between_special_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    service_tier: Any = None
+    vllm_xargs: Any = None
+
+
+class CompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ChatCompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    # beyond OpenAI's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # known, refused unless neutral
+    echo: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    include_reasoning: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /tokenize``: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# Field → the values that mean "not used". Anything else is refused as unsupported, instead of being ignored in silence.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "vllm_xargs": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True, False),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": ([],),
+}

@@ -1,0 +1,407 @@
+"""The bodies that OpenAI clients expect back, as typed structs, and how they are built from a request's output.
+
+Owns the exact shapes, whole and streamed. Knows nothing of HTTP or of where the output came from. Fields that OpenAI does not
+have (``stop_reason``, ``token_ids``, ``prompt_logprobs``, ``usage.kv_transfer``) follow vLLM's names where it has them and are
+left out unless asked for, or there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, cast
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming, total_cost
+from router.openai.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from router.openai.postprocess import Delta, PromptState, RequestOutput
+from router.openai.sampling import OutputOptions
+
+_ENCODED_AT_ONCE = 128  # tokens of a prompt with their log-probabilities; some milliseconds
+_encoder = msgspec.json.Encoder()
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Where the prompt's KV cache came from."""
+
+    cached_tokens: int
+
+
+class KVTransferTiming(msgspec.Struct, kw_only=True):
+    """Where the time to the first token went, and from there to the second. Not told if a decode worker served alone."""
+
+    first_token: FirstTokenTiming
+    second_token: SecondTokenTiming
+
+
+class KVTransferUsage(msgspec.Struct, kw_only=True):
+    """What loading the request's KV cost, from a prefill worker or from a tier; of several prompts, sums and the slowest.
+
+    ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before, ``refusals``
+    the decode workers that had no room for it.
+    """
+
+    transport: str
+    transferred_tokens: int
+    transferred_bytes: int
+    transfer_ms: float
+    verified_blocks: int
+    recomputed_tokens: int
+    fallback_reason: str  # empty if nothing had to be recomputed
+    retries: int
+    replays: int
+    refusals: int
+    timing: KVTransferTiming | UnsetType = UNSET
+
+
+class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Token counts. ``kv_transfer`` is there if a pair of workers served the request, or a tier had lost some of its KV."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_transfer: KVTransferUsage | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One choice of a completion, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /v1/completions``, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The message of a chat choice."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to a chat choice."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """One choice of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Envelope(TypedDict):
+    """What every body of one answer repeats. ``created`` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A choice as it grows, for answers that are not streamed."""
+
+    deltas: list[Delta] = field(default_factory=list)
+
+    def merged(self, index: int) -> Delta:
+        whole = Delta(index)
+        whole.text = "".join(delta.text for delta in self.deltas)
+        for delta in self.deltas:
+            whole.token_ids += delta.token_ids
+            whole.logprobs += delta.logprobs
+            whole.offsets += delta.offsets
+        whole.finish_reason, whole.stop_reason = self.deltas[-1].finish_reason, self.deltas[-1].stop_reason
+        return whole
+
+
+class Shaper:
+    """Base of the two endpoints' shapes: gathers deltas for a whole answer, or turns them into chunks."""
+
+    def __init__(self, envelope: Envelope, options: OutputOptions, output: RequestOutput, texts: TokenTexts) -> None:
+        self._envelope = envelope
+        self._options = options
+        self._output = output
+        self._texts = texts
+        self._gathered: dict[int, _Gathered] = {}
+        self._started: set[int] = set()
+
+    @property
+    def is_heavy(self) -> bool:
+        """True if the answer has log-probabilities of a prompt, which may be long."""
+        options = self._options
+        return options.prompt_logprobs is not None or (options.echo and options.logprobs is not None)
+
+    def gather(self, deltas: Sequence[Delta]) -> None:
+        """Keep deltas for the whole answer."""
+        for delta in deltas:
+            self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
+
+    def usage(self) -> UsageBody:
+        """Return the counts so far."""
+        output = self._output
+        return UsageBody(
+            prompt_tokens=output.num_prompt_tokens,
+            completion_tokens=output.num_completion_tokens,
+            total_tokens=output.num_prompt_tokens + output.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens),
+            kv_transfer=_kv_transfer(output.prompts),
+        )
+
+    def _system_fingerprint(self) -> str | None:
+        """Return a name of the weights that answer, joined by + where prompts of a request met several. None = unknown."""
+        reports = [state.report for state in self._output.prompts if state.report is not None]
+        names = [f"fp_{report.model_fingerprint.hex()[:12]}" for report in reports if report.model_fingerprint]
+        return "+".join(dict.fromkeys(names)) or None
+
+    def _merged(self) -> list[Delta]:
+        return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
+
+    def _is_worth_a_chunk(self, delta: Delta) -> bool:
+        shows_tokens = self._options.return_token_ids or self._options.logprobs is not None
+        return bool(delta.text or delta.finish_reason or (delta.token_ids and shows_tokens))
+
+    def _chunk_usage(self) -> UsageBody | UnsetType | None:
+        """Return what ``usage`` is in an ordinary chunk: null when a last chunk will bring it."""
+        if not self._options.include_usage:
+            return UNSET
+        return self.usage() if self._options.continuous_usage else None
+
+    def _token_ids(self, delta: Delta) -> list[int] | UnsetType:
+        return delta.token_ids if self._options.return_token_ids else UNSET
+
+    def _prompt_token_ids(self, state: PromptState) -> list[int] | UnsetType:
+        return list(state.prompt.token_ids) if self._options.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, state: PromptState) -> list[dict[str, dict[str, Any]] | None] | UnsetType:
+        if self._options.prompt_logprobs is None or state.report is None or state.report.prompt_logprobs is None:
+            return UNSET
+        entries = state.report.prompt_logprobs
+        if len(entries) <= _ENCODED_AT_ONCE:
+            return prompt_logprobs(self._texts, entries)
+        # As JSON already: a call of the encoder keeps the interpreter's lock, and this list has all of a long answer's length.
+        starts = range(0, len(entries), _ENCODED_AT_ONCE)
+        pieces = [_encoder.encode(prompt_logprobs(self._texts, entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
+        joined = msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]")
+        return cast(list[dict[str, dict[str, Any]] | None], joined)
+
+
+class CompletionShaper(Shaper):
+    """Bodies of the completions endpoint."""
+
+    def whole(self) -> Completion:
+        """Return the answer."""
+        return self._body([self._choice(delta, is_whole=True) for delta in self._merged()], self.usage())
+
+    def chunks(self, deltas: Sequence[Delta]) -> list[Completion]:
+        """Return the events for new deltas."""
+        choices = [self._choice(delta) for delta in deltas if self._is_first_echo(delta) or self._is_worth_a_chunk(delta)]
+        return [self._body([choice], self._chunk_usage()) for choice in choices]
+
+    def usage_chunk(self) -> Completion:
+        """Return the last event of a stream that reports usage."""
+        return self._body([], self.usage())
+
+    def _is_first_echo(self, delta: Delta) -> bool:
+        return self._options.echo and delta.index not in self._started
+
+    def _choice(self, delta: Delta, *, is_whole: bool = False) -> CompletionChoice:
+        state = self._output.prompt_of(delta.index)
+        is_first = delta.index not in self._started
+        self._started.add(delta.index)
+        has_echo = is_first and self._options.echo
+        return CompletionChoice(
+            index=delta.index,
+            text=state.prompt.text + delta.text if has_echo else delta.text,
+            logprobs=self._logprobs(delta, state, has_echo=has_echo),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=self._token_ids(delta),
+            prompt_token_ids=self._prompt_token_ids(state) if is_first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(state) if is_whole else UNSET,
+        )
+
+    def _logprobs(self, delta: Delta, state: PromptState, *, has_echo: bool) -> CompletionLogprobs | None:
+        if self._options.logprobs is None:
+            return None
+        start = len(state.prompt.text) if self._options.echo else 0
+        offsets = [start + offset for offset in delta.offsets]
+        prompt_entries = state.report.prompt_logprobs if state.report else None
+        if not has_echo or prompt_entries is None:
+            return completion_logprobs(self._texts, delta.logprobs, delta.token_ids, offsets)
+        prompt = state.prompt
+        offsets = [*self._texts.offsets_of(prompt.text, prompt.token_ids), *offsets]
+        return completion_logprobs(
+            self._texts, [*prompt_entries, *delta.logprobs], [*prompt.token_ids, *delta.token_ids], offsets
+        )
+
+    def _body(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
+        return Completion(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
+
+
+class ChatShaper(Shaper):
+    """Bodies of the chat endpoint."""
+
+    def whole(self) -> ChatCompletion:
+        """Return the answer."""
+        state = self._output.prompts[0]
+        return ChatCompletion(
+            **self._envelope,
+            system_fingerprint=self._system_fingerprint(),
+            choices=[
+                ChatChoice(
+                    index=delta.index,
+                    message=AssistantMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=self._token_ids(delta),
+                )
+                for delta in self._merged()
+            ],
+            usage=self.usage(),
+            prompt_token_ids=self._prompt_token_ids(state),
+            prompt_logprobs=self._prompt_logprobs(state),
+        )
+
+    def chunks(self, deltas: Sequence[Delta]) -> list[ChatChunk]:
+        """Return the events for new deltas; each choice's first event holds its role and no text."""
+        events = []
+        for delta in deltas:
+            if delta.index not in self._started:
+                is_first = not self._started
+                self._started.add(delta.index)
+                events.append(self._role_chunk(delta.index, is_first=is_first))
+            if self._is_worth_a_chunk(delta):
+                events.append(self._body([self._chunk_choice(delta)], self._chunk_usage()))
+        return events
+
+    def usage_chunk(self) -> ChatChunk:
+        """Return the last event of a stream that reports usage."""
+        return self._body([], self.usage())
+
+    def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
+        chunk = self._body([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], self._chunk_usage())
+        if is_first:
+            chunk.prompt_token_ids = self._prompt_token_ids(self._output.prompts[0])
+        return chunk
+
+    def _chunk_choice(self, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            logprobs=self._logprobs(delta) if delta.logprobs else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
+            token_ids=self._token_ids(delta),
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        num_top = self._options.logprobs
+        return None if num_top is None else chat_logprobs(self._texts, delta.logprobs, num_top)
+
+    def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
+        return ChatChunk(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
+
+
+def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
+    reports = [state.handover for state in prompts if state.handover is not None]
+    if not reports:
+        return UNSET
+    cost = total_cost(report.cost for report in reports)
+    return KVTransferUsage(
+        transport=cost.transport,
+        transferred_tokens=cost.transferred_tokens,
+        transferred_bytes=cost.transferred_bytes,
+        transfer_ms=cost.transfer_ms,
+        verified_blocks=cost.verified_blocks,
+        recomputed_tokens=cost.recomputed_tokens,
+        fallback_reason=cost.fallback_reason,
+        retries=sum(report.num_retries for report in reports),
+        replays=sum(report.num_replays for report in reports),
+        refusals=sum(report.num_refusals for report in reports),
+        timing=_slowest(reports),
+    )
+
+
+def _slowest(reports: Sequence[HandoverReport]) -> KVTransferTiming | UnsetType:
+    first = [report.first_token for report in reports if report.first_token is not None]
+    second = [report.second_token for report in reports if report.second_token is not None]
+    if not first or not second:
+        return UNSET
+    return KVTransferTiming(
+        first_token=max(first, key=lambda timing: timing.total_ms),
+        second_token=max(second, key=lambda timing: timing.total_ms),
+    )

@@ -1,0 +1,416 @@
+"""From an OpenAI body to what the workers and the output side need: unsupported fields, ranges, defaults.
+
+Owns the meaning of request fields. Knows nothing of HTTP, tokenization or workers. Every refusal is an ``InvalidRequest`` that
+names the field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+import msgspec
+
+from core.errors import ContextTooLong, InvalidRequest
+from core.wire.messages import LoadFailurePolicy
+from core.wire.sampling import SamplingParams, check_tokens_left
+from router.http.body_checks import check_num_values
+from router.openai.requests import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
+from router.openai.served_model import NEUTRAL_SAMPLING, SamplingDefaults
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of all stop strings of a request together
+MAX_LOGIT_BIAS = 8192
+MAX_LISTED_IDS = 1 << 20  # of one field, once for each prompt of the request
+MAX_PROMPT_LOGPROBS = 1 << 18  # of prompts' tokens with their alternatives, once for each choice
+MAX_ID_CHARACTERS = 128
+MAX_CHOICES = 128
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_WRONG_TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`")
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What of the served model bounds a request, and what stands in for fields that it leaves out."""
+
+    max_model_len: int
+    vocab_size: int
+    max_prompt_tokens: int = 0  # the operator's limit; 0 = none
+    defaults: SamplingDefaults = NEUTRAL_SAMPLING
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What the client gets to see. ``logprobs`` and ``prompt_logprobs``: number of alternatives, None = none at all."""
+
+    is_stream: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop_str: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    echo: bool = False
+    is_echo_only: bool = False  # the prompt and nothing else
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+def parse_body(body: bytes, kind: type[Body]) -> Body:
+    """Decode a JSON body.
+
+    Raises:
+        InvalidRequest: malformed JSON, an unknown field, a missing one, or one of a wrong type; ``param`` names it. Or it holds
+            too many values.
+    """
+    check_num_values(body)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def check_supported(request: CommonRequest) -> None:
+    """Refuse known fields that have no effect here.
+
+    Raises:
+        InvalidRequest: names the first such field.
+    """
+    for field, neutral in NEUTRAL.items():
+        value = getattr(request, field, None)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(f"{field} is not supported yet: leave it out", param=field)
+    if isinstance(request, ChatCompletionRequest) and request.echo:
+        raise InvalidRequest("echo is not supported yet in chats: leave it out", param="echo")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest("best_of is not supported yet: leave it out, or set it to n", param="best_of")
+
+
+def output_options(request: CompletionRequest | ChatCompletionRequest) -> OutputOptions:
+    """Return what the client wants to see.
+
+    Raises:
+        InvalidRequest: a value is out of range, or two contradict.
+    """
+    is_stream = bool(request.stream)
+    stream_options = request.stream_options
+    if stream_options is not None and not is_stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+    if request.prompt_logprobs is not None and is_stream:
+        raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
+    _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    logprobs = _chat_logprobs(request) if isinstance(request, ChatCompletionRequest) else request.logprobs
+    _check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
+    echo = _has_echo(request)
+    return OutputOptions(
+        is_stream=is_stream,
+        stop=_stop_strings(request.stop),
+        include_stop_str=bool(request.include_stop_str_in_output),
+        min_tokens=request.min_tokens or 0,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        echo=echo,
+        is_echo_only=echo and request.max_tokens == 0,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        return_token_ids=bool(request.return_token_ids),
+        include_usage=bool(stream_options and stream_options.include_usage),
+        continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        stop_token_ids=frozenset(request.stop_token_ids or ()),
+    )
+
+
+def sampling_params(
+    request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
+) -> SamplingParams:
+    """Return the sampling parameters for the only prompt of a request. ``check_ranges`` has passed.
+
+    Raises:
+        InvalidRequest, ContextTooLong: as ``shared_params`` and ``params_of_prompt`` do.
+    """
+    return params_of_prompt(request, shared_params(request, limits), num_prompt_tokens, seed, limits)
+
+
+def shared_params(
+    request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, num_prompts: int = 1
+) -> SamplingParams:
+    """Return what all prompts of a request have in common of their sampling parameters. ``check_ranges`` has passed.
+
+    Raises:
+        InvalidRequest: a token id is outside the vocabulary, two values contradict, or there are too many ids for all prompts.
+    """
+    _check_listed_ids(request, num_prompts)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(field, getattr(request, field) or (), limits.vocab_size)
+    if request.allowed_token_ids is not None and not request.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty: no token could be generated", param="allowed_token_ids")
+    options = output_options(request)
+    defaults = limits.defaults
+    prompt_logprobs = options.prompt_logprobs
+    if prompt_logprobs is None and options.echo:
+        prompt_logprobs = options.logprobs
+    params = SamplingParams(
+        min_tokens=request.min_tokens or 0,
+        temperature=_default(request.temperature, defaults.temperature),
+        top_p=_default(request.top_p, defaults.top_p),
+        top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), limits.vocab_size),
+        min_p=_default(request.min_p, defaults.min_p),
+        repetition_penalty=_default(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_default(request.presence_penalty, 0.0),
+        frequency_penalty=_default(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request.logit_bias, limits.vocab_size),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=options.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    ends = options.stop_token_ids if params.ignore_eos else options.stop_token_ids | limits.eos_token_ids
+    check_tokens_left(params, ends, limits.vocab_size)
+    return params
+
+
+def params_of_prompt(
+    request: CompletionRequest | ChatCompletionRequest,
+    shared: SamplingParams,
+    num_prompt_tokens: int,
+    seed: int,
+    limits: ModelLimits,
+) -> SamplingParams:
+    """Return the sampling parameters for one prompt; ``seed`` is used if the client gave none.
+
+    Raises:
+        InvalidRequest: ``min_tokens`` exceeds ``max_tokens``.
+        ContextTooLong: prompt and output together exceed the model's context.
+    """
+    _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
+    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
+    return msgspec.structs.replace(
+        shared,
+        max_tokens=max(
+            1, max_tokens
+        ),  # a worker ends a request by a token; with none asked for, ``router.openai.postprocess`` drops it
+        seed=seed if request.seed is None else request.seed % 2**63,
+    )
+
+
+def check_num_logprobs(
+    request: CompletionRequest | ChatCompletionRequest, shared: SamplingParams, nums_prompt_tokens: Sequence[int]
+) -> None:
+    """Refuse log-probabilities of prompts that would be too many for one answer.
+
+    Raises:
+        InvalidRequest: says how many there would be.
+    """
+    if shared.prompt_logprobs is None:
+        return
+    num_entries = (request.n or 1) * sum(nums_prompt_tokens) * (1 + shared.prompt_logprobs)
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"{num_entries} log-probabilities of prompt tokens were to be in the answer, at most {MAX_PROMPT_LOGPROBS} are: "
+            "ask for fewer alternatives, choices or prompts",
+            param=field,
+        )
+
+
+def _check_listed_ids(request: CompletionRequest | ChatCompletionRequest, num_prompts: int) -> None:
+    """Refuse lists of ids that are too long for so many prompts: each goes to a worker with its own copy."""
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        num_ids = num_prompts * len(getattr(request, field) or ())
+        if num_ids > MAX_LISTED_IDS:
+            raise InvalidRequest(
+                f"{field}, once for each of {num_prompts} prompts, holds {num_ids} ids, at most {MAX_LISTED_IDS} are allowed",
+                param=field,
+            )
+
+
+def load_failure_policy(request: CommonRequest) -> LoadFailurePolicy | None:
+    """Return what shall become of the request if its KV cannot be loaded; None leaves it to the workers.
+
+    Raises:
+        InvalidRequest: there is no such policy; names the field and what is allowed.
+    """
+    wanted = request.kv_transfer_params and request.kv_transfer_params.kv_load_failure_policy
+    if wanted is None:
+        return None
+    allowed: tuple[LoadFailurePolicy, ...] = get_args(LoadFailurePolicy)
+    for policy in allowed:
+        if wanted == policy:
+            return policy
+    field = "kv_transfer_params.kv_load_failure_policy"
+    raise InvalidRequest(f"{field} must be one of {', '.join(allowed)}, got {wanted!r}", param=field)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: names the field and the id.
+    """
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(f"{field} holds {wrong}, the vocabulary ends at {vocab_size - 1}", param=field)
+
+
+def check_ranges(request: CommonRequest) -> None:
+    """Check what can be checked without the model.
+
+    Raises:
+        InvalidRequest: names the first field out of range.
+    """
+    _check_range("n", request.n, 1, MAX_CHOICES)
+    _check_range("max_tokens", request.max_tokens, 0 if _has_echo(request) else 1, None)
+    _check_range("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, None)
+    _check_range("min_tokens", request.min_tokens, 0, None)
+    _check_range("temperature", request.temperature, 0, 2)
+    _check_range("top_p", request.top_p, 0, 1, is_low_open=True)
+    _check_range("top_k", request.top_k, -1, None)
+    _check_range("min_p", request.min_p, 0, 1)
+    _check_range("repetition_penalty", request.repetition_penalty, 0.01, 100)
+    _check_range("presence_penalty", request.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
+    _check_range("seed", request.seed, -(2**63), 2**64 - 1)
+    _check_range("priority", request.priority, -(2**31), 2**31 - 1)
+    _check_range("timeout_s", request.timeout_s, 0, None, is_low_open=True)
+    for field in ("request_id", "session_id", "cache_salt"):
+        text = getattr(request, field) or ""
+        if len(text) > MAX_ID_CHARACTERS:
+            raise InvalidRequest(f"{field} has {len(text)} characters, at most {MAX_ID_CHARACTERS} are allowed", param=field)
+    if request.cache_salt is not None and not request.cache_salt:
+        raise InvalidRequest("cache_salt is empty: leave it out, or give it a value", param="cache_salt")
+
+
+def _has_echo(request: CommonRequest) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def _check_range(field: str, value: float | None, low: float, high: float | None, *, is_low_open: bool = False) -> None:
+    if value is None or ((low < value if is_low_open else low <= value) and (high is None or value <= high)):
+        return
+    allowed = f"more than {low:g}" if is_low_open else f"at least {low:g}"
+    if high is not None:
+        allowed += f" and at most {high:g}"
+    raise InvalidRequest(f"{field} must be {allowed}, got {value}", param=field)
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    _check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop holds {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    num_characters = sum(map(len, strings))
+    if num_characters > MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop holds {num_characters} characters, at most {MAX_STOP_CHARACTERS} are allowed together", param="stop"
+        )
+    if "" in strings:
+        raise InvalidRequest("stop holds an empty string, which would match everywhere", param="stop")
+    return strings
+
+
+def _check_prompt_length(
+    request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_prompt_tokens: int
+) -> None:
+    if max_prompt_tokens and num_prompt_tokens > max_prompt_tokens:
+        raise ContextTooLong(
+            f"The prompt has {num_prompt_tokens} tokens, this server takes at most {max_prompt_tokens}.",
+            param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
+        )
+
+
+def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Return the client's limit, else the endpoint's default, checked against the model's context."""
+    room = max_model_len - num_prompt_tokens
+    is_chat = isinstance(request, ChatCompletionRequest)
+    wanted = request.max_tokens
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        wanted = request.max_completion_tokens
+    if wanted is None:
+        wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
+    needed = max(1, wanted)
+    if needed > room:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + needed} tokens ({num_prompt_tokens} in the prompt, {needed} in the completion).",
+            param="messages" if is_chat else "prompt",
+        )
+    return wanted
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    result = {}
+    if bias and len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
+    for key, value in (bias or {}).items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")
+        check_token_ids("logit_bias", (int(key),), vocab_size)
+        _check_range("logit_bias", value, -100, 100)
+        result[int(key)] = value
+    return result
+
+
+def _explain(message: str) -> InvalidRequest:
+    """Turn msgspec's message into one that names the field."""
+    path = _PATH.search(message)
+    place = path.group(1) if path else ""
+    what = message[: path.start()] if path else message
+    unknown, missing = _UNKNOWN_FIELD.search(what), _MISSING_FIELD.search(what)
+    named = unknown or missing
+    if named is not None:
+        place = f"{place}.{named.group(1)}" if place else named.group(1)
+        what = "unknown field: leave it out" if unknown else "this field is required"
+    wrong_type = _WRONG_TYPE.fullmatch(what)
+    if wrong_type is not None:
+        what = _name_the_fix(wrong_type.group(1).split(" | "), wrong_type.group(2))
+    text = f"{place}: {what[0].lower()}{what[1:]}" if place else f"the body is not a valid request: {what}"
+    return InvalidRequest(text, param=place or None)
+
+
+def _name_the_fix(expected: list[str], got: str) -> str:
+    """Say what a value of the wrong type must be, and what is to be done about the one that was sent."""
+    allowed = " or ".join(_TYPES.get(name, name) for name in expected if name != "null")
+    text = f"must be {allowed}, not {_TYPES.get(got, got)}"
+    if got == "str" and "bool" in expected:
+        return f"{text}: true and false go without quotes"
+    if got == "str" and not {"int", "float"}.isdisjoint(expected):
+        return f"{text}: numbers go without quotes"
+    if got in ("int", "float", "bool") and "str" in expected:
+        return f"{text}: texts go in quotes"
+    return f"{text}: correct it, or leave it out" if "null" in expected else f"{text}: correct it"

@@ -1,0 +1,161 @@
+"""What answers at the server's addresses may be anything, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import zmq
+
+from connectors.lmcache.actions import ServerFacts
+from connectors.lmcache.client import ServerLink, fetch_facts
+from connectors.lmcache.wire import Operation, encode_call, wire_salt
+from core.config import LMCacheSection
+from core.errors import ConnectorUnavailable, PeerUnreachable
+from core.wire.sockets import AsyncContext
+
+GOOD = {"/lmc_version": "0.5.6", "/config": {"mp": {"chunk_size": 256, "separate_object_groups": True}}}
+
+
+@pytest.fixture
+def admin_port():
+    """Answer with what ``answers`` holds by then; bytes are sent as they are."""
+    answers: dict[str, object] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = answers.get(self.path)
+            if answer is None:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def log_message(self, *_) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_version_and_settings_are_read(admin_port):
+    address, answers = admin_port
+    answers.update(GOOD)
+    assert fetch_facts(address, 5.0) == ServerFacts("0.5.6", 256, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"/config": b"<html>"},
+        {"/config": {}},
+        {"/config": {"mp": {"chunk_size": "many", "separate_object_groups": True}}},
+        {"/config": []},
+        {"/lmc_version": b""},
+    ],
+)
+def test_somebody_else_at_the_port_is_told_apart(admin_port, changes):
+    address, answers = admin_port
+    answers.update(GOOD | changes)
+    with pytest.raises(ConnectorUnavailable, match="not as an LMCache server"):
+        fetch_facts(address, 5.0)
+
+
+def test_an_error_or_nobody_is_no_server(admin_port):
+    address, _ = admin_port
+    with pytest.raises(PeerUnreachable):
+        fetch_facts(address, 5.0)
+    with pytest.raises(PeerUnreachable):
+        fetch_facts("http://127.0.0.1:9", 5.0)
+
+
+@pytest.mark.asyncio
+async def test_a_link_carries_requests_and_replies_and_tells_of_its_end():
+    context, peer_context = AsyncContext(), zmq.Context()
+    peer = peer_context.socket(zmq.ROUTER)
+    port = peer.bind_to_random_port("tcp://127.0.0.1")
+    replies: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
+    is_lost, deaths = asyncio.Event(), []
+    link = ServerLink(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.put_nowait(reply), is_lost.set, deaths.append)
+    try:
+        link.send(encode_call(7, Operation.PING, 3))
+        identity, uid, operation, argument = await asyncio.to_thread(peer.recv_multipart)
+        assert (uid, operation, argument) == (b"\x07", b"\x16", b"\x03")
+        peer.send_multipart([identity, uid, operation, b"\xc3"])
+        assert await asyncio.wait_for(replies.get(), 5) == (7, True)
+        peer.send_multipart([identity, uid, operation])
+        assert await asyncio.wait_for(replies.get(), 5) == (7, None)
+        assert not is_lost.is_set()
+        peer.close(linger=0)
+        await asyncio.wait_for(is_lost.wait(), 5)
+        assert not deaths
+    finally:
+        link.close()
+        link.close()
+        await link.join()
+        context.term()  # nothing is open any more, or it would not return
+        peer_context.destroy(linger=0)
+
+
+@pytest.mark.asyncio
+async def test_a_reply_that_is_none_ends_the_link():
+    context, peer_context = AsyncContext(), zmq.Context()
+    peer = peer_context.socket(zmq.ROUTER)
+    port = peer.bind_to_random_port("tcp://127.0.0.1")
+    is_lost, replies = asyncio.Event(), []
+    link = ServerLink(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.append(reply), is_lost.set, replies.append)
+    try:
+        link.send(encode_call(1, Operation.PING, 3))
+        identity, *_ = await asyncio.to_thread(peer.recv_multipart)
+        peer.send_multipart([identity, b"\xc1garbage"])
+        await asyncio.wait_for(is_lost.wait(), 5)
+        assert not replies
+    finally:
+        link.close()
+        await link.join()
+        context.term()
+        peer_context.destroy(linger=0)
+
+
+def test_a_salt_is_never_sent_as_it_is():
+    assert wire_salt("") == ""
+    found = {wire_salt(salt) for salt in ("a", "b", "tenant/1@x", "x" * 1000)}
+    found |= {wire_salt(salt, [("mm", identifier, 4, 8)]) for salt in ("", "a") for identifier in (b"a" * 16, b"b" * 16)}
+    assert len(found) == 8
+    assert all(salt.isalnum() and len(salt) == 32 for salt in found)
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_cannot_be_copied_is_refused_at_the_start(make_engine):
+    engine = make_engine(LMCacheSection(), b"model", 1)
+    pool = engine.connector.worker.pool
+    for changes, said in (({"buffer": None, "device": "cuda:0"}, "cuda:0"), ({"seals": None}, "seals")):
+        engine.connector.worker.pool = dataclasses.replace(pool, **changes)
+        with pytest.raises(ConnectorUnavailable, match=said):
+            await engine.connector.start()
+    await engine.connector.stop()
+
+
+@pytest.mark.asyncio
+async def test_without_a_server_a_worker_serves(make_engine):
+    nobody = LMCacheSection(
+        server_address="tcp://127.0.0.1:9", http_address="http://127.0.0.1:9", retry_interval_s=0.01, request_timeout_s=1.0
+    )
+    engine = make_engine(nobody, b"model", 1)
+    await engine.connector.start()
+    assert not engine.connector.is_connected
+    assert await engine.run("a", list(range(300))) is None
+    await engine.settled()
+    engine.core.shutdown()
+    await engine.connector.stop()
+    await engine.connector.stop()

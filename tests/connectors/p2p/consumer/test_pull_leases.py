@@ -1,0 +1,351 @@
+"""The consumer's state machine: leases that are asked for, renewed, lost and released."""
+
+import pytest
+
+from connectors.async_worker import LoadEnded
+from connectors.p2p.actions import PostRead, PostSealRead, SendControl
+from core.errors import TransferError
+from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
+
+OTHER = "tcp://10.0.0.2:5600"
+
+
+def test_hold_keeps_a_lease_alive_without_a_load(pull):
+    (asked,) = pull.hold()
+    assert asked.message == LeaseRenew(transfer_ids=("t",), number=1)
+    assert pull.hold() == []
+    (renewed,) = pull.tick(5)
+    assert renewed.message == LeaseRenew(transfer_ids=("t",), number=2)
+
+
+def test_renewals_are_batched_per_owner(pull, address):
+    for name in ("t", "u", "v"):
+        pull.hold(name)
+    pull.hold("w", address=OTHER)
+    renewals = pull.tick(5)
+    assert renewals == [
+        SendControl(address, LeaseRenew(transfer_ids=("t", "u", "v"), number=5)),
+        SendControl(OTHER, LeaseRenew(transfer_ids=("w",), number=6)),
+    ]
+    assert len(pull.tick(5)) == 2
+
+
+def test_renewals_stop_with_the_release(pull, address):
+    pull.hold()
+    assert pull.release() == [SendControl(address, LeaseRelease(transfer_ids=("t",)))]
+    assert pull.tick(5) == []
+    assert pull.protocol.next_timer() is None
+
+
+# ---- leases that may be held soon: the request is on its way to the engine
+
+
+def test_lease_is_asked_for_ahead_of_its_request_and_read_with_it(pull):
+    (asked,) = pull.expect()
+    assert asked.message == LeaseRenew(transfer_ids=("t",), number=1)
+    assert pull.hold() == [] == pull.expect()
+    pull.start()
+    pull.accept()
+    pull.grant(30_000)
+    assert pull.actions(PostRead)
+    assert len(pull.messages(LeaseRenew)) == 1
+
+
+def test_load_of_an_expected_lease_reads_at_once(pull):
+    pull.start("opens the peer", transfer_id="another")
+    pull.accept()
+    pull.expect()
+    pull.grant(30_000)
+    assert [type(action) for action in pull.start(num_rows=2)] == [PostRead, PostSealRead]
+
+
+def test_lease_that_no_request_comes_for_is_forgotten(pull):
+    pull.expect()
+    pull.grant(30_000)
+    assert len(pull.protocol.leases) == 1
+    assert pull.tick(5) == []
+    assert len(pull.protocol.leases) == 0
+    assert pull.protocol.leases.counts.leases_given_up == 1
+    assert pull.protocol.next_timer() is None
+
+
+def test_expected_lease_that_is_held_is_renewed(pull):
+    pull.expect("t")
+    pull.expect("never comes")
+    pull.hold("t")
+    (renewed,) = pull.tick(5)
+    assert renewed.message == LeaseRenew(transfer_ids=("t",), number=3)
+
+
+def test_lease_expected_shortly_before_the_renewals_is_still_known_to_its_request(pull):
+    pull.hold("u")
+    pull.tick(4.9)
+    pull.expect()
+    pull.grant(30_000)
+    (renewed,) = pull.tick(0.1)
+    assert renewed.message.transfer_ids == ("u",), "it is nobody's yet"
+    assert pull.hold() == []
+    assert pull.protocol.leases.counts.leases_known_in_time == 1
+
+
+def test_lease_that_is_held_late_is_renewed_an_interval_after_it_was_asked_for(pull):
+    pull.hold("u")
+    pull.tick(0.1)
+    pull.expect()
+    pull.grant(6_000)
+    pull.tick(4.9)
+    assert pull.hold() == []
+    (renewed,) = pull.tick(0.1)
+    assert set(renewed.message.transfer_ids) == {"t", "u"}
+
+
+def test_lease_expected_of_one_owner_is_asked_for_again_if_it_is_anothers(pull, address):
+    pull.expect(address=OTHER)
+    (asked,) = pull.hold()
+    assert asked.address == address
+
+
+def test_answer_from_before_the_release_says_nothing_of_the_lease_taken_again(pull):
+    """The owner takes the release before the second question, so what it said before is no news."""
+    pull.hold()
+    pull.release()
+    pull.expect()
+    pull.grant(20_000, number=1)
+    pull.start()
+    pull.accept()
+    assert not pull.actions(PostRead)
+    pull.grant(0, number=2)
+    assert pull.failed == {"r": "lease_expired"}
+
+
+def test_request_behind_a_forgotten_lease_asks_again(pull):
+    pull.expect()
+    pull.tick(5)
+    pull.start()
+    pull.accept()
+    pull.grant(30_000)
+    assert len(pull.messages(LeaseRenew)) == 2
+    assert pull.actions(PostRead)
+
+
+def test_expected_lease_that_is_over_fails_its_load_once_the_owner_has_said_so_again(pull):
+    pull.expect()
+    pull.grant(0)
+    assert len(pull.protocol.leases) == 0
+    pull.start()
+    pull.accept()
+    assert pull.failed == {}
+    pull.grant(0)
+    assert pull.failed == {"r": "lease_expired"}
+
+
+# ---- what a lease decides: whether a read is started
+
+
+@pytest.mark.parametrize("left_ms", [0, 1_000])
+def test_read_that_would_outlive_the_lease_is_not_started(make_pull, left_ms):
+    pull = make_pull(lease_margin_s=1.0)
+    pull.start("a")
+    pull.start("b")
+    pull.accept()
+    pull.grant(left_ms)
+    assert pull.failed == {"a": "lease_expired", "b": "lease_expired"}
+    assert not pull.actions(PostRead)
+
+
+def test_read_that_just_fits_into_the_lease_is_started(make_pull):
+    pull = make_pull(lease_margin_s=1.0)
+    pull.start()
+    pull.accept()
+    pull.grant(1_001)
+    assert pull.actions(PostRead)
+
+
+def test_lease_that_ends_in_mid_load_keeps_what_is_verified_and_starts_no_more(pull):
+    """Two reads of three are in flight; what they bring may be right all the same, and the seals say so."""
+    pull.start_reading(num_rows=6)
+    assert pull.grant(0) == []
+    pull.end_read(pull.end_data_reads())
+    assert len(pull.actions(PostRead)) == 2
+    assert pull.ended["r"].error.code == "lease_expired"
+    assert pull.ended["r"].invalid_block_ids == (4, 5)
+    assert pull.usable_rows("r") == {0, 1, 2, 3}
+
+
+def test_lease_that_ends_in_mid_load_with_the_blocks_reused_is_stale(pull, make_seal):
+    pull.start_reading(num_rows=2)
+    pull.grant(0)
+    seal_read = pull.end_data_reads()
+    pull.end_read(seal_read, seals={500: bytes(64), 501: bytes(64)})
+    assert pull.failed == {"r": "stale"}
+    assert pull.usable_rows("r") == set()
+
+
+def test_release_in_mid_read_starts_no_more_reads(pull):
+    pull.start_reading(num_rows=6)
+    pull.release()
+    pull.end_reads()
+    assert pull.failed == {"r": "lease_expired"}
+    assert pull.usable_rows("r") == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("seconds", [2.0, 2.5, 29.0])
+def test_our_own_reckoning_of_the_lease_fails_nothing_that_the_seals_prove(pull, seconds):
+    pull.start(num_rows=1)
+    pull.accept()
+    pull.grant(2_000)
+    pull.clock.advance(seconds)
+    pull.end_reads()
+    assert pull.failed == {}
+    assert pull.usable_rows("r") == {0}
+
+
+def test_reads_wait_for_the_renewal_when_the_lease_may_be_over(make_pull):
+    pull = make_pull(max_reads_in_flight=1, lease_renew_interval_s=60.0)
+    pull.start(num_rows=6)
+    pull.accept()
+    pull.grant(2_000)
+    pull.clock.advance(3)
+    (asked,) = pull.end_read(1)
+    assert asked.message == LeaseRenew(transfer_ids=("t",), number=2)
+    assert "r" not in pull.ended
+    (posted,) = pull.grant(20_000)
+    assert isinstance(posted, PostRead)
+    pull.end_reads()
+    assert pull.usable_rows("r") == set(range(6))
+
+
+def test_lease_is_counted_from_the_question_not_from_the_answer(make_pull):
+    pull = make_pull(lease_renew_interval_s=60.0)
+    pull.start(num_rows=1)
+    pull.accept()
+    pull.clock.advance(2.5)  # the answer takes its time
+    (asked,) = pull.grant(2_000)
+    assert isinstance(asked.message, LeaseRenew)
+    assert not pull.actions(PostRead)
+    pull.grant(2_000)
+    assert pull.actions(PostRead)
+
+
+def test_answer_counts_from_the_question_that_it_names(make_pull):
+    """The first answer is lost; the second names the second question, which was asked at 5."""
+    pull = make_pull(max_reads_in_flight=1, handshake_timeout_s=60.0)
+    pull.start(num_rows=4)
+    pull.tick(5)
+    pull.accept()
+    pull.grant(4_000, number=1)  # good until 4, which is over
+    assert not pull.actions(PostRead)
+    pull.grant(4_000, number=2)  # good until 9
+    assert len(pull.actions(PostRead)) == 1
+    pull.clock.advance(4)
+    pull.end_read(1)
+    assert len(pull.actions(PostRead)) == 1, "asks again"
+    assert len(pull.messages(LeaseRenew)) == 4
+
+
+def test_repeated_and_made_up_answers_prolong_nothing(make_pull):
+    pull = make_pull(lease_renew_interval_s=60.0)
+    pull.start(num_rows=1)
+    pull.grant(2_000, number=1)
+    pull.clock.advance(3)
+    pull.grant(2_000, number=1)
+    pull.grant(2_000, number=77)
+    pull.accept()
+    assert not pull.actions(PostRead)
+
+
+def test_expired_lease_is_asked_for_before_a_read_is_posted(pull):
+    pull.hold()
+    pull.grant(1_000)
+    pull.clock.advance(2)
+    pull.start()
+    pull.accept()
+    assert not pull.actions(PostRead)
+    assert len(pull.messages(LeaseRenew)) == 2
+    pull.grant(20_000)
+    assert pull.actions(PostRead)
+
+
+def test_lost_question_is_asked_again_by_the_next_round(pull):
+    pull.start()
+    pull.accept()
+    pull.tick(5)
+    assert len(pull.messages(LeaseRenew)) == 2
+    pull.grant(20_000)
+    assert pull.actions(PostRead)
+
+
+def test_renewals_keep_a_long_load_going(make_pull):
+    pull = make_pull(max_reads_in_flight=1)
+    pull.start_reading(num_rows=10)
+    for _ in range(4):
+        pull.tick(5)
+        pull.grant(6_000)
+        pull.end_read(min(pull.open_reads))
+    pull.end_reads()
+    assert pull.usable_rows("r") == set(range(10))
+
+
+def test_load_behind_an_ended_lease_asks_the_owner_again(pull):
+    pull.start("a")
+    pull.accept()
+    pull.grant(0)
+    pull.start("b")
+    assert len(pull.messages(LeaseRenew)) == 2
+    pull.grant(0)
+    assert pull.failed["b"] == "lease_expired"
+
+
+# ---- whose lease it is
+
+
+def test_lease_of_another_owner_is_not_its_to_end(pull):
+    pull.start_reading()
+    pull.receive(LeaseState(incarnation=9, left_ms={"t": 0, "unheard of": 5}), OTHER)
+    assert pull.failed == {}
+
+
+def test_lease_of_another_life_is_forgotten_at_once(pull):
+    pull.hold(incarnation=1)
+    pull.hold("u", incarnation=2)
+    pull.grant(10_000, "u", incarnation=2)
+    (renewed,) = pull.tick(5)
+    assert renewed.message.transfer_ids == ("u",)
+
+
+def test_lost_connection_keeps_leases_for_whoever_answers_next(pull):
+    """A partition that heals costs the loads in progress, not the hand-overs of the requests that wait."""
+    pull.hold()
+    pull.grant(30_000)
+    pull.disconnect()
+    (renewed,) = pull.tick(5)
+    assert renewed.message == LeaseRenew(transfer_ids=("t",), number=2)
+    pull.grant(20_000)
+    pull.start()
+    pull.accept()
+    assert pull.actions(PostRead)
+
+
+def test_timer_is_silent_when_nothing_is_due(pull):
+    assert pull.protocol.next_timer() is None
+    pull.start()
+    assert pull.protocol.next_timer() == pull.now + 5
+    assert pull.tick(1) == []
+
+
+def test_lease_plays_no_part_once_the_bytes_are_here(pull):
+    pull.start_reading(num_rows=2)
+    pull.end_data_reads()
+    assert pull.grant(0) == []
+    assert len(pull.actions(PostSealRead)) == 1
+    pull.end_reads()
+    assert pull.usable_rows("r") == {0, 1}
+
+
+def test_load_whose_lease_and_reads_fail_says_why_its_first_block_is_missing(pull):
+    pull.start_reading(num_rows=6)
+    pull.grant(0)
+    for read_id in sorted(pull.open_reads):
+        pull.end_read(read_id, TransferError("no"))
+    (ended,) = pull.actions(LoadEnded)
+    assert (ended.error.code, ended.invalid_block_ids) == ("transfer_error", ())

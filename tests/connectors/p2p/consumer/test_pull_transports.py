@@ -1,0 +1,353 @@
+"""The consumer's state machine where the data path of a peer is dead and its control connection is not."""
+
+import pytest
+
+from connectors.p2p.actions import (
+    AskProgress,
+    ClosePeer,
+    OpenPeer,
+    PeerProgress,
+    ProbeEnded,
+    StartProbe,
+    TransportBroken,
+    TransportRestored,
+)
+from connectors.p2p.producer.handshake import UNKNOWN_CODE
+from connectors.p2p.transport.interface import PeerId
+from core.errors import ConnectorUnavailable, LeaseExpired, PeerUnreachable
+from core.wire.kv import Handshake, HandshakeRefused, LeaseRenew, LeaseState
+
+
+@pytest.fixture
+def peer(address):
+    return PeerId(address, 1)
+
+
+def tell_progress(pull, peer, *, has_advanced=False):
+    return pull.take(pull.protocol.on_transfer(PeerProgress(peer, has_advanced), pull.now))
+
+
+def stall(pull, peer, *names):
+    """Let the time pass in which no byte comes, though the peer answers."""
+    for _ in range(2):
+        assert AskProgress(peer) in pull.tick(2.5)
+        pull.grant(60_000, *names)
+        actions = tell_progress(pull, peer)
+    return actions
+
+
+def end_probe(pull, error=None):
+    probe = pull.actions(StartProbe)[-1]
+    return pull.take(pull.protocol.on_transfer(ProbeEnded(probe.probe_id, error), pull.now))
+
+
+def refuse(pull, code=ConnectorUnavailable.code):
+    return pull.receive(HandshakeRefused(engine_id="prefill-0", incarnation=1, code=code, message="no common transport"))
+
+
+def offered(pull):
+    return pull.messages(Handshake)[-1].transports
+
+
+def break_all(pull, peer):
+    """Load by tcp until it is broken; the owner has nothing else."""
+    pull.start_reading("first")
+    stall(pull, peer)
+    refuse(pull)
+    pull.end_reads(PeerUnreachable("closed"))
+
+
+def test_load_goes_over_when_nothing_comes_by_its_transport(pull, peer):
+    pull.start_reading()
+    actions = stall(pull, peer)
+    assert ClosePeer(peer) in actions, "late bytes of the old transport are fenced"
+    assert offered(pull) == ("shm",)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="shm")
+    pull.grant()
+    pull.end_reads()
+    assert not pull.failed
+    assert pull.ended["r"].usage.transport == "shm"
+    (told,) = pull.actions(TransportBroken)
+    assert (told.peer, told.transport) == (peer, "tcp")
+    assert "no byte came" in told.reason
+
+
+def test_new_transport_is_not_read_into_blocks_that_the_old_one_may_write(pull, peer):
+    pull.start_reading()
+    stall(pull, peer)
+    old = dict(pull.open_reads)
+    pull.accept(transport="shm")
+    pull.grant()
+    assert pull.open_reads == old, "the reads of the old transport are not terminal"
+    for read_id in sorted(old):
+        pull.end_read(read_id, PeerUnreachable("closed"))
+    assert pull.open_reads
+    pull.end_reads()
+    assert pull.ended["r"].error is None
+
+
+def test_load_that_has_got_blocks_fails_when_its_transport_stalls(pull, peer):
+    pull.start_reading(num_rows=4)
+    pull.end_read(min(pull.open_reads))
+    stall(pull, peer)
+    assert pull.failed == {"r": "deadline"}
+    assert pull.now < 1030.0
+
+
+def test_peer_of_silent_reads_is_asked_for_an_answer(pull, peer):
+    pull.start_reading()
+    num_questions = len(pull.messages(LeaseRenew))
+    pull.tick(2.5)
+    assert len(pull.messages(LeaseRenew)) == num_questions + 1
+
+
+def test_slow_peer_keeps_its_transport(pull, peer):
+    pull.start_reading()
+    for _ in range(5):
+        pull.tick(2.5)
+        pull.grant()
+        tell_progress(pull, peer)
+        pull.tick(2.5)
+        tell_progress(pull, peer, has_advanced=True)
+    assert pull.open_peers == {peer}
+    assert not pull.actions(TransportBroken)
+
+
+def test_peer_that_does_not_answer_either_is_not_given_up_early(pull, peer):
+    pull.start_reading()
+    for _ in range(11):
+        pull.tick(2.5)
+        tell_progress(pull, peer)
+    assert not pull.ended
+    pull.tick(2.5)
+    assert pull.failed == {"r": "deadline"}
+
+
+def test_deadline_of_a_silent_peer_breaks_its_transport(pull, peer):
+    pull.start_reading("first")
+    pull.tick(30)
+    assert pull.failed == {"first": "deadline"}
+    pull.start("second")
+    assert offered(pull) == ("shm",)
+
+
+def test_deadline_of_a_load_that_was_slow_breaks_no_transport(pull, peer):
+    pull.start_reading(num_rows=4)
+    pull.tick(10)
+    pull.end_read(min(pull.open_reads))
+    pull.grant()
+    pull.tick(20)
+    assert pull.failed == {"r": "deadline"}
+    assert not pull.actions(TransportBroken)
+
+
+def test_deadline_of_a_load_without_a_read_breaks_no_transport(pull):
+    pull.start()
+    pull.accept()
+    pull.tick(30)
+    assert pull.failed == {"r": "deadline"}
+    assert not pull.actions(TransportBroken)
+
+
+def test_reads_that_end_in_time_keep_their_transport(pull, peer):
+    pull.start_reading(num_rows=12)
+    for _ in range(4):
+        pull.tick(2.4)
+        pull.end_read(min(pull.open_reads))
+        pull.grant()
+    assert not pull.actions(AskProgress)
+
+
+def test_progress_is_asked_for_again_after_a_change_of_transport(pull, peer):
+    pull.start_reading("first")
+    pull.tick(2.5)
+    tell_progress(pull, peer, has_advanced=None)
+    pull.tick(27.5)
+    pull.end_reads(PeerUnreachable("closed"))
+    num_asked = len(pull.actions(AskProgress))
+    pull.start("second")
+    pull.accept(transport="shm")
+    pull.grant()
+    pull.tick(2.5)
+    assert len(pull.actions(AskProgress)) == num_asked + 1
+
+
+def test_own_hurry_of_a_request_breaks_no_transport(pull, peer):
+    pull.start(deadline=pull.now + 2.0)
+    pull.accept()
+    pull.grant()
+    pull.tick(2.0)
+    assert pull.failed == {"r": "deadline"}
+    assert not pull.actions(TransportBroken)
+
+
+def test_read_failures_in_a_row_break_the_transport(pull, peer):
+    for number in range(3):
+        assert not pull.actions(TransportBroken)
+        pull.start_reading(f"r{number}")
+        pull.end_read(min(pull.open_reads), PeerUnreachable("reset"))
+        pull.end_reads(PeerUnreachable("closed"))
+    assert [told.reason for told in pull.actions(TransportBroken)] == ["reset"]
+    pull.start("next")
+    assert offered(pull) == ("shm",)
+
+
+def test_loaded_handoff_between_failures_keeps_the_transport(pull, peer):
+    for number in range(4):
+        pull.start_reading(f"bad{number}")
+        pull.end_read(min(pull.open_reads), PeerUnreachable("reset"))
+        pull.end_reads(PeerUnreachable("closed"))
+        pull.start_reading(f"good{number}")
+        pull.end_reads()
+    assert not pull.actions(TransportBroken)
+
+
+def test_loads_of_nothing_between_failures_do_not_keep_the_transport(pull, peer):
+    for number in range(3):
+        pull.start_reading(f"bad{number}")
+        pull.end_read(min(pull.open_reads), PeerUnreachable("reset"))
+        pull.end_reads(PeerUnreachable("closed"))
+        pull.start(f"expired{number}", transfer_id=f"t{number}")
+        if number < 2:
+            pull.accept()
+            pull.receive(LeaseState(incarnation=1, left_ms={f"t{number}": 0}, number=pull.messages(LeaseRenew)[-1].number))
+            assert pull.failed[f"expired{number}"] == LeaseExpired.code
+    assert pull.actions(TransportBroken)
+
+
+def test_owner_without_a_common_transport_is_asked_again_for_each_load(pull):
+    for number in range(2):
+        pull.start(f"r{number}")
+        refuse(pull)
+    assert len(pull.messages(Handshake)) == 2
+    assert offered(pull) == ("shm", "tcp")
+
+
+def test_loads_are_refused_at_once_while_no_transport_works(pull, peer):
+    break_all(pull, peer)
+    num_handshakes = len(pull.messages(Handshake))
+    pull.start("second")
+    assert pull.failed["second"] == "peer_lost"
+    assert "no byte came" in pull.ended["second"].error.message
+    assert len(pull.messages(Handshake)) == num_handshakes
+    assert pull.protocol.counts.loads_without_transport == 1
+
+
+def test_refusal_for_another_reason_takes_no_transport_away(pull, peer):
+    pull.start_reading("first")
+    stall(pull, peer)
+    refuse(pull, UNKNOWN_CODE)
+    num_handshakes = len(pull.messages(Handshake))
+    pull.start("second")
+    assert len(pull.messages(Handshake)) == num_handshakes + 1
+    assert offered(pull) == ("shm",)
+
+
+def test_probe_brings_a_broken_transport_back(pull, peer):
+    break_all(pull, peer)
+    pull.tick(1.0)
+    end_probe(pull)
+    assert [told.transport for told in pull.actions(TransportRestored)] == ["tcp"]
+    pull.start("second")
+    assert offered(pull) == ("tcp",), "the owner has no other"
+    pull.accept()
+    pull.end_reads()
+    assert pull.ended["second"].error is None
+
+
+def test_preferred_transport_is_used_again_when_it_works(pull, peer):
+    pull.start("second")
+    pull.accept(transport="shm")
+    pull.grant()
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="tcp")
+    pull.tick(1.0)
+    actions = end_probe(pull)
+    assert ClosePeer(peer) not in actions, "a load is using the other one"
+    pull.start("third")
+    assert not pull.reads_of("third"), "it waits until that is over"
+    pull.end_reads()
+    assert pull.ended["second"].usage.transport == "tcp"
+    assert offered(pull) == ("shm", "tcp")
+    pull.accept(transport="shm")
+    pull.end_reads()
+    assert pull.ended["third"].usage.transport == "shm"
+    assert [opened.transport for opened in pull.actions(OpenPeer)][-3:] == ["shm", "tcp", "shm"]
+
+
+def test_loads_that_wait_for_a_better_transport_outlive_the_loss_of_the_other(pull, peer):
+    pull.start("first")
+    pull.accept(transport="shm")
+    pull.grant()
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="tcp")
+    pull.tick(1.0)
+    end_probe(pull)
+    pull.start("second")
+    pull.end_read(min(pull.open_reads), PeerUnreachable("reset"))
+    assert pull.failed == {"first": "peer_lost"}
+    pull.end_reads(PeerUnreachable("closed"))
+    assert offered(pull) == ("shm", "tcp")
+    pull.accept(transport="shm")
+    pull.end_reads()
+    assert pull.ended["second"].error is None
+
+
+def test_abort_of_the_last_load_lets_the_others_go_on(pull, peer):
+    pull.start("first")
+    pull.accept(transport="shm")
+    pull.grant()
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="tcp")
+    pull.tick(1.0)
+    end_probe(pull)
+    pull.start("second")
+    pull.abort("first")
+    assert offered(pull) == ("shm", "tcp")
+
+
+def test_idle_peer_goes_back_to_the_better_transport_at_once(pull, peer):
+    pull.start("first")
+    pull.accept(transport="shm")
+    pull.grant()
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="tcp")
+    pull.end_reads()
+    pull.tick(1.0)
+    assert ClosePeer(peer) in end_probe(pull)
+    pull.start("second")
+    assert offered(pull) == ("shm", "tcp")
+
+
+def test_probe_of_a_worse_transport_changes_nothing(pull, peer):
+    pull.start_reading("first")
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="shm")
+    pull.tick(1.0)
+    assert end_probe(pull)
+    assert pull.open_peers == {peer}
+    pull.end_reads()
+    assert pull.ended["first"].usage.transport == "shm"
+
+
+def test_lost_control_connection_forgets_what_was_broken(pull, peer):
+    break_all(pull, peer)
+    pull.disconnect()
+    pull.start("second")
+    assert offered(pull) == ("tcp",)
+
+
+def test_restarted_peer_is_read_by_every_transport(pull, peer):
+    break_all(pull, peer)
+    pull.start("second", incarnation=2, transfer_id="t2")
+    assert offered(pull) == ("shm", "tcp")
+    pull.accept(incarnation=2, transport="shm")
+    assert pull.protocol.num_broken_transports() == {}
+    pull.tick(1.0)
+    assert not pull.actions(StartProbe), "nobody asks how the dead one does"

@@ -1,0 +1,173 @@
+"""The p2p connector's carrier: its start refuses what its peers could not use; a bug behind it ends the worker."""
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.actions import P2PConnectorMetadata, PeerFailed, PeerOpened
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.settings import node_settings
+from connectors.p2p.transport.factory import create_transport
+from connectors.p2p.transport.interface import PeerId
+from connectors.registry import ConnectorContext
+from connectors.testing.connector_engine import MemoryPool
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
+from connectors.testing.inproc_transport import InprocFabric, InprocTransport
+from core.clock import SystemClock
+from core.config import ConnectorSection
+from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
+from core.ids import RandomIds
+from core.wire.kv import LeaseRenew, LeaseState
+from core.wire.pairing import STAGING_BYTES
+
+
+class BrokenNode:
+    def __getattr__(self, name):
+        raise ValueError("a bug")
+
+
+def never(name, settings):
+    raise AssertionError("no transport was expected to be opened")
+
+
+def context_of(role="prefill", address="tcp://127.0.0.1:0", transports=("shm", "tcp")):
+    return ConnectorContext(
+        role=role,
+        engine_id="prefill-0",
+        incarnation=1,
+        model_fingerprint=FINGERPRINT,
+        layout=LAYOUT,
+        config=ConnectorSection(transports=transports),
+        control_address=address,
+        advertise_host="",
+        clock=SystemClock(),
+        ids=RandomIds(),
+        metrics=CollectorRegistry(),
+    )
+
+
+@pytest.fixture
+def pool():
+    pool = MemoryPool(8, LAYOUT)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
+async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is_open(pool, address):
+    connector = P2PConnector(context_of(address=address), never)
+    connector.worker.register_kv_caches(pool.region)
+    with pytest.raises(ConfigError, match="set it to the host name") as caught:
+        await connector.start()
+    assert caught.value.param == "worker.advertise_host"
+    await connector.stop()
+
+
+async def test_reader_without_digests_is_refused_where_it_has_to_verify_them_over_every_transport(pool):
+    connector = P2PConnector(context_of(role="decode", transports=("tcp",)), never)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
+    with pytest.raises(ConnectorUnavailable, match=r"connector.kv_verify = auto verifies .* over tcp.* set it to identity"):
+        await connector.start()
+    await connector.stop()
+
+
+@pytest.mark.parametrize(("role", "usable"), [("decode", ("inproc",)), ("prefill", ("tcp", "inproc"))])
+async def test_transport_that_a_reader_without_digests_cannot_verify_is_skipped(pool, role, usable, caplog):
+    def create(name, settings):
+        transport = InprocTransport(InprocFabric())
+        transport.name = name
+        return transport
+
+    connector = P2PConnector(context_of(role=role, transports=("tcp", "inproc")), create)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
+    await connector.start()
+    assert connector.transports == usable
+    assert ("kv_transport_skipped" in caplog.text) == (role == "decode")
+    await connector.stop()
+
+
+async def test_worker_on_a_device_that_is_told_to_use_shm_does_not_start_and_leaves_nothing_open(pool):
+    closed = []
+
+    def create(name, settings):
+        transport = create_transport(name, settings)
+        close, transport.close = transport.close, lambda: (closed.append(name), close())
+        return transport
+
+    connector = P2PConnector(context_of(transports=("tcp", "shm")), create)
+    on_device = dataclasses.replace(
+        pool.region, buffer=None, memory_fd=None, device="cuda:0", new_copier=lambda: SimpleNamespace(num_slots=2)
+    )
+    connector.worker.register_kv_caches(on_device)
+    with pytest.raises(ConfigError, match=r"connector\.transports: shm"):
+        await connector.start()
+    assert sorted(closed) == ["shm", "tcp"]
+    await connector.stop()
+
+
+async def test_engine_without_seals_is_refused(pool):
+    connector = P2PConnector(context_of(), never)
+    connector.worker.register_kv_caches(dataclasses.replace(pool.region, seals=None))
+    with pytest.raises(ConnectorUnavailable, match="no seals"):
+        await connector.start()
+    await connector.stop()
+
+
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
+        lambda connector: connector.expect(SimpleNamespace(transfer_id="t", control_address="tcp://p:1", incarnation=1)),
+        lambda connector: connector.release(["t"]),
+        lambda connector: connector.carrier._answer(LeaseRenew(transfer_ids=("t",))),
+        lambda connector: connector.carrier._on_timer(),
+        lambda connector: connector.carrier._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
+        lambda connector: connector.carrier._on_disconnected("tcp://p:1"),
+    ],
+    ids=["step", "expect", "release", "question", "timer", "control", "disconnected"],
+)
+async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
+    connector = P2PConnector(context_of(transports=("inproc",)), lambda name, settings: InprocTransport(InprocFabric()))
+    connector.worker.register_kv_caches(pool.region)
+    woken = asyncio.Event()
+    connector.worker.set_wakeup(woken.set)
+    await connector.start()
+    connector.carrier._node = BrokenNode()
+    happen(connector)
+    async with asyncio.timeout(20):
+        await woken.wait()
+    with pytest.raises(EngineDead, match="a bug"):
+        connector.worker.get_transfer_results(set())
+    await connector.stop()
+
+
+async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_used(pool, caplog):
+    context = context_of(transports=("inproc",))
+    connector = P2PConnector(context, lambda name, settings: InprocTransport(InprocFabric()))
+    connector.worker.register_kv_caches(pool.region)
+    await connector.start()
+    peer = PeerId("tcp://p:1", 1)
+    connector.carrier._note_peer(PeerOpened(peer, "inproc"))
+    assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
+    connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0)
+    assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
+    assert "kv_transport_failed" in caplog.text
+    assert "permission denied" in caplog.text
+    await connector.stop()
+
+
+def test_reads_that_reach_the_memory_of_a_device_are_larger():
+    config = ConnectorSection()
+    host, device = (node_settings(config, 100, is_on_device=is_on_device).pull for is_on_device in (False, True))
+    assert set(device.max_read_bytes_by) == {"nixl"}, "tcp goes through host memory, and takes its time over a network"
+    assert device.max_read_bytes_by["nixl"] > device.max_read_bytes
+    assert dataclasses.replace(device, max_read_bytes_by={}) == host
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_reads_in_flight_of_blocks_that_are_converted_fit_the_staging_area_together(is_on_device):
+    pull = node_settings(ConnectorSection(), 100, is_on_device=is_on_device).pull
+    assert pull.max_read_bytes * pull.max_reads_in_flight <= STAGING_BYTES

@@ -1,0 +1,194 @@
+"""What the carrier of a node tells people: failed loads and fences in the log, whatever is dropped in the counters."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from connectors.async_worker import LoadEnded
+from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, PeerFenced, PullRequest, Refusal, SendControl, row_units
+from connectors.p2p.connector import P2PConnector
+from connectors.p2p.transport.factory import create_transport
+from connectors.p2p.transport.interface import PeerId
+from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
+from connectors.registry import ConnectorContext
+from connectors.testing.connector_engine import MemoryPool
+from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
+from core.clock import SystemClock
+from core.config import ConnectorSection
+from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
+from core.ids import RandomIds, new_hex_id
+from core.kv.seals import ExpectedSeal
+from core.wire.kv import LeaseRenew
+from core.wire.messages import ErrorInfo, TransferUsage
+from core.wire.sockets import AsyncContext
+from core.worker.role import choice_id
+from router.dispatch.request_state import Flow
+
+WAIT_S = 20.0
+NOBODY = PeerId("tcp://127.0.0.1:1", 1)
+ROUTER_ID = "ab" * 16
+
+
+class Started:
+    """A connector that serves, and what it has logged."""
+
+    def __init__(self, role, caplog):
+        self.metrics = CollectorRegistry()
+        self.caplog = caplog
+        self.transports = []
+        self.woken = asyncio.Event()
+        self.pool = MemoryPool(8, LAYOUT)
+        context = ConnectorContext(
+            role=role,
+            engine_id=f"{role}-0",
+            incarnation=1,
+            model_fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            config=ConnectorSection(transports=("tcp",)),
+            control_address="tcp://127.0.0.1:0",
+            advertise_host="",
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=self.metrics,
+        )
+        self.connector = P2PConnector(context, self._create)
+        self.connector.worker.register_kv_caches(self.pool.region)
+        self.connector.worker.set_wakeup(self.woken.set)
+
+    def _create(self, name, settings):
+        self.transports.append(create_transport(name, settings))
+        return self.transports[-1]
+
+    async def end(self, metadata):
+        """Give a step's orders and return what is told of the loads that have ended by them."""
+        self.connector.worker.start_load_kv(metadata)
+        async with asyncio.timeout(WAIT_S):
+            await self.woken.wait()
+        return self.connector.worker.get_transfer_results(set())
+
+    def told(self, *actions):
+        self.connector.carrier.tell(lambda node: list(actions))
+
+    def lines(self, name):
+        found = [record for record in self.caplog.records if getattr(record.msg, "name", "") == name]
+        assert all(record.levelname == "WARNING" for record in found)
+        return [record.msg.fields for record in found]
+
+    def count(self, happened):
+        return self.metrics.get_sample_value("kvferry_kv_handover_events_total", {"event": happened})
+
+
+@pytest.fixture
+async def start(caplog):
+    started = []
+
+    async def start(role="decode"):
+        started.append(Started(role, caplog))
+        await started[-1].connector.start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        await each.connector.stop()
+        each.pool.close()
+
+
+@pytest.fixture
+async def reader(start):
+    return await start()
+
+
+def pull(request_id, num_blocks=3):
+    rows = range(num_blocks)
+    units = row_units(rows, rows, [ExpectedSeal(1, 0, bytes(16), 32)] * num_blocks)
+    return PullRequest(request_id, HandoffRef("t", NOBODY), units, 32 * num_blocks)
+
+
+# ---- failed loads
+
+
+async def test_failed_load_is_one_line_with_its_peer_reason_and_the_routers_request(reader):
+    told = await reader.end(P2PConnectorMetadata(pulls=[pull(f"{ROUTER_ID}/0")]))
+    (error,) = told.failed_recving.values()
+    assert reader.lines("kv_load_failed") == [
+        {
+            "request_id": ROUTER_ID,
+            "peer": NOBODY.address,
+            "transport": "-",
+            "reason": "peer_lost",
+            "message": error.message,
+            "verified_blocks": 0,
+            "quarantined_blocks": 0,
+        }
+    ]
+
+
+async def test_load_that_fails_in_part_is_one_line_however_many_blocks_were_wrong(reader):
+    usage = TransferUsage(transport="tcp", verified_blocks=5)
+    error = ErrorInfo.of(CorruptBlock("the owner's block 7: another digest"))
+    reader.told(LoadEnded("r/0", usage, error, (1, 2, 3), quarantined_block_ids=(2, 3), peer=NOBODY.address))
+    (line,) = reader.lines("kv_load_failed")
+    assert (line["reason"], line["transport"], line["message"]) == ("digest", "tcp", error.message)
+    assert (line["verified_blocks"], line["quarantined_blocks"]) == (5, 2)
+
+
+async def test_load_that_is_refused_untried_names_the_peer_too(reader):
+    refusal = Refusal(LayoutMismatch("float16 here, float32 there"), NOBODY)
+    await reader.end(P2PConnectorMetadata(refused={"r/0": refusal}))
+    (line,) = reader.lines("kv_load_failed")
+    assert (line["peer"], line["reason"]) == (NOBODY.address, "layout")
+
+
+async def test_loads_that_go_well_or_are_aborted_say_nothing(reader):
+    told = await reader.end(P2PConnectorMetadata(pulls=[pull("aborted/0")], aborts=["aborted/0"]))
+    assert told.finished_recving == {"aborted/0"}
+    reader.told(LoadEnded("good/0", TransferUsage(transport="tcp", verified_blocks=5), peer=NOBODY.address))
+    assert reader.lines("kv_load_failed") == []
+
+
+@pytest.mark.parametrize("num_tries", [1, 2, 12])
+async def test_failed_load_has_the_id_of_the_routers_log_in_every_try(reader, num_tries):
+    request_id = new_hex_id(RandomIds())
+    on_the_wire = Flow.wire_id.fget(SimpleNamespace(request_id=request_id, num_tries=num_tries))
+    usage, error = TransferUsage(), ErrorInfo.of(LeaseExpired("too late"))
+    reader.told(LoadEnded(choice_id(on_the_wire, 3), usage, error, peer=NOBODY.address))
+    (line,) = reader.lines("kv_load_failed")
+    assert (line["request_id"], line["reason"]) == (request_id, "stale")
+
+
+# ---- fences
+
+
+async def test_fence_is_one_line_that_names_the_peer(reader):
+    reader.told(PeerFenced(NOBODY, 17))
+    assert reader.lines("kv_peer_fenced") == [{"peer": NOBODY.address, "quarantined_blocks": 17}]
+
+
+# ---- counters
+
+
+async def test_control_messages_that_cannot_be_sent_are_counted(reader):
+    assert reader.count("dropped_control_messages") == 0
+    for address in ("carrier://pigeon", ""):
+        reader.told(SendControl(address, LeaseRenew(transfer_ids=("t",))))
+    assert reader.count("dropped_control_messages") == 2
+
+
+async def test_frames_of_strangers_are_counted_on_either_socket(start):
+    owner = await start("prefill")
+    (transport,) = owner.transports
+    described = msgspec.msgpack.decode(transport.describe(), type=TcpMetadata)
+    request = msgspec.msgpack.encode(ChunkRequest(FORMAT_VERSION, described.token + 1, 9, 0, (1,)))
+    names = ("bad_control_frames", "bad_data_requests", "dropped_data_answers")
+    assert [owner.count(name) for name in names] == [0, 0, 0]
+    for address, frame in ((owner.connector.control_address, b"garbage"), (described.address, request)):
+        with AsyncContext() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(address)
+            await socket.send(frame)
+            async with asyncio.timeout(WAIT_S):
+                await socket.recv_multipart()
+    assert [owner.count(name) for name in names] == [1, 1, 0]

@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from core.attention.batched import BatchedSdpaBackend
+from core.attention.pages import PagesBackend
+from core.attention.sdpa import SdpaBackend
+from core.config import SchedulerSection
+from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes, run_largest_step, run_widest_decode
+from core.errors import ConfigError
+from tests.support.varlen_kernel import documented_varlen_attn_with_sums
+
+GIB = 1 << 30
+
+
+class StandInPagesBackend(PagesBackend):
+    kernel = documented_varlen_attn_with_sums
+
+
+def memory(**changes):
+    return DeviceMemory(**{"total": 80 * GIB, "free": 62 * GIB, "weights": 16 * GIB, "activations": 2 * GIB, **changes})
+
+
+def test_the_pool_takes_what_weights_and_a_step_leave_of_the_workers_share():
+    assert pool_bytes(memory(), 0.5) == 40 * GIB - (768 << 20) - 16 * GIB - 2 * GIB - (256 << 20)
+
+
+def test_graphs_take_what_a_widest_decode_step_does_beside_the_steps_that_are_not_recorded():
+    graphs = GIB + (256 << 20)
+    without = pool_bytes(memory(decode=GIB), 0.5, has_graphs=False)
+    assert pool_bytes(memory(decode=GIB), 0.5) == without - graphs
+
+
+def test_two_workers_of_half_a_device_do_not_take_each_others_memory():
+    taken = 16 * GIB + pool_bytes(memory(), 0.45) + 2 * GIB
+    second = 16 * GIB + pool_bytes(memory(free=80 * GIB - taken - 17 * GIB), 0.45) + 2 * GIB
+    assert taken + second < 80 * GIB
+
+
+def test_memory_that_others_hold_is_not_counted_on():
+    assert pool_bytes(memory(free=10 * GIB), 0.9) == 10 * GIB - 2 * GIB - (256 << 20)
+
+
+def test_a_share_that_holds_no_pool_is_refused_with_the_figures():
+    with pytest.raises(ConfigError, match="gpu_memory_utilization") as caught:
+        pool_bytes(memory(), 0.2)
+    assert str(16 * GIB) in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend])
+@pytest.mark.parametrize("num_tokens", [1, 96, 700])
+def test_the_largest_step_runs_on_one_block_whatever_its_size(build_tiny, backend, num_tokens):
+    """700 tokens are more than one sequence of this model may have."""
+    built = build_tiny()
+    seen = []
+    decoder = built.engine._runner._decoder
+    head = decoder.compute_logits
+    decoder.compute_logits = lambda hidden: seen.append(tuple(hidden.shape)) or head(hidden)
+    section = SchedulerSection(max_num_batched_tokens=num_tokens, max_num_seqs=32)
+    run_largest_step(decoder, backend, built.pool.config, section, torch.float32)
+    assert seen == [(min(num_tokens, 32), 48)]
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend, StandInPagesBackend])
+@pytest.mark.parametrize("num_seqs", [1, 40])
+def test_the_widest_decode_step_has_every_sequence_at_its_full_length(build_tiny, monkeypatch, backend, num_seqs):
+    built = build_tiny()
+    decoder, batches, shapes = built.engine._runner._decoder, [], []
+    plan, forward = backend.plan, decoder.forward
+    monkeypatch.setattr(backend, "plan", lambda self, batch: batches.append(batch) or plan(self, batch))
+    decoder.forward = lambda *args: shapes.append(tuple(forward(*args).shape)) or forward(*args)
+    section = SchedulerSection(max_num_seqs=num_seqs)
+    run_widest_decode(decoder, backend, built.pool.config, section, torch.float32)
+    assert shapes == [(num_seqs, decoder.arch.hidden_size)]
+    assert batches[0].seq_lens.tolist() == [decoder.arch.max_position_embeddings] * num_seqs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_measuring_counts_weights_and_the_peak_of_a_step():
+    device = torch.device("cuda")
+    weights = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+
+    def take(num_bytes):
+        return lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=device).sum()
+
+    found = measure(device, take(128 << 20), take(32 << 20))
+    assert found.weights >= weights.numel()
+    assert 128 << 20 <= found.activations < 160 << 20
+    assert 32 << 20 <= found.decode < 64 << 20
+    assert found.free + found.weights < found.total

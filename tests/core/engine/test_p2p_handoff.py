@@ -1,0 +1,179 @@
+"""Two engines of one tiny model with the real p2p connector between them, in host memory and in that of a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.transport.nixl import installed_module
+from connectors.registry import connector_builder
+from core.clock import SystemClock
+from core.config import load_config
+from core.ids import RandomIds
+from core.kv.seals import decode_seal
+from core.request import NewRequest
+from core.wire.sampling import SamplingParams
+from core.worker.builder import WorkerContext
+
+PROMPTS = [list(range(3, 40)), [7] * 16, list(range(100, 195))]
+NUM_TOKENS = 12
+DEADLINE_S = 60.0
+BF16_MARGIN = 0.25  # between logits, of weights and products in bfloat16
+
+
+class Worker:
+    """An engine and its connector, stepped in the event loop's thread."""
+
+    def __init__(self, role, build_tiny, transport, **settings):
+        overrides = {"connector.transports": [transport], "worker.control_address": "tcp://127.0.0.1:0"}
+        context = WorkerContext(
+            config=load_config(overrides=overrides),
+            role=role,
+            engine_id=role,
+            incarnation=5,  # as ``build_tiny`` says of itself
+            clock=SystemClock(),
+            ids=RandomIds(),
+            metrics=CollectorRegistry(),
+        )
+
+        def build(layout, fingerprint):
+            self.connector = connector_builder("connectors.p2p:make_connector")(context, layout, fingerprint)
+            return self.connector
+
+        self.built = build_tiny(build, has_readers=role == "prefill", connector__transports=[transport], **settings)
+        self.tokens = {}
+        self.last = {}
+
+    async def run(self, *requests):
+        """Step until these have ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        engine = self.built.engine
+        for request in requests:
+            engine.add_request(request)
+        waiting = {request.request_id for request in requests}
+        while waiting:
+            assert time.monotonic() < deadline, f"{waiting} never ended"
+            for output in engine.step():
+                assert output.error is None, output.error
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                self.last.setdefault(output.request_id, []).append(output)
+                if output.finish_reason is not None:
+                    waiting.discard(output.request_id)
+            await asyncio.sleep(0)
+
+    async def until_nothing_is_held(self):
+        deadline = time.monotonic() + DEADLINE_S
+        while self.connector.num_leased_blocks() or self.built.engine.has_requests():
+            assert time.monotonic() < deadline, "blocks are held for nobody"
+            self.built.engine.step()
+            await asyncio.sleep(0)
+
+
+async def hand_over(prefill, decode, greedy):
+    """Let one worker compute the prompts and the other go on; return the tokens of both."""
+    await prefill.connector.start()
+    await decode.connector.start()
+    try:
+        first = [
+            NewRequest(request_id=f"p{n}", prompt_token_ids=prompt, sampling=greedy(1), needs_handoff=True)
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        await prefill.run(*first)
+        handoffs = [prefill.last[request.request_id][-1].kv_handoff for request in first]
+        second = [
+            NewRequest(
+                request_id=f"d{n}",
+                prompt_token_ids=prompt,
+                sampling=greedy(NUM_TOKENS),
+                output_token_ids=prefill.tokens[f"p{n}"],
+                kv_handoff=handoff,
+            )
+            for n, (prompt, handoff) in enumerate(zip(PROMPTS, handoffs, strict=True))
+        ]
+        await decode.run(*second)
+        await prefill.until_nothing_is_held()
+    finally:
+        await decode.connector.stop()
+        await prefill.connector.stop()
+    return [prefill.tokens[f"p{n}"] + decode.tokens[f"d{n}"] for n in range(len(PROMPTS))]
+
+
+def assert_was_handed_over(decode, transport):
+    for n, prompt in enumerate(PROMPTS):
+        (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
+        assert (usage.transport, usage.transferred_tokens, usage.recomputed_tokens) == (transport, len(prompt), 0)
+        assert usage.fallback_reason == ""
+
+
+@pytest.fixture
+def greedy_for():
+    return lambda num_tokens: SamplingParams(temperature=0.0, max_tokens=num_tokens)
+
+
+async def test_decode_worker_goes_on_where_the_prefill_worker_stopped(build_tiny, greedy_for, oracle):
+    prefill, decode = (Worker(role, build_tiny, "tcp", model__device="cpu") for role in ("prefill", "decode"))
+    texts = await hand_over(prefill, decode, greedy_for)
+    assert_was_handed_over(decode, "tcp")
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        oracle.assert_greedy(prompt, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+async def test_blocks_of_a_gpu_are_handed_over_to_a_gpu(build_tiny, greedy_for, oracle, make_oracle, transport):
+    if transport == "nixl" and installed_module() is None:
+        pytest.skip("NIXL is not installed")
+    settings = {"model__device": "cuda", "model__dtype": "bfloat16"}
+    prefill, decode = (Worker(role, build_tiny, transport, **settings) for role in ("prefill", "decode"))
+    texts = await hand_over(prefill, decode, greedy_for)
+    assert_was_handed_over(decode, transport)
+    rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        rounded.assert_greedy(prompt, text)
+
+
+async def hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings):
+    """Let blocks of 16 tokens become blocks of 32; return the tokens of both workers."""
+    sizes = {"prefill": 16, "decode": 32}
+    prefill, decode = (
+        Worker(role, build_tiny, transport, cache__block_size=size, model__attention="gather", **settings)
+        for role, size in sizes.items()
+    )
+    texts = await hand_over(prefill, decode, greedy_for)
+    assert_was_handed_over(decode, transport)
+    assert [worker.built.layout.block_size for worker in (prefill, decode)] == [16, 32]
+    return texts
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_blocks_are_handed_over_to_a_worker_with_larger_ones(build_tiny, greedy_for, oracle, transport):
+    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, model__device="cpu")
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        oracle.assert_greedy(prompt, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+async def test_blocks_of_a_gpu_are_handed_over_to_larger_ones(build_tiny, greedy_for, oracle, make_oracle, transport):
+    if transport == "nixl" and installed_module() is None:
+        pytest.skip("NIXL is not installed")
+    settings = {"model__device": "cuda", "model__dtype": "bfloat16"}
+    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings)
+    rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        rounded.assert_greedy(prompt, text)
+
+
+@pytest.mark.gpu
+def test_seals_of_blocks_on_a_gpu_hold_the_digests_of_their_bytes(build_tiny, greedy_for, run_engine):
+    built = build_tiny(has_readers=True, model__device="cuda", connector__transports=["tcp"])
+    run_engine(built.engine, [NewRequest(request_id="a", prompt_token_ids=PROMPTS[2], sampling=greedy_for(30))])
+    sealed = {block_id: seal for block_id in range(built.num_blocks) if (seal := decode_seal(built.pool.seals.row(block_id)))}
+    assert len(sealed) >= 5
+    digests = built.pool.region.new_digester()(list(sealed))
+    assert [seal.digest for seal in sealed.values()] == digests

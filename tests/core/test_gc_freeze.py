@@ -1,0 +1,62 @@
+"""What a server has loaded is not looked through again."""
+
+import gc
+
+import pytest
+
+from core.config import load_config
+from core.errors import ConfigError
+from core.gc_freeze import freeze_what_is_loaded
+from core.worker.process import run_worker
+
+
+class Node:
+    """Garbage that only the collector finds, if nothing else refers to it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def collector():
+    yield
+    gc.unfreeze()
+    freeze_what_is_loaded()  # as tests/conftest.py does once
+
+
+def nodes_in_sight():
+    return [found for found in gc.get_objects() if type(found) is Node]
+
+
+def test_what_is_loaded_is_out_of_sight_and_what_comes_later_is_not(collector):
+    kept = Node()
+    assert nodes_in_sight() == [kept]
+    freeze_what_is_loaded()
+    assert nodes_in_sight() == []
+    later = Node()
+    assert nodes_in_sight() == [later]
+
+
+def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
+    journal = []
+
+    def freeze():
+        journal.append("frozen")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("core.worker.process.freeze_what_is_loaded", freeze)
+    with pytest.raises(ConfigError, match="enough"):
+        run_worker(
+            load_config(overrides={"worker.ops_port": 0}),
+            "decode",
+            lambda context: journal.append("loaded"),
+            lambda found: None,
+        )
+    assert journal == ["loaded", "frozen"]
+
+
+def test_garbage_is_not_kept_for_ever(collector):
+    Node()
+    freeze_what_is_loaded()
+    gc.unfreeze()
+    assert nodes_in_sight() == []

@@ -1,0 +1,432 @@
+"""The worker process around its state machine: real sockets, real engine thread, real signals; a scripted engine and router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from core.clock import SystemClock
+from core.config import load_config
+from core.engine.core import EngineGauges
+from core.engine.step_watch import StepSize
+from core.errors import ConfigError
+from core.ids import SeededIds
+from core.release import package_version
+from core.request import EngineCoreOutput, PrefillStats
+from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import (
+    Abort,
+    ChoiceStart,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    Register,
+    Registered,
+    Rejected,
+    Release,
+    Renew,
+    RequestFailed,
+    Tokens,
+)
+from core.wire.sampling import SamplingParams
+from core.worker.builder import Assembled, WorkerContext
+from core.worker.process import Worker
+from core.worker.role import EngineFacts
+from decode.worker import DecodeHands
+
+LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
+WAIT_S = 20.0
+
+
+class ScriptedEngine:
+    """Counts up, one token per step and request; a prompt that starts with 666 ends the engine, one with 7 never ends."""
+
+    def __init__(self, journal, gate=None):
+        self.journal = journal
+        self.gate = gate  # what every step waits for
+        self.requests = {}
+        self.gauges = EngineGauges(num_external_queried_tokens=44, num_external_hit_tokens=32)
+        self.step_size = StepSize(num_tokens=1, num_requests=1)
+
+    def add_request(self, new):
+        self.requests[new.request_id] = [new, 0]
+
+    def abort_requests(self, request_ids):
+        self.journal += [f"abort {request_id}" for request_id in request_ids]
+        return [request_id for request_id in request_ids if self.requests.pop(request_id, None)]
+
+    def step(self):
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_S)
+        outputs = []
+        for request_id, (new, count) in list(self.requests.items()):
+            if new.prompt_token_ids[0] == 666:
+                raise ValueError("the engine broke")
+            if new.prompt_token_ids[0] == 7:
+                continue
+            is_last = count + 1 == new.sampling.max_tokens
+            stats = PrefillStats(len(new.prompt_token_ids), 0, 0) if count == 0 else None
+            outputs.append(EngineCoreOutput(request_id, [count], "length" if is_last else None, prefill_stats=stats))
+            self.requests[request_id][1] += 1
+            if is_last:
+                del self.requests[request_id]
+        return outputs
+
+    def has_work(self):
+        return any(new.prompt_token_ids[0] != 7 for new, _ in self.requests.values())
+
+    def wake(self):
+        pass
+
+    def shutdown(self):
+        self.journal.append("engine stopped")
+
+
+class RecordingConnector:
+    """Notes what the shell asks of a connector."""
+
+    transports = ("shm",)
+    host_id = "here"
+    has_digests = True
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.worker = SimpleNamespace(set_wakeup=lambda wakeup: journal.append("wakeup set"))
+
+    async def start(self):
+        self.journal.append("connector started")
+
+    async def stop(self):
+        self.journal.append("connector stopped")
+
+    def expect(self, handoff):
+        self.journal.append(f"expect {handoff.transfer_id}")
+
+    def release(self, transfer_ids):
+        self.journal.append(f"release {transfer_ids}")
+
+    def renew(self, transfer_ids):
+        self.journal.append(f"renew {transfer_ids}")
+
+    def num_leased_blocks(self):
+        return 0
+
+    def num_saving_blocks(self):
+        return 0
+
+    def longest_lease_s(self):
+        return 0.0
+
+
+class ScriptedRouter:
+    """A router's socket; ``expect`` returns the next message of a type and answers membership on the way."""
+
+    def __init__(self, context):
+        self.context = context
+        self.address = "tcp://127.0.0.1:0"
+        self.router_id = "R"
+        self.peer = b""
+        self.open()
+
+    def open(self):
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        deadline = time.monotonic() + WAIT_S
+        while True:  # a socket that was closed a moment ago may still hold the port
+            try:
+                self.socket.bind(self.address)
+                break
+            except zmq.ZMQError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        self.address = self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+    async def expect(self, kind):
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                self.peer, frame = await self.socket.recv_multipart()
+                message = decode_worker_frame(frame)
+                if isinstance(message, Register | Heartbeat):
+                    await self.send(Registered(router_id=self.router_id, heartbeat_interval_ms=50, heartbeat_timeout_ms=3000))
+                if isinstance(message, kind):
+                    return message
+
+    async def send(self, message):
+        frame = message if isinstance(message, bytes) else encode_router_message(message)
+        await self.socket.send_multipart([self.peer, frame])
+
+
+@pytest.fixture
+def router():
+    context = zmq.asyncio.Context()
+    router = ScriptedRouter(context)
+    yield router
+    router.socket.close()
+    context.term()
+
+
+@pytest.fixture
+def journal():
+    return []
+
+
+@pytest.fixture
+def make_worker(router, journal):
+    def make(assemble=None, settings=(), gate=None):
+        address = f"worker.router_addresses=['{router.address}']"
+        config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
+        context = WorkerContext(
+            config=config,
+            role="decode",
+            engine_id="w0",
+            incarnation=7,
+            clock=SystemClock(),
+            ids=SeededIds(0),
+            metrics=CollectorRegistry(),
+        )
+        built = SimpleNamespace(
+            engine=ScriptedEngine(journal, gate),
+            model_fingerprint=b"f",
+            layout=LAYOUT,
+            max_model_len=64,
+            num_blocks=8,
+            image_preparation=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
+        )
+        hands = DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
+        return Worker(context, assemble or (lambda: Assembled(built, RecordingConnector(journal), hands)))
+
+    return make
+
+
+@pytest.fixture
+async def running(make_worker):
+    """A worker in this event loop: its operations address and the task that ends with its exit code."""
+    addresses = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(make_worker().run(addresses.set_result))
+    async with asyncio.timeout(WAIT_S):
+        yield SimpleNamespace(task=task, ops_address=(await addresses)["ops_address"])
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def generate(request_id, *, first_token=1, max_tokens=3):
+    return Generate(request_id=request_id, prompt_token_ids=(first_token, 2), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+async def get(url):
+    async with httpx.AsyncClient() as client:
+        return await client.get(url)
+
+
+async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, journal):
+    registration = await router.expect(Register)
+    assert registration.version == package_version()
+    assert (registration.engine_id, registration.incarnation, registration.transports) == ("w0", 7, ("shm",))
+    assert (registration.host_id, registration.has_digests, registration.kv_verify) == ("here", True, "auto")
+    assert registration.ops_address == running.ops_address
+    await router.expect(Heartbeat)
+    await router.send(generate("r"))
+    tokens = [(await router.expect(list))[0] for _ in range(3)]
+    assert [token.token_ids for token in tokens] == [(0,), (1,), (2,)]
+    assert tokens[-1].finish_reason == "length"
+    os.kill(os.getpid(), signal.SIGTERM)
+    await router.expect(Goodbye)
+    assert await running.task == 0
+    assert journal == ["wakeup set", "connector started", "images started", "engine stopped", "connector stopped"]
+
+
+async def test_ready_only_while_registered_and_not_draining(running, router):
+    assert (await get(f"{running.ops_address}/health")).status_code == 200
+    assert (await get(f"{running.ops_address}/ready")).status_code == 503
+    await router.expect(Heartbeat)
+    assert (await get(f"{running.ops_address}/started")).status_code == 200
+    assert (await get(f"{running.ops_address}/ready")).status_code == 200
+    versions = (await get(f"{running.ops_address}/version")).json()
+    assert versions == {"version": package_version(), "wire_version": WIRE_VERSION}
+    await router.send(generate("endless", first_token=7))
+    async with httpx.AsyncClient() as client:
+        drained = await client.post(f"{running.ops_address}/drain")
+    assert (drained.status_code, drained.json()["status"]) == (202, "draining")
+    ready = await get(f"{running.ops_address}/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    os.kill(os.getpid(), signal.SIGTERM)  # the second request to leave is in a hurry
+    assert (await router.expect(RequestFailed)).error.code == "no_worker"
+    assert await running.task == 0
+
+
+async def test_health_fails_while_a_step_takes_too_long_and_recovers_with_it(make_worker, router):
+    gate, addresses = threading.Event(), asyncio.get_running_loop().create_future()
+    worker = make_worker(settings=["worker.stuck_step_s=0.05"], gate=gate)
+    task = asyncio.create_task(worker.run(addresses.set_result))
+    url = (await addresses)["ops_address"]
+    await router.expect(Heartbeat)
+
+    async def until(status):
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                found = await get(f"{url}/health")
+                if found.status_code == status:
+                    return found.json()["status"]
+
+    assert await until(200) == "ok"
+    await router.send(generate("r"))
+    assert (await until(503)).startswith("engine stuck")
+    assert (await get(f"{url}/ready")).status_code == 503
+    gate.set()
+    assert await until(200) == "ok"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
+async def test_health_does_not_depend_on_routers(running):
+    assert (await get(f"{running.ops_address}/ready")).status_code == 503  # nobody answers its registration
+    assert (await get(f"{running.ops_address}/health")).status_code == 200
+
+
+async def test_metrics_tell_what_was_served(running, router):
+    await router.expect(Heartbeat)
+    await router.send(generate("r", max_tokens=2))
+    await router.expect(list)
+    await router.expect(list)
+    text = (await get(f"{running.ops_address}/metrics")).text
+    assert "kvferry_generation_tokens_total 2.0" in text
+    assert 'kvferry_request_success_total{finished_reason="length"} 1.0' in text
+    assert "kvferry_registered_routers 1.0" in text
+    assert "kvferry_encoder_prepared_bytes 5.0" in text
+    assert "kvferry_external_prefix_cache_queries_total 44.0" in text
+    assert "kvferry_external_prefix_cache_hits_total 32.0" in text
+
+
+async def test_malformed_frame_is_answered_and_harms_nobody(running, router):
+    await router.expect(Heartbeat)
+    await router.send(b"\x01\x03garbage")
+    assert (await router.expect(Rejected)).error.code == "protocol_error"
+    await router.send(generate("r", max_tokens=1))
+    assert isinstance((await router.expect(list))[0], Tokens)
+
+
+async def test_lease_messages_reach_the_connector(running, router, journal):
+    await router.expect(Heartbeat)
+    await router.send(Renew(transfer_ids=("t",)))
+    await router.send(Release(transfer_ids=("t",)))
+    await router.send(generate("r", max_tokens=1))
+    await router.expect(list)
+    assert journal[-2:] == ["renew ('t',)", "release ('t',)"]
+
+
+async def test_hand_over_of_a_request_is_expected_by_the_connector(running, router, journal, handoff):
+    await router.expect(Heartbeat)
+    first = ChoiceStart(index=0, output_token_ids=(1,))
+    await router.send(msgspec.structs.replace(generate("r"), kv_handoff=handoff, choices=(first,)))
+    await router.expect(list)
+    assert "expect t" in journal
+
+
+async def test_abort_reaches_the_engine(running, router, journal):
+    await router.expect(Heartbeat)
+    await router.send(generate("endless", first_token=7))
+    await router.send(Abort(request_ids=("endless",)))
+    await router.send(generate("next", max_tokens=1))
+    await router.expect(list)
+    assert journal[-1] == "abort endless/0"
+
+
+async def test_engine_death_answers_everyone_and_is_an_exit_code(running, router, journal):
+    await router.expect(Heartbeat)
+    await router.send(generate("waiting", first_token=7))
+    await router.send(generate("deadly", first_token=666))
+    failures = [await router.expect(RequestFailed) for _ in range(2)]
+    assert {failure.request_id for failure in failures} == {"waiting", "deadly"}
+    assert {(failure.error.code, failure.error.retryable) for failure in failures} == {("engine_dead", True)}
+    assert await running.task == 1
+    assert journal[-1] == "connector stopped"
+
+
+async def test_worker_that_has_become_deaf_answers_everyone_and_is_an_exit_code(make_worker, router):
+    worker = make_worker()
+    running = asyncio.create_task(worker.run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(generate("waiting", first_token=7))
+    await router.send(generate("served"))
+    await router.expect(list)
+    worker.on_links_death(ValueError("no ears"))
+    assert (await router.expect(RequestFailed)).error.code == "engine_dead"
+    async with asyncio.timeout(WAIT_S):
+        assert await running == 1
+
+
+def broken(*args):
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize("step", ["on_timer", "on_outputs"])
+@pytest.mark.parametrize("is_all_broken", [False, True])
+async def test_bug_in_a_step_that_nobody_waits_for_is_an_exit_code(make_worker, router, monkeypatch, step, is_all_broken):
+    worker = make_worker()
+    running = asyncio.create_task(worker.run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(generate("waiting", first_token=7))
+    await router.send(generate("served", max_tokens=1))
+    await router.expect(list)
+    monkeypatch.setattr(worker._state, step, broken)
+    if is_all_broken:
+        monkeypatch.setattr(worker._state, "on_engine_death", broken)
+    await router.send(generate("next"))
+    async with asyncio.timeout(WAIT_S):
+        assert await running == 1
+    if not is_all_broken:
+        assert (await router.expect(RequestFailed)).error.code == "engine_dead"
+
+
+async def test_restarted_router_gets_a_fresh_worker(running, router, journal):
+    await router.expect(Heartbeat)
+    await router.send(generate("orphan", first_token=7))
+    await router.send(generate("marker", max_tokens=1))
+    await router.expect(list)
+    router.socket.close()
+    router.router_id = "reborn"
+    router.open()
+    await router.expect(Register | Heartbeat)
+    await router.send(generate("next", max_tokens=1))
+    while (await router.expect(list))[0].request_id != "next":
+        pass
+    assert "abort orphan/0" in journal
+
+
+async def test_signal_during_the_load_ends_the_worker_at_once(make_worker):
+    is_loading, may_end = threading.Event(), threading.Event()
+
+    def assemble():
+        is_loading.set()
+        may_end.wait(WAIT_S)
+        raise AssertionError("nobody waits for this")
+
+    task = asyncio.create_task(make_worker(assemble).run(lambda addresses: None))
+    await asyncio.to_thread(is_loading.wait, WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+    may_end.set()
+
+
+async def test_failed_load_is_raised_and_leaves_nothing_open(make_worker):
+    def assemble():
+        raise ConfigError("no such model")
+
+    addresses = {}
+    with pytest.raises(ConfigError, match="no such model"):
+        await make_worker(assemble).run(addresses.update)
+    with pytest.raises(httpx.TransportError):
+        await get(f"{addresses['ops_address']}/health")

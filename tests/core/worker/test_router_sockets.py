@@ -1,0 +1,168 @@
+"""Links follow the name service, a name service that is down takes nothing away, and no fault leaves a worker deaf."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import zmq
+
+from core.errors import PeerUnreachable
+from core.wire.sockets import AsyncContext
+from core.worker.router_sockets import RouterSockets
+
+WAIT_S = 10.0
+
+
+class Names:
+    """A name service whose answer can be changed."""
+
+    def __init__(self, *addresses):
+        self.answer = list(addresses)
+        self._was_asked = asyncio.Event()
+
+    async def resolve(self, name):
+        self._was_asked.set()
+        if self.answer is None:
+            raise PeerUnreachable(f"{name} does not resolve")
+        return self.answer
+
+    async def asked_again(self):
+        """Return once an answer that was set before has been acted on."""
+        for _ in range(2):
+            self._was_asked.clear()
+            await asyncio.wait_for(self._was_asked.wait(), WAIT_S)
+
+
+class Links:
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.events = []
+        self.deaths = asyncio.Queue()
+
+    def on_connect(self, link):
+        self.events.append(f"+{link}")
+
+    def on_disconnect(self, link):
+        self.events.append(f"-{link}")
+
+    def on_frame(self, link, frames):
+        self.events.append(frames)
+
+    def on_links_death(self, error):
+        self.deaths.put_nowait(error)
+
+
+@pytest.fixture
+def links():
+    return Links()
+
+
+@pytest.fixture
+def names():
+    return Names("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+
+
+@pytest.fixture
+async def sockets(names, links):
+    sockets = RouterSockets(["tcp://routers:5570"], links, names.resolve, interval_s=0.001)
+    sockets.start()
+    yield sockets
+    await sockets.close(0.0)
+
+
+async def test_one_link_per_machine_behind_the_name(sockets, names, links):
+    await names.asked_again()
+    assert links.events == ["+tcp://127.0.0.1:1", "+tcp://127.0.0.1:2"]
+
+
+async def test_links_follow_the_name(sockets, names, links):
+    await names.asked_again()
+    names.answer = ["tcp://127.0.0.1:2", "tcp://127.0.0.1:3"]
+    await names.asked_again()
+    assert links.events[2:] == ["+tcp://127.0.0.1:3", "-tcp://127.0.0.1:1"]
+
+
+async def test_name_service_that_is_down_closes_no_link(sockets, names, links):
+    await names.asked_again()
+    names.answer = None
+    await names.asked_again()
+    assert len(links.events) == 2
+    names.answer = ["tcp://127.0.0.1:1"]
+    await names.asked_again()
+    assert links.events[2:] == ["-tcp://127.0.0.1:2"]
+
+
+async def test_sending_where_nobody_listens_is_refused_not_queued(sockets, names):
+    await names.asked_again()
+    assert sockets.send("tcp://127.0.0.1:1", b"frame") is False
+    assert sockets.send("tcp://127.0.0.1:9", b"frame") is False
+
+
+async def test_closing_twice_is_harmless(sockets):
+    await sockets.close(0.0)
+    assert sockets.send("tcp://127.0.0.1:1", b"frame") is False
+
+
+class ClumsyLinks(Links):
+    """Fails over the first frame."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames = asyncio.Queue()
+
+    def on_frame(self, link, frames):
+        self.frames.put_nowait(frames)
+        if frames == [b"first"]:
+            raise ValueError("first frame")
+
+
+async def test_handler_that_raises_gets_the_next_frame(names, caplog):
+    context, links = AsyncContext(), ClumsyLinks()
+    router = context.socket(zmq.ROUTER)
+    names.answer = [f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"]
+    sockets = RouterSockets(["tcp://routers:5570"], links, names.resolve, interval_s=0.001)
+    sockets.start()
+    await names.asked_again()
+    async with asyncio.timeout(WAIT_S):
+        await sockets._sockets[names.answer[0]].send(b"here I am")
+        identity, _ = await router.recv_multipart()
+        await router.send_multipart([identity, b"first"])
+        await router.send_multipart([identity, b"second"])
+        assert [await links.frames.get() for _ in range(2)] == [[b"first"], [b"second"]]
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "router_frame_failed" in errors[0]
+    assert links.deaths.empty()
+    await sockets.close(0.0)
+    context.destroy(linger=0)
+
+
+async def test_resolver_that_ends_by_a_bug_is_told(links):
+    async def broken(_name):
+        raise ValueError("a bug")
+
+    sockets = RouterSockets(["tcp://routers:5570"], links, broken)
+    sockets.start()
+    async with asyncio.timeout(WAIT_S):
+        assert str(await links.deaths.get()) == "a bug"
+    await sockets.close(0.0)
+
+
+async def test_reader_whose_socket_is_closed_under_it_is_told(sockets, names, links):
+    await names.asked_again()
+    sockets._sockets["tcp://127.0.0.1:1"].close(linger=0)
+    async with asyncio.timeout(WAIT_S):
+        await links.deaths.get()
+
+
+async def test_leaving_and_closing_in_good_order_is_no_death(sockets, names, links):
+    await names.asked_again()
+    names.answer = ["tcp://127.0.0.1:2"]
+    await names.asked_again()
+    await sockets.close(0.0)
+    await asyncio.sleep(0)  # done-callbacks run in the next turn
+    assert links.events[2:] == ["-tcp://127.0.0.1:1"]
+    assert links.deaths.empty()

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from router.http.descriptors import connections_within, raise_descriptor_limit
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The process's limits, as the code sees them."""
+    found = {"soft": 1024, "hard": 4096}
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (found["soft"], found["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, new: found.update(soft=new[0], hard=new[1]))
+    return found
+
+
+def test_soft_limit_is_raised_as_far_as_it_is_needed(limits):
+    raise_descriptor_limit(2000)
+    assert limits == {"soft": 2256, "hard": 4096}
+
+
+def test_soft_limit_is_raised_to_the_hard_one_at_most(limits):
+    raise_descriptor_limit(8192)
+    assert limits == {"soft": 4096, "hard": 4096}
+
+
+def test_limit_that_is_high_enough_stays(limits):
+    limits["soft"] = 4000
+    raise_descriptor_limit(100)
+    assert limits["soft"] == 4000
+
+
+def test_connections_leave_descriptors_for_everything_else(limits, caplog):
+    assert connections_within(8192) == 768
+    assert "few_descriptors" in caplog.text
+    assert "router.max_connections" in caplog.text
+
+
+def test_enough_descriptors_are_nothing_to_talk_about(limits, caplog):
+    assert connections_within(768) == 768
+    limits["soft"] = resource.RLIM_INFINITY
+    assert connections_within(8192) == 8192
+    assert not caplog.text

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+
+from core.config import RouterSection
+from core.errors import ConfigError
+from router.http.server import Router, _listen
+from router.main import _serve
+from router.openai.served_model import ServedModel
+
+BODY = {"prompt": "p", "max_tokens": 50}
+
+
+async def test_ports_are_told_after_the_start(start_router):
+    under_test = await start_router()
+    router = under_test.router
+    assert router.port > 0
+    assert router.worker_port > 0
+    assert router.http_address == f"http://127.0.0.1:{router.port}"
+    assert router.worker_address == f"tcp://127.0.0.1:{router.worker_port}"
+
+
+async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router):
+    under_test = await start_router(host="::1", worker_address="tcp://[::1]:0")
+    await under_test.pair()
+    async with under_test.client() as client:
+        response = await client.post("/v1/completions", json=BODY)
+    assert under_test.url.startswith("http://[::1]:")
+    assert response.json()["choices"][0]["text"] == "hello world"
+
+
+@pytest.mark.parametrize(("address", "num_warnings"), [("tcp://127.0.0.1:0", 0), ("tcp://0.0.0.0:0", 1)])
+async def test_workers_port_that_other_machines_reach_is_warned_about(start_router, caplog, address, num_warnings):
+    await start_router(worker_address=address)
+    assert sum("setting=router.worker_address" in record.message for record in caplog.records) == num_warnings
+
+
+def test_answers_do_not_wait_for_the_acknowledgement_of_the_ones_before():
+    with _listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_a_taken_http_port_is_a_configuration_error(start_router):
+    under_test = await start_router()
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{under_test.router.port}"):
+        await start_router(port=under_test.router.port)
+
+
+async def test_a_failed_start_frees_the_http_port(start_router):
+    under_test = await start_router()
+    taken = under_test.router.worker_address
+    with pytest.raises(ConfigError):
+        await start_router(worker_address=taken)
+
+
+async def test_stopping_waits_for_requests_in_flight_and_refuses_new_ones(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=1)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await decode.generated()
+        stopping = asyncio.create_task(under_test.router.stop(grace_s=10))
+        await under_test.until(lambda: under_test.router.endpoints.is_closing)
+        async with under_test.client() as late:
+            assert (await late.post("/v1/completions", json=BODY)).status_code == 503
+            assert (await late.get("/ready")).status_code == 503
+        decode.script.resume.set()
+        assert (await call).json()["choices"][0]["text"] == "hello world"
+        await stopping
+
+
+async def test_stopping_sends_away_what_outlasts_the_grace(start_router):
+    under_test = await start_router()
+    prefill, _ = await under_test.pair(is_silent=True)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        request_id = (await prefill.generated()).request_id
+        await under_test.router.stop(grace_s=0.05)
+        response = await call
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert "the router shuts down" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) > 0
+    await prefill.aborts(request_id)
+
+
+async def test_stopping_ends_a_stream_with_an_error_so_that_nobody_takes_it_for_whole(start_router):
+    under_test = await start_router()
+    _, decode = await under_test.pair(pause_after=3)
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert "choices" in await anext(lines)
+        await under_test.router.stop()
+        *_, last = [line async for line in lines if line]
+    assert '"code":"no_worker"' in last
+    assert "the router shuts down" in last
+    await decode.aborts((await decode.generated()).request_id)
+
+
+async def test_stopping_twice_is_harmless_and_nobody_listens_any_more(start_router):
+    under_test = await start_router()
+    url = under_test.url
+    await under_test.router.stop()
+    await under_test.router.stop()
+    async with httpx.AsyncClient(verify=False) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/health")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number):
+    section = RouterSection(port=0, worker_address="tcp://127.0.0.1:0")
+    router = Router(section, ServedModel(name="tiny", tokenizer=tiny_tokenizer))
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    addresses = await told
+    assert addresses == {"http_address": router.http_address, "worker_address": router.worker_address}
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(10):
+        assert await serving == 0
+
+
+@pytest.mark.parametrize("is_all_broken", [False, True])
+async def test_a_bug_in_the_timer_ends_the_process_and_answers_everyone(start_router, monkeypatch, caplog, is_all_broken):
+    under_test = await start_router(has_http=False)
+    router = under_test.router
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    await router.service.stop()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    await told
+    prefill, _ = await under_test.pair(is_silent=True)
+
+    def broken(*args):
+        raise ValueError("a bug")
+
+    async with httpx.AsyncClient(base_url=router.http_address, verify=False) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await prefill.generated()
+        for name in ("on_timer", "fail") if is_all_broken else ("on_timer",):
+            monkeypatch.setattr(router.service.machine, name, broken)
+        async with asyncio.timeout(5):
+            assert await serving == 1
+        assert (await call).status_code == 503
+    assert "router_task_died" in caplog.text
+
+
+async def test_a_signal_gives_requests_the_configured_time_and_no_more(start_router):
+    under_test = await start_router(has_http=False, drain_timeout_s=0.05)
+    router = under_test.router
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    await router.service.stop()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    await told
+    prefill, _ = await under_test.pair(is_silent=True)
+    async with httpx.AsyncClient(base_url=router.http_address, verify=False) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await prefill.generated()
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await serving
+        assert (await call).status_code == 503
+
+
+async def test_a_second_signal_does_not_wait_for_requests(tiny_tokenizer, start_router):
+    under_test = await start_router(has_http=False)
+    router = under_test.router
+    told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    await router.service.stop()
+    serving = asyncio.create_task(_serve(router, told.set_result))
+    await told
+    prefill, _ = await under_test.pair(is_silent=True)
+    async with httpx.AsyncClient(base_url=router.http_address, verify=False) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await prefill.generated()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await under_test.until(lambda: router.endpoints.is_closing)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await serving
+        assert (await call).status_code == 503

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.model.detokenizer import StopStrings
+from core.wire.messages import ErrorInfo, TokenLogprobs, TransferUsage
+from router.dispatch.timing import HandoverReport, first_token_timing, second_token_timing
+from router.dispatch.types import ChoiceUpdate, PromptReport, Update
+from router.openai.postprocess import ChoiceText, RequestOutput
+from router.openai.preprocess import Prompt
+from router.openai.sampling import OutputOptions
+
+EOS = 256
+
+
+def _choice(tokenizer, options: OutputOptions) -> ChoiceText:
+    return ChoiceText(tokenizer, options, StopStrings(options.stop), ())
+
+
+@pytest.fixture
+def spell(tiny_tokenizer):
+    return lambda text: tuple(tiny_tokenizer.encode(text))
+
+
+@pytest.fixture
+def choice(tiny_tokenizer):
+    return lambda **options: _choice(tiny_tokenizer, OutputOptions(**options))
+
+
+def news(*token_ids: int, reason=None, stop=None, logprobs=None) -> ChoiceUpdate:
+    return ChoiceUpdate(0, tuple(token_ids), logprobs, reason, stop)
+
+
+def test_tokens_become_text(choice, spell):
+    text = choice()
+    assert text.push(news(*spell("hel")), 0).text == "hel"
+    last = text.push(news(*spell("lo"), reason="length"), 0)
+    assert (last.text, last.finish_reason, last.stop_reason) == ("lo", "length", None)
+    assert text.num_tokens == 5
+
+
+def test_end_of_sequence_is_counted_and_not_shown(choice, spell):
+    text = choice(skip_special_tokens=False)
+    delta = text.push(news(*spell("a"), EOS, reason="stop", stop=EOS), 0)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "stop", None)
+    assert delta.token_ids == [*spell("a"), EOS]
+    assert text.num_tokens == 2
+
+
+def test_a_stop_token_of_the_client_is_hidden_and_named(choice, spell):
+    (stop,) = spell("z")
+    text = choice(stop_token_ids=frozenset({stop}))
+    delta = text.push(news(*spell("az"), reason="stop", stop=stop), 0)
+    assert (delta.text, delta.stop_reason) == ("a", stop)
+
+
+def test_a_stop_token_can_be_shown(choice, spell):
+    (stop,) = spell("z")
+    text = choice(stop_token_ids=frozenset({stop}), include_stop_str=True)
+    assert text.push(news(*spell("az"), reason="stop", stop=stop), 0).text == "az"
+
+
+def test_characters_are_held_back_until_they_are_whole(choice, spell):
+    first, second, third = spell("€")
+    text = choice()
+    assert text.push(news(first), 0).text == ""
+    assert text.push(news(second), 0).text == ""
+    assert text.push(news(third), 0).text == "€"
+
+
+def test_tokens_start_where_their_character_does(choice, spell):
+    text = choice()
+    first = text.push(news(*spell("a€")), 0)
+    assert first.offsets == [0, 1, 1, 1]
+    assert text.push(news(*spell("bc"), EOS, reason="stop", stop=EOS), 0).offsets == [2, 3, 4]
+
+
+def test_prompt_alone_has_no_output(choice, spell):
+    text = choice(echo=True, is_echo_only=True)
+    delta = text.push(news(*spell("x"), reason="length", logprobs=(TokenLogprobs(spell("x"), (-1.0,), 1),)), 0)
+    assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", [], [], "length")
+    assert text.num_tokens == 0
+
+
+def test_a_broken_character_is_shown_at_the_end(choice, spell):
+    text = choice()
+    assert text.push(news(spell("€")[0], reason="length"), 0).text == "\ufffd"
+
+
+def test_a_stop_string_ends_the_choice_and_cuts_what_follows(choice, spell):
+    text = choice(stop=("END",))
+    delta = text.push(news(*spell("abENDcd")), 0)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("ab", "stop", "END")
+    assert delta.token_ids == list(spell("abEND"))
+    assert text.num_tokens == 5
+    assert text.is_finished
+
+
+def test_the_start_of_a_stop_string_is_held_back_and_given_out_when_it_is_none(choice, spell):
+    text = choice(stop=("END",))
+    assert text.push(news(*spell("aEN")), 0).text == "a"
+    assert text.push(news(*spell("x")), 0).text == "ENx"
+    assert text.push(news(*spell("E"), reason="length"), 0).text == "E"
+
+
+def test_a_stop_string_can_be_shown(choice, spell):
+    assert choice(stop=("END",), include_stop_str=True).push(news(*spell("abENDcd")), 0).text == "abEND"
+
+
+def test_stop_strings_are_not_looked_for_before_the_minimum(choice, spell):
+    text = choice(stop=("b",), min_tokens=3)
+    delta = text.push(news(*spell("abcdb")), 0)
+    assert (delta.text, delta.finish_reason) == ("abcd", "stop")
+
+
+def test_logprobs_stay_beside_their_tokens(choice, spell):
+    entries = tuple(TokenLogprobs((token,), (-1.0,), 1) for token in spell("abEND"))
+    delta = choice(stop=("E",), logprobs=0).push(news(*spell("abEND"), logprobs=entries), 0)
+    assert delta.token_ids == list(spell("abE"))
+    assert delta.logprobs == list(entries[:3])
+
+
+@given(st.text(max_size=30), st.lists(st.integers(1, 5), min_size=1, max_size=40), st.sampled_from(["", "a", "ab", "é"]))
+def test_text_does_not_depend_on_how_tokens_arrive(tiny_tokenizer, text, sizes, stop):
+    token_ids = tiny_tokenizer.encode(text)
+    options = OutputOptions(stop=(stop,) if stop else ())
+    choice, shown, position = _choice(tiny_tokenizer, options), "", 0
+    while not choice.is_finished:
+        size = sizes[position % len(sizes)]
+        part = token_ids[position : position + size]
+        position += size
+        shown += choice.push(ChoiceUpdate(0, tuple(part), None, "length" if position >= len(token_ids) else None), 0).text
+    assert shown == (text.partition(stop)[0] if stop else text)
+
+
+# ---- whole requests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def output(tiny_tokenizer, spell):
+    prompts = [Prompt(spell("ab"), "ab"), Prompt(spell("cde"), "cde")]
+    return RequestOutput(tiny_tokenizer, OutputOptions(stop=("!",)), prompts, 2)
+
+
+def test_choices_are_numbered_prompt_by_prompt(output, spell):
+    update = Update(choices=[ChoiceUpdate(1, spell("x"))])
+    deltas, stopped, error = output.apply([(1, update)])
+    assert [(delta.index, delta.text) for delta in deltas] == [(3, "x")]
+    assert (stopped, error) == ([], None)
+    assert output.locate(3) == (1, 1)
+    assert output.prompt_of(3).prompt.text == "cde"
+
+
+def test_news_of_one_choice_make_one_delta(output, spell):
+    first, second = Update(choices=[ChoiceUpdate(0, spell("x"))]), Update(choices=[ChoiceUpdate(0, spell("y"), None, "length")])
+    deltas, _, _ = output.apply([(0, first), (0, second)])
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("xy", "length")]
+
+
+def test_choices_stopped_by_text_are_reported_once(output, spell):
+    _, stopped, _ = output.apply([(0, Update(choices=[ChoiceUpdate(1, spell("a!b"))]))])
+    assert stopped == [1]
+    deltas, stopped, _ = output.apply([(0, Update(choices=[ChoiceUpdate(1, spell("c"))]))])
+    assert (deltas, stopped) == ([], [])
+
+
+def test_a_stop_string_in_the_last_tokens_needs_no_report(output, spell):
+    _, stopped, _ = output.apply([(0, Update(choices=[ChoiceUpdate(0, spell("a!"), None, "length")]))])
+    assert stopped == []
+
+
+def test_it_is_finished_when_every_choice_is(output, spell):
+    for prompt_index in (0, 1):
+        for index in (0, 1):
+            assert not output.is_finished
+            output.apply([(prompt_index, Update(choices=[ChoiceUpdate(index, spell("x"), None, "length")]))])
+    assert output.is_finished
+
+
+def test_an_error_ends_the_news(output, spell):
+    failure = ErrorInfo(code="peer_lost", message="gone")
+    news_ = [(0, Update(choices=[ChoiceUpdate(0, spell("x"))])), (1, Update(error=failure))]
+    deltas, _, error = output.apply(news_)
+    assert [delta.text for delta in deltas] == ["x"]
+    assert error is failure
+
+
+def test_usage_adds_up_over_prompts_and_choices(output, spell):
+    timing = first_token_timing(0.0, 0.0, 0.0), second_token_timing(0.0, TransferUsage())
+    report = HandoverReport(cost=TransferUsage(transport="shm"), first_token=timing[0], second_token=timing[1])
+    output.apply([(0, Update(choices=[ChoiceUpdate(0, spell("xy"))], prompt=PromptReport(num_cached_tokens=1)))])
+    output.apply([(1, Update(choices=[ChoiceUpdate(1, spell("z"))], prompt=PromptReport(num_cached_tokens=2)))])
+    output.apply([(1, Update(handover=report))])
+    output.apply([(1, Update())])
+    assert (output.num_prompt_tokens, output.num_completion_tokens, output.num_cached_tokens) == (5, 3, 3)
+    assert output.prompts[1].handover is report

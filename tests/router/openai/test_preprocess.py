@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from core.errors import ContextTooLong, InvalidRequest
+from router.openai.preprocess import PromptReader
+from router.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ImagePart,
+    ImageURL,
+    RefusalPart,
+    TextPart,
+)
+from router.openai.sampling import ModelLimits
+from router.openai.text_pool import INLINE_CHARACTERS, TextPool
+
+LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
+
+
+@pytest.fixture
+def reader(tiny_tokenizer) -> Iterator[PromptReader]:
+    pool = TextPool(tiny_tokenizer, 1)
+    yield PromptReader(tiny_tokenizer, pool)
+    pool.close()
+
+
+@pytest.fixture
+def spell(tiny_tokenizer):
+    return lambda text: tuple(tiny_tokenizer.encode(text))
+
+
+def said(*messages: ChatMessage, **fields) -> ChatCompletionRequest:
+    return ChatCompletionRequest(messages=list(messages), **fields)
+
+
+USER = ChatMessage(role="user", content="hi")
+
+
+async def test_reads_the_four_forms_of_a_prompt(reader, spell):
+    a, b = spell("ab"), spell("cd")
+    for prompt, expected in (("ab", [a]), (["ab", "cd"], [a, b]), (list(a), [a]), ([list(a), list(b)], [a, b])):
+        prompts = await reader.read_completion(CompletionRequest(prompt=prompt), LIMITS)
+        assert [item.token_ids for item in prompts] == expected
+        assert prompts[0].text == "ab"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("", "prompt 0 is empty"),
+        ([], "empty list"),
+        (["a", ""], "prompt 1 is empty"),
+        ([[]], "prompt 0 is empty"),
+        (["a", [1]], "mixes"),
+        ([1, "a"], "mixes"),
+        ([257], "257"),
+        ([[1], [-1]], "-1"),
+        (["a"] * 129, "at most 128"),
+    ],
+)
+async def test_refuses_prompts_that_make_no_sense(reader, prompt, reason):
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        await reader.read_completion(CompletionRequest(prompt=prompt), LIMITS)
+    assert refused.value.param == "prompt"
+
+
+async def test_prompts_times_n_is_limited_before_anything_is_tokenized(reader, tiny_tokenizer, monkeypatch):
+    assert len(await reader.read_completion(CompletionRequest(prompt=["a"] * 8, n=128), LIMITS)) == 8
+
+    def never(*args, **kwargs):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", never)
+    with pytest.raises(InvalidRequest, match="9 prompts with n = 128 are 1152 choices, at most 1024") as refused:
+        await reader.read_completion(CompletionRequest(prompt=["a"] * 9, n=128), LIMITS)
+    assert refused.value.param == "n"
+
+
+async def test_truncation_keeps_the_end(reader, spell):
+    for prompt in ("abcdef", list(spell("abcdef"))):
+        (kept,) = await reader.read_completion(CompletionRequest(prompt=prompt, truncate_prompt_tokens=2), LIMITS)
+        assert (kept.token_ids, kept.text) == (spell("ef"), "ef")
+
+
+async def test_truncation_to_the_model_s_limit_leaves_room_for_a_token(reader):
+    limits = ModelLimits(max_model_len=4, vocab_size=257)
+    (kept,) = await reader.read_completion(CompletionRequest(prompt="abcdef", truncate_prompt_tokens=-1), limits)
+    assert kept.text == "def"
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+async def test_refuses_senseless_truncation(reader, limit):
+    with pytest.raises(InvalidRequest) as refused:
+        await reader.read_completion(CompletionRequest(prompt="abc", truncate_prompt_tokens=limit), LIMITS)
+    assert refused.value.param == "truncate_prompt_tokens"
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(reader, tiny_tokenizer, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", never)
+    text = "x" * (100 * len("<eos>") + 1)
+    with pytest.raises(ContextTooLong):
+        await reader.read_completion(CompletionRequest(prompt=text), ModelLimits(max_model_len=100, vocab_size=257))
+
+
+@pytest.mark.parametrize("fields", [{}, {"truncate_prompt_tokens": 100}])
+async def test_token_ids_that_cannot_fit_are_refused_before_they_are_looked_at(reader, tiny_tokenizer, monkeypatch, fields):
+    def never(*args, **kwargs):
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(type(tiny_tokenizer), "decode", never)
+    limits = ModelLimits(max_model_len=100, vocab_size=257)
+    prompt = [1] * 100 + [-1]  # the last one is wrong as well: nobody looked
+    with pytest.raises(ContextTooLong, match="maximum context length is 100 tokens") as refused:
+        await reader.read_completion(CompletionRequest(prompt=prompt, **fields), limits)
+    assert refused.value.param == "prompt"
+
+
+async def test_long_token_prompts_are_cut_to_what_was_asked_for(reader):
+    request = CompletionRequest(prompt=[1] * 100_000 + [2, 3], truncate_prompt_tokens=2)
+    (prompt,) = await reader.read_completion(request, ModelLimits(max_model_len=100, vocab_size=257))
+    assert prompt.token_ids == (2, 3)
+
+
+async def test_long_texts_are_tokenized_off_the_event_loop(reader, tiny_tokenizer, monkeypatch):
+    threads = []
+    original = type(tiny_tokenizer).encode
+
+    def spy(self, text, **options):
+        threads.append(threading.current_thread())
+        return original(self, text, **options)
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", spy)
+    await reader.read_completion(CompletionRequest(prompt="x" * INLINE_CHARACTERS), LIMITS)
+    (long,) = await reader.read_completion(CompletionRequest(prompt="x" * (INLINE_CHARACTERS + 1)), LIMITS)
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+    assert len(long.token_ids) == INLINE_CHARACTERS + 1
+
+
+async def test_short_texts_that_are_long_together_are_tokenized_off_the_event_loop(reader, tiny_tokenizer, monkeypatch):
+    threads = set()
+    original = type(tiny_tokenizer).encode
+
+    def spy(self, text, **options):
+        threads.add(threading.current_thread())
+        return original(self, text, **options)
+
+    monkeypatch.setattr(type(tiny_tokenizer), "encode", spy)
+    half = "x" * (INLINE_CHARACTERS // 2)
+    await reader.read_completion(CompletionRequest(prompt=[half, half]), LIMITS)
+    assert threads == {threading.main_thread()}
+    threads.clear()
+    await reader.read_completion(CompletionRequest(prompt=[half, half, "x"]), LIMITS)
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("item", ["a", [1]])
+async def test_others_get_their_turn_between_prompts(reader, item):
+    turns = []
+
+    async def other() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await reader.read_completion(CompletionRequest(prompt=[item] * 50), LIMITS)
+    task.cancel()
+    assert len(turns) >= 49
+
+
+async def test_renders_a_conversation(reader):
+    prompt = await reader.read_chat(said(ChatMessage(role="system", content="be nice"), USER), LIMITS)
+    assert prompt.text == "<system>be nice\n<user>hi<assistant>"
+
+
+async def test_the_developer_role_is_the_system_role(reader):
+    assert reader.render(said(ChatMessage(role="developer", content="x"), USER)).startswith("<system>x")
+
+
+async def test_text_parts_are_joined_by_line_breaks(reader):
+    parts = ChatMessage(role="user", content=[TextPart(text="a"), TextPart(text="b"), RefusalPart(refusal="c")])
+    assert reader.render(said(parts)) == "<user>a\nb\nc<assistant>"
+
+
+async def test_missing_content_is_empty(reader):
+    assert reader.render(said(ChatMessage(role="assistant"), USER)).startswith("<assistant>\n")
+
+
+async def test_the_last_message_can_be_continued(reader):
+    request = said(USER, ChatMessage(role="assistant", content="well"), continue_final_message=True)
+    assert reader.render(request) == "<user>hi\n<assistant>well"
+
+
+async def test_the_generation_prompt_can_be_left_out(reader):
+    assert reader.render(said(USER, add_generation_prompt=False)) == "<user>hi"
+
+
+async def test_continuing_and_a_generation_prompt_exclude_each_other(reader):
+    with pytest.raises(InvalidRequest) as refused:
+        reader.render(said(USER, continue_final_message=True, add_generation_prompt=True))
+    assert refused.value.param == "continue_final_message"
+
+
+async def test_images_are_refused_by_their_place(reader):
+    with pytest.raises(InvalidRequest, match="image_url") as refused:
+        reader.render(said(USER, ChatMessage(role="user", content=[TextPart(text="a"), ImagePart(ImageURL("data:,"))])))
+    assert refused.value.param == "messages[1].content[1]"
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call", "audio"])
+async def test_messages_with_tools_are_refused_by_their_place(reader, field):
+    with pytest.raises(InvalidRequest, match="not supported") as refused:
+        reader.render(said(ChatMessage(role="assistant", content="x", **{field: [{"id": "1"}]})))
+    assert refused.value.param == f"messages[0].{field}"
+
+
+async def test_an_empty_conversation_is_refused(reader):
+    with pytest.raises(InvalidRequest) as refused:
+        reader.render(said())
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+async def test_template_arguments_cannot_replace_the_request_s_own(reader, name):
+    with pytest.raises(InvalidRequest) as refused:
+        reader.render(said(USER, chat_template_kwargs={name: []}))
+    assert refused.value.param == "chat_template_kwargs"
