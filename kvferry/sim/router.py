@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from core.config import RouterSection
-from core.errors import RequestError
+from core.errors import Cancelled, RequestError
 from core.ids import SeededIds, new_hex_id
 from core.wire.codec import decode_worker_frame, encode_router_message
 from core.wire.messages import Generate, RouterMessage
@@ -49,6 +50,7 @@ class SimRouter:
         self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
+        self._wait_for_route: list[Client] = []
         self._greets_soon = False
         self._former: set[WorkerKey] = set()  # processes whose places others have taken
         address = router_address(host.process.name)
@@ -73,6 +75,11 @@ class SimRouter:
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def _submit(self, client: Client) -> None:
+        if client.plan.name not in self._clients:
+            return  # it has left
+        if self.machine.is_route_expected:
+            self._wait_for_route.append(client)
+            return
         try:
             actions = self.machine.submit(submission_of(client.plan), self._now())
         except RequestError as error:
@@ -82,7 +89,11 @@ class SimRouter:
         self._perform(actions)
 
     def _abort(self, client: Client) -> None:
-        if client.plan.name in self._clients:
+        if client in self._wait_for_route:
+            self._wait_for_route.remove(client)
+            del self._clients[client.plan.name]
+            client.end(Cancelled.code, "the client left", self.host.loop.now)
+        elif client.plan.name in self._clients:
             self._perform(self.machine.abort(client.plan.name, "client", self._now()))
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
@@ -115,10 +126,19 @@ class SimRouter:
         for client in self._clients.values():
             client.end(ROUTER_LOST, "the router died", self.host.loop.now)
         self._clients.clear()
+        self._wait_for_route.clear()
 
     # ---- carrying actions out ----------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        """Carry out actions; then requests that waited for a route may have one."""
+        self._carry_out(actions)
+        if not self.machine.is_route_expected:
+            waiting, self._wait_for_route = self._wait_for_route, []
+            for client in waiting:
+                self.host.process.call_later(0.0, partial(self._submit, client))
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
         """Carry out actions, and those that follow from peers found gone on the way."""
         self._check_places(actions)
         queue = list(actions)
