@@ -9,6 +9,7 @@ sleeps on a message in its inbox is, since that message came.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,21 +66,38 @@ class StepReading:
         return self.stalled_s > self.restart_bound_s
 
 
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """How first steps are judged: ``bound_s`` is how long one may take of which nothing is known.
+
+    A device that ``compiles_shapes`` may take any time for the first step of a size class. On others what is known of other
+    classes tells what the first step of another one takes.
+    """
+
+    bound_s: float = math.inf
+    compiles_shapes: bool = True
+
+
 class StepTimes:
     """What steps took by size class. Beyond ``MAX_KNOWN_SIZES`` classes the oldest is forgotten, and is a first again."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiles_shapes: bool = True) -> None:
+        self._compiles_shapes = compiles_shapes
         self._means: dict[tuple[int, int, int], float] = {}
         self._firsts: set[tuple[int, int, int]] = set()  # of which the mean is what the first step took
         self._slots = [(-_NUM_SLOTS, 0.0)] * _NUM_SLOTS  # (number of the slot, slowest step in it)
 
     def is_first(self, size: StepSize) -> bool:
-        """True if no step of this class has ended yet."""
-        return size.size_class not in self._means
+        """True if nothing that has ended says how long such a step takes."""
+        return size.size_class not in self._means and (self._compiles_shapes or not self._known_below(size))
 
     def predict_s(self, size: StepSize) -> float:
         """Return what such a step may take, by those of lately; 0 if nothing is known."""
-        return STEP_SPREAD * self._means.get(size.size_class, 0.0)
+        mean = self._means.get(size.size_class)
+        if mean is None:
+            known = self._known_below(size) if not self._compiles_shapes else {}
+            mean = max((seconds * _growth(key, size.size_class) for key, seconds in known.items()), default=0.0)
+        return STEP_SPREAD * mean
 
     def slowest_s(self, now: float) -> float:
         """Return the slowest step of the last minute."""
@@ -99,11 +117,17 @@ class StepTimes:
         bound_s = stall_bound_s(self.slowest_s(now), self.predict_s(size))
         if seconds > bound_s:
             seconds = bound_s * _OUTLIER_SHARE
+        if key not in self._means:
+            self._remember(key, seconds)
         self._means[key] = seconds if key in self._firsts else _MEMORY * self._means[key] + (1 - _MEMORY) * seconds
         self._firsts.discard(key)
         number = int(now / _SLOT_S)
         before, slowest = self._slots[number % _NUM_SLOTS]
         self._slots[number % _NUM_SLOTS] = (number, max(seconds, slowest if before == number else 0.0))
+
+    def _known_below(self, size: StepSize) -> dict[tuple[int, int, int], float]:
+        """Return the known classes that have images if such a step has."""
+        return {key: seconds for key, seconds in list(self._means.items()) if (key[2] > 0) >= (size.num_images > 0)}
 
     def _remember(self, key: tuple[int, int, int], seconds: float) -> None:
         if len(self._means) >= MAX_KNOWN_SIZES:
@@ -117,17 +141,22 @@ class StepTimes:
         return len(self._means)
 
 
+def _growth(known: tuple[int, int, int], wanted: tuple[int, int, int]) -> float:
+    """Return how many times as long a step of one class takes as one of another, if its time grows with its largest count."""
+    return float(2 ** max(0, *(there - here for here, there in zip(known, wanted, strict=True))))
+
+
 class StepWatch:
     """Follows one engine. ``on_message`` is for whoever puts messages, one at a time; the other notes are the engine's own.
 
-    ``step_size`` returns the size of the step in hand, or of the last one until the next is decided. ``warm_up_s`` bounds a
-    first step: beyond it, it is judged as any other.
+    ``step_size`` returns the size of the step in hand, or of the last one until the next is decided. Beyond the bound
+    of ``first_steps`` a first step is judged as any other.
     """
 
-    def __init__(self, step_size: Callable[[], StepSize], warm_up_s: float) -> None:
+    def __init__(self, step_size: Callable[[], StepSize], first_steps: FirstSteps) -> None:
         self._step_size = step_size
-        self._warm_up_s = warm_up_s
-        self._times = StepTimes()
+        self._warm_up_s = first_steps.bound_s
+        self._times = StepTimes(first_steps.compiles_shapes)
         self._progress_at = 0.0
         self._num_put = 0
         self._num_taken = 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from core.clock import Clock, SystemClock
 from core.engine.core import Engine, EngineGauges
 from core.engine.engine_messages import Abort, Add, EngineMessage, Wake, take_in
-from core.engine.step_watch import StepReading, StepWatch
+from core.engine.step_watch import FirstSteps, StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
@@ -35,7 +35,7 @@ class EngineThread:
 
     ``on_outputs`` gets the news of a step, refusals included; ``on_death`` the error that ended the loop: nothing is computed
     any more, and the worker has to answer every request itself. ``prepare`` runs first on the thread, for settings that are a
-    thread's own (``core.engine.build.apply_cpu_threads``). ``warm_up_s`` is how long the first step of a size may take.
+    thread's own (``core.engine.build.apply_cpu_threads``). ``first_steps`` says how the first step of a size is judged.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EngineThread:
         on_death: Callable[[BaseException], None],
         prepare: Callable[[], None] | None = None,
         clock: Clock | None = None,
-        warm_up_s: float = float("inf"),
+        first_steps: FirstSteps | None = None,
     ) -> None:
         self._engine = engine
         self._clock = clock or SystemClock()
@@ -53,7 +53,7 @@ class EngineThread:
         self._on_death = on_death
         self._prepare = prepare
         self._inbox: queue.SimpleQueue[EngineMessage | _Stop] = queue.SimpleQueue()  # admission bounds what can be in it
-        self._watch = StepWatch(lambda: engine.step_size, warm_up_s)
+        self._watch = StepWatch(lambda: engine.step_size, first_steps or FirstSteps())
         self._death: BaseException | None = None
         self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
         self._is_closed = False

@@ -19,7 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
-from core.engine.build import apply_cpu_threads
+from core.engine.build import apply_cpu_threads, device_of
+from core.engine.step_watch import FirstSteps
 from core.engine.thread import EngineThread
 from core.errors import EngineDead, ProtocolError
 from core.gc_freeze import freeze_what_is_loaded
@@ -135,7 +136,10 @@ class Worker:
             on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
             prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
             clock=self._clock,
-            warm_up_s=self._context.config.worker.stuck_step_s,
+            first_steps=FirstSteps(
+                bound_s=self._context.config.worker.stuck_step_s,
+                compiles_shapes=device_of(self._context.config.model).type != "cpu",
+            ),
         )
         self._connector, self._ec_connector = assembled.connector, assembled.ec_connector
         for connector in (self._connector, self._ec_connector):

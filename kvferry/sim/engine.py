@@ -14,7 +14,7 @@ from typing import Protocol
 
 from core.engine.core import Engine, EngineCore, ScheduledStep
 from core.engine.engine_messages import EngineMessage, Wake, take_in
-from core.engine.step_watch import StepReading, StepSize, StepWatch
+from core.engine.step_watch import FirstSteps, StepReading, StepSize, StepWatch
 from core.request import EngineCoreOutput
 from kvferry.sim.loop import Process
 
@@ -41,7 +41,7 @@ class EngineTurns(ABC):
         self._is_awake = False
         self._is_hung = False
         self._deferred: list[Callable[[], None]] = []  # what came due while it hung
-        self._step_watch = StepWatch(self._step_size, WARM_UP_S)
+        self._step_watch = StepWatch(self._step_size, FirstSteps(WARM_UP_S))
 
     def submit(self, message: EngineMessage) -> None:
         """Queue a message, and wake the engine."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.engine.step_watch import StepWatch
+from core.engine.step_watch import FirstSteps, StepWatch
 from core.kv.invariants import find_violations
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
@@ -186,7 +186,7 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
 def test_the_step_that_is_awaited_is_the_one_judged_by_its_size(build_tiny):
     """Not its successor, which has been launched behind it: a first step of a size warms up until its own result is here."""
     engine = build_tiny(scheduler__async_scheduling="on").engine
-    watch, launch = StepWatch(lambda: engine.step_size, warm_up_s=100.0), engine._runner.launch_model
+    watch, launch = StepWatch(lambda: engine.step_size, FirstSteps(100.0)), engine._runner.launch_model
     awaited = []  # (tokens of the step, what the watch takes it for, whether it warms up)
 
     def noting(output):

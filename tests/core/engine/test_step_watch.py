@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from core.engine.step_watch import MAX_KNOWN_SIZES, StepSize, StepTimes, StepWatch
+from core.engine.step_watch import MAX_KNOWN_SIZES, FirstSteps, StepSize, StepTimes, StepWatch
 from core.wire.progress import stall_bound_s
 
 SIZE = StepSize(num_tokens=5, num_requests=5)
@@ -19,7 +19,7 @@ class Engine:
     def __init__(self):
         self.now = 100.0
         self.size = SIZE
-        self.watch = StepWatch(lambda: self.size, WARM_UP_S)
+        self.watch = StepWatch(lambda: self.size, FirstSteps(WARM_UP_S))
 
     def step(self, seconds, size=SIZE):
         self.size = size
@@ -162,6 +162,23 @@ def test_sizes_within_a_factor_of_two_are_one_class():
     times.note(StepSize(num_tokens=130), 0.1, now=0.0)
     assert not times.is_first(StepSize(num_tokens=255))
     assert times.is_first(StepSize(num_tokens=256))
+
+
+def test_where_nothing_is_compiled_other_sizes_tell_of_a_first_step():
+    times = StepTimes(compiles_shapes=False)
+    assert times.is_first(SIZE)
+    times.note(StepSize(num_tokens=64, num_requests=1), 0.2, now=0.0)
+    assert not times.is_first(StepSize(num_tokens=250, num_requests=2))
+    assert times.predict_s(StepSize(num_tokens=250, num_requests=2)) == pytest.approx(3 * 0.2 * 2)
+    assert times.predict_s(StepSize(num_tokens=3, num_requests=1)) == pytest.approx(3 * 0.2)
+    assert times.is_first(StepSize(num_tokens=64, num_requests=1, num_images=1)), "of images nothing is known"
+
+
+def test_a_hang_in_the_first_step_of_a_size_is_no_measure_of_it():
+    times = StepTimes(compiles_shapes=False)
+    times.note(StepSize(num_tokens=64), 0.1, now=0.0)
+    times.note(StepSize(num_tokens=128), 60.0, now=1.0)
+    assert times.predict_s(StepSize(num_tokens=128)) < 3.0
 
 
 def test_a_process_that_stood_still_as_a_whole_needs_no_restart(engine):
