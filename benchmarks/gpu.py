@@ -11,7 +11,7 @@ Sections, in this order:
                at the pace of the copy
 * prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
 * host         how long the scheduler takes beside a step, and how much of a step the device is idle
-* handover     a prefill and a decode worker as two processes on this device, by each transport that works here
+* handoff     a prefill and a decode worker as two processes on this device, by each transport that works here
 * transformers ``generate`` of the same weights beside it
 
 A section that fails, does not fit or has no time left says so and stops no other, not even if it takes its process along
@@ -40,8 +40,8 @@ from gpu_pair import PairSize, measure_pair, transports_here
 from gpu_reference import compare_numbers, generation_rates
 from gpu_report import Report, measure_in_processes
 
-SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handover", "transformers")
-AIMS = {"decode": 0.75, "prefill": 0.55, "handover": 0.70, "idle": 0.05}
+SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handoff", "transformers")
+AIMS = {"decode": 0.75, "prefill": 0.55, "handoff": 0.70, "idle": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +154,9 @@ class GpuBenchmark:
         plan, report = self._plan, self._report
         self._engine(model, shape)
         for transport in transports_here(plan.device):
-            with report.part("handover", f"{shape.name} {transport}") as is_wanted:
+            with report.part("handoff", f"{shape.name} {transport}") as is_wanted:
                 if is_wanted:
-                    self._handover(model, shape, transport)
+                    self._handoff(model, shape, transport)
         with report.part("transformers", shape.name) as is_wanted:
             if is_wanted:
                 self._transformers(model, shape)
@@ -257,23 +257,23 @@ class GpuBenchmark:
         self._report.add("host", f"{bench.shape.name} batch {self._plan.host_batch}", text)
         self._report.keep("host", bench.shape.name, asdict(found) | {"idle_share": idle})
 
-    def _handover(self, model: Path, shape: Shape, transport: str) -> None:
+    def _handoff(self, model: Path, shape: Shape, transport: str) -> None:
         report = self._report
         found = measure_pair(model, shape, self._plan.pair, self._plan.device, transport)
         case = f"{shape.name} {transport}"
-        share = found.handover_bytes_per_s / found.device_copy_bytes_per_s
+        share = found.handoff_bytes_per_s / found.device_copy_bytes_per_s
         size = f"{found.transferred_bytes / 1e6:,.1f} MB"
-        rate = f"{found.handover_bytes_per_s / 1e9:,.1f} GB/s of {size}"
-        report.add("handover", case, rate, share, AIMS["handover"] if transport == "nixl" else None)
-        report.add("handover", f"{case}, first token", f"{found.ttft_ms:.1f} ms; alone {found.ttft_alone_ms:.1f} ms")
-        report.add("handover", f"{case}, added to the second", f"{found.added_ms:.1f} ms")
+        rate = f"{found.handoff_bytes_per_s / 1e9:,.1f} GB/s of {size}"
+        report.add("handoff", case, rate, share, AIMS["handoff"] if transport == "nixl" else None)
+        report.add("handoff", f"{case}, first token", f"{found.ttft_ms:.1f} ms; alone {found.ttft_alone_ms:.1f} ms")
+        report.add("handoff", f"{case}, added to the second", f"{found.added_ms:.1f} ms")
         quiet = f"{found.itl_alone_p50_ms:.1f} / {found.itl_alone_p99_ms:.1f} ms"
         busy = f"{found.itl_busy_p50_ms:.1f} / {found.itl_busy_p99_ms:.1f} ms while the other prefills"
-        report.add("handover", f"{case}, between tokens", f"p50 / p99 {quiet}; {busy}")
+        report.add("handoff", f"{case}, between tokens", f"p50 / p99 {quiet}; {busy}")
         fallbacks = f", {found.num_fallbacks} FALLBACKS" if found.num_fallbacks else ""
         text = f"{found.num_same_texts} of {found.num_texts} as computed by one worker{fallbacks}"
-        report.add("handover", f"{case}, texts", text)
-        report.keep("handover", case, asdict(found))
+        report.add("handoff", f"{case}, texts", text)
+        report.keep("handoff", case, asdict(found))
 
     def _has_room(self, shape: Shape) -> bool:
         """Say whether two workers with this model have room."""

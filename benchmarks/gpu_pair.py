@@ -45,7 +45,7 @@ class PairSize:
     """What the pair is built for and given to do."""
 
     engine: EngineSize
-    prompt: int  # of a hand-over
+    prompt: int  # of a handoff
     repeats: int
     streams: int  # that decode while the other prefills
     stream_prompt: int
@@ -55,11 +55,11 @@ class PairSize:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """Times in milliseconds. ``added`` is the hand-over's part of the way to the second token."""
+    """Times in milliseconds. ``added`` is the handoff's part of the way to the second token."""
 
     transport: str
     transferred_bytes: int
-    handover_bytes_per_s: float
+    handoff_bytes_per_s: float
     device_copy_bytes_per_s: float  # of as many bytes, each counted once
     ttft_ms: float
     ttft_alone_ms: float
@@ -255,7 +255,7 @@ class _Pair:
         return PairResult(
             transport=usages[0].transport,
             transferred_bytes=num_bytes,
-            handover_bytes_per_s=statistics.median(rates),
+            handoff_bytes_per_s=statistics.median(rates),
             device_copy_bytes_per_s=self._copy_rate(num_bytes),
             ttft_ms=statistics.median(ttft for ttft, _, _ in first),
             ttft_alone_ms=statistics.median(alone),

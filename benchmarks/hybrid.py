@@ -1,4 +1,4 @@
-"""What KV cache groups save: requests that run at once in the same memory, and bytes of a hand-over.
+"""What KV cache groups save: requests that run at once in the same memory, and bytes of a handoff.
 
     python benchmarks/hybrid.py [--json FILE] [--markdown] [--quick]
 
@@ -10,7 +10,7 @@ Requests at once: both get a pool of the same bytes, and more prompts of 8,192 t
 keeps everything, the pool holds 8 of them and 256 tokens of output for each. Counted is how many decode together when no more
 is admitted, none of them preempted.
 
-Hand-over: the blocks that a decode worker allocates for a prompt of 4,096 tokens that is loaded whole, which are the blocks it
+Handoff: the blocks that a decode worker allocates for a prompt of 4,096 tokens that is loaded whole, which are the blocks it
 reads.
 
 Everything here is counted, not timed, and comes out the same on every machine.
@@ -34,11 +34,11 @@ from core.sched.scheduler import Scheduler
 from core.wire.sampling import SamplingParams
 
 BLOCK_SIZE, IN_FLIGHT_TOKENS = 16, 512
-CONTEXT, HANDOVER_TOKENS = 8192, 4096
+CONTEXT, HANDOFF_TOKENS = 8192, 4096
 FULL_PROMPTS, OUTPUT_TOKENS = 8, 256  # that the pool holds if every layer keeps everything
 MAX_MODEL_LEN = CONTEXT + 2048
 VOCAB_SIZE = 50_000
-GOALS = {"requests": 3.0, "handover": 0.35}
+GOALS = {"requests": 3.0, "handoff": 0.35}
 SHAPE = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_dim": 256, "dtype_bytes": 2}
 HASHER = BlockHasher(b"benchmark")
 
@@ -55,7 +55,7 @@ class Figures:
     bound_blocks: int
     requests_at_once: int
     blocks_per_request: float
-    handover_bytes: int
+    handoff_bytes: int
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def measure(name: str, layers: list[KVCacheSpec], pool_bytes: int, context: int)
         bound_blocks=config.num_blocks_of_sequence(context, IN_FLIGHT_TOKENS, MAX_MODEL_LEN),
         requests_at_once=num_running,
         blocks_per_request=num_held / num_running,
-        handover_bytes=blocks_of_handover(config) * block_bytes,
+        handoff_bytes=blocks_of_handoff(config) * block_bytes,
     )
 
 
@@ -118,11 +118,11 @@ def is_prefilling(scheduler: Scheduler) -> bool:
     return any(request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running)
 
 
-def blocks_of_handover(config: KVCacheConfig) -> int:
+def blocks_of_handoff(config: KVCacheConfig) -> int:
     """Return how many blocks a decode worker allocates for a prompt that it loads whole."""
     manager = make_manager(config)
-    request = make_request(0, HANDOVER_TOKENS)
-    blocks = manager.allocate_slots(request, 0, num_external_computed_tokens=HANDOVER_TOKENS, delay_cache_blocks=True)
+    request = make_request(0, HANDOFF_TOKENS)
+    blocks = manager.allocate_slots(request, 0, num_external_computed_tokens=HANDOFF_TOKENS, delay_cache_blocks=True)
     assert blocks is not None
     return sum(map(len, blocks.blocks))
 
@@ -136,7 +136,7 @@ def make_request(number: int, num_tokens: int) -> Request:
 
 def outcome_of(hybrid: Figures, all_full: Figures, context: int) -> Outcome:
     requests = hybrid.requests_at_once / all_full.requests_at_once
-    handover = hybrid.handover_bytes / all_full.handover_bytes
+    handoff = hybrid.handoff_bytes / all_full.handoff_bytes
     rows = [
         [
             figures.name,
@@ -146,7 +146,7 @@ def outcome_of(hybrid: Figures, all_full: Figures, context: int) -> Outcome:
             f"{figures.bound_blocks:,}",
             f"{figures.blocks_per_request:,.0f}",
             str(figures.requests_at_once),
-            f"{figures.handover_bytes:,}",
+            f"{figures.handoff_bytes:,}",
         ]
         for figures in (hybrid, all_full)
     ]
@@ -158,13 +158,13 @@ def outcome_of(hybrid: Figures, all_full: Figures, context: int) -> Outcome:
         "reserved for one",
         "held by one",
         f"requests of {context:,} at once",
-        f"hand-over of {HANDOVER_TOKENS:,}, bytes",
+        f"handoff of {HANDOFF_TOKENS:,}, bytes",
     ]
     notes = [
         f"{requests:.2f} x as many requests at once in the same pool (goal: at least {GOALS['requests']:.0f} x)",
-        f"a hand-over of {100 * handover:.0f} % of the bytes (goal: at most {100 * GOALS['handover']:.0f} %)",
+        f"a handoff of {100 * handoff:.0f} % of the bytes (goal: at most {100 * GOALS['handoff']:.0f} %)",
     ]
-    figures = {"hybrid": asdict(hybrid), "all_full": asdict(all_full), "requests": requests, "handover": handover}
+    figures = {"hybrid": asdict(hybrid), "all_full": asdict(all_full), "requests": requests, "handoff": handoff}
     return Outcome([Table(columns, rows)], notes, figures)
 
 

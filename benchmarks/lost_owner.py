@@ -1,4 +1,4 @@
-"""How soon a lost prompt is computed anew: the part of ``benchmarks/handover.py`` in which prefill workers are killed.
+"""How soon a lost prompt is computed anew: the part of ``benchmarks/handoff.py`` in which prefill workers are killed.
 
 A request streams through a prefill and a decode worker over TCP. When its first token is at the client, the prefill worker
 gets SIGKILL, so that its blocks are lost before or during the read. The decode worker then computes the prompt by itself. It

@@ -52,7 +52,7 @@ BENCHMARKS = (
     Benchmark("engine", ("--repeats", "1"), True, False),
     Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("transport"),
-    Benchmark("handover"),
+    Benchmark("handoff"),
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
     Benchmark("encoder"),

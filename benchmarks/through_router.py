@@ -12,7 +12,7 @@ Three sides, all with one torch thread per worker and the same settings:
 
 Three cases:
 
-* decode      one stream: prompt 128, then 64 tokens; time per token behind the first (1P1D: the hand-over is among them)
+* decode      one stream: prompt 128, then 64 tokens; time per token behind the first (1P1D: the handoff is among them)
 * throughput  16 prompts of 256 tokens, 64 tokens out, all sent at once; time until the last one ends
 * prefill     one prompt of 1,024 tokens to its first token
 

@@ -5,7 +5,7 @@
 The owner, a process of its own, holds the blocks of 2,048 tokens of SmolLM2-135M in float32: 32 blocks of 64 tokens, 2,949,120
 bytes each. This process reads all of them in shuffled order, in reads of at most 16 MiB and 4 at a time, as the p2p connector
 does, and waits as its transfer thread does. There are no engines, no handshakes and no leases: what those add is in the figures
-of ``benchmarks/handover.py``.
+of ``benchmarks/handoff.py``.
 
 Every repeat copies as many bytes with numpy from one buffer to another (one thread, memory touched before) and then reads them
 by each transport, so that all meet the same machine. Two rounds more come first and do not count; after each of them, every row

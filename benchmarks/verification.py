@@ -1,4 +1,4 @@
-"""What verification adds to a transfer: the part of ``benchmarks/handover.py`` that needs no model.
+"""What verification adds to a transfer: the part of ``benchmarks/handoff.py`` that needs no model.
 
 Two real connectors in two processes, each beside an engine without a model (``connectors.testing.connector_engine``): the
 owner's blocks have the size of SmolLM2-135M's in float32 and lie in random order, as the reader's do. Two readers take turns,
@@ -134,7 +134,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def own(transport: str, num_blocks: int, channel: Connection) -> None:
-    """Be the owner's process: compute every prompt that is asked for and send its hand-over, until there is no more."""
+    """Be the owner's process: compute every prompt that is asked for and send its handoff, until there is no more."""
     asyncio.run(_own(transport, num_blocks, channel))
 
 

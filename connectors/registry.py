@@ -52,7 +52,7 @@ class ConnectorContext:
 class Connector(ABC):
     """Both sides of a connector and its life in the worker's event loop.
 
-    ``scheduler`` and ``worker`` are handed to the engine and called on its thread only; ``start``, ``stop`` and the hand-over
+    ``scheduler`` and ``worker`` are handed to the engine and called on its thread only; ``start``, ``stop`` and the handoff
     calls run in the event loop.
     """
 
@@ -85,16 +85,16 @@ class Connector(ABC):
         """End tasks and threads, close sockets."""
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Prepare for a request that may load this hand-over: it is on its way to the engine, which may refuse it.
+        """Prepare for a request that may load this handoff: it is on its way to the engine, which may refuse it.
 
         What can be asked of the owner need not wait for the engine's turn. Nothing may be left of it if no request comes.
         """
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these hand-overs, because nobody will read them. Idempotent."""
+        """End these handoffs, because nobody will read them. Idempotent."""
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these hand-overs for another while."""
+        """Keep these handoffs for another while."""
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""

@@ -154,7 +154,7 @@ class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     request_timeout_s: Seconds = 5.0  # a server that says nothing for so long is given up until it answers again
     heartbeat_interval_s: Seconds = 2.0
     retry_interval_s: Seconds = 1.0  # between attempts to reach the server
-    handover_wait_s: Seconds = 0.25  # how long a decode worker waits for what the prefill worker is still saving
+    handoff_wait_s: Seconds = 0.25  # how long a decode worker waits for what the prefill worker is still saving
     save_decode_cache: bool = True  # blocks of generated tokens too
 
 

@@ -129,7 +129,7 @@ class KVConnectorScheduler(ABC):
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
         """Decide, once per request and before its blocks are freed, whether their free is delayed.
 
-        Returns (True, hand-over or None) to keep the blocks until the request id is reported in ``finished_sending``.
+        Returns (True, handoff or None) to keep the blocks until the request id is reported in ``finished_sending``.
         ``block_ids`` covers the computed tokens only, one list per group; all empty for a request that never ran.
         """
         return False, None

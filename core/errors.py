@@ -14,7 +14,7 @@
     │   ├── RouterSilent           503  the worker gave it up: it took its router for dead
     │   ├── DeadlineExceeded       504  the request's own budget is used up
     │   └── Cancelled              499  the client went away, or an operator aborted it
-    ├── TransferError              a hand-over of KV blocks failed
+    ├── TransferError              a handoff of KV blocks failed
     │   ├── PeerUnreachable · TransferTimeout · LayoutMismatch · LeaseExpired · StaleBlock · CorruptBlock
     ├── StoreError                 a KV store or tier failed
     │   ├── NotFound · Unavailable · Full
@@ -143,7 +143,7 @@ class Cancelled(RequestError):
 
 
 class TransferError(KVFerryError):
-    """Base of the failures of a KV hand-over."""
+    """Base of the failures of a KV handoff."""
 
     code = "transfer_error"
     http_status = 502

@@ -55,15 +55,15 @@ class DecodeHands(RoleHands):
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Go on with choices that others have begun, from a hand-over or by computing all here, or start all of them.
+        """Go on with choices that others have begun, from a handoff or by computing all here, or start all of them.
 
         Raises:
-            InvalidRequest: the request is one for a prefill worker, names a choice twice, or names none of a hand-over.
+            InvalidRequest: the request is one for a prefill worker, names a choice twice, or names none of a handoff.
         """
         if message.handoff:
             raise InvalidRequest("a decode worker does not hand requests over")
         if message.kv_handoff is not None and not message.choices:
-            raise InvalidRequest("kv_handoff without choices: a hand-over comes with the first tokens", param="choices")
+            raise InvalidRequest("kv_handoff without choices: a handoff comes with the first tokens", param="choices")
         starts = message.choices or tuple(ChoiceStart(index=index, output_token_ids=()) for index in range(message.n))
         cost = TransferUsage() if message.choices else None  # until more is known of it
         choices = {start.index: _Choice(position=len(start.output_token_ids), transfer_usage=cost) for start in starts}

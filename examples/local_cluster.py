@@ -1,4 +1,4 @@
-"""A whole cluster in a with-block, asked by the openai client: stream an answer, then see what its hand-over cost.
+"""A whole cluster in a with-block, asked by the openai client: stream an answer, then see what its handoff cost.
 
     python examples/local_cluster.py [QUESTION]
 

@@ -28,7 +28,7 @@ def _print_version(is_asked: bool) -> None:
 
 app = typer.Typer(
     name="kvferry",
-    help="Disaggregated LLM serving: prefill and decode workers with verified KV-cache hand-over.",
+    help="Disaggregated LLM serving: prefill and decode workers with verified KV-cache handoff.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +41,7 @@ def kvferry(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Disaggregated LLM serving: prefill and decode workers with verified KV-cache hand-over."""
+    """Disaggregated LLM serving: prefill and decode workers with verified KV-cache handoff."""
 
 
 @app.command()

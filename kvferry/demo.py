@@ -57,12 +57,12 @@ class Answer:
 
     @property
     def second_gap_ms(self) -> float:
-        """From the first text, which the prefill worker computed, to the second: hand-over and first decode step."""
+        """From the first text, which the prefill worker computed, to the second: handoff and first decode step."""
         return (self.text_at[1] - self.text_at[0]) * 1e3 if len(self.text_at) > 1 else 0.0
 
 
 def run_demo(config: KVFerryConfig, prompt: str, max_tokens: int) -> int:
-    """Run the demo and return the exit code: 0 if the answer came by a hand-over that left nothing behind.
+    """Run the demo and return the exit code: 0 if the answer came by a handoff that left nothing behind.
 
     Raises:
         ConfigError: a setting is wrong, or the model cannot be found.
@@ -152,7 +152,7 @@ def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]
     """Show the account and return the exit code."""
     transfer = answer.usage.get("kv_transfer")
     if not transfer:
-        console.print("FAILED: the answer did not come by a hand-over of KV blocks")
+        console.print("FAILED: the answer did not come by a handoff of KV blocks")
         return 1
     if transfer["recomputed_tokens"] or not transfer["verified_blocks"]:
         console.print(f"FAILED: blocks were computed instead of handed over: {transfer['fallback_reason']}")
@@ -170,7 +170,7 @@ def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]
 def _sections(answer: Answer, transfer: dict[str, Any], block_size: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     num_tokens = transfer["transferred_tokens"]
     yield (
-        "hand-over of the KV cache",
+        "handoff of the KV cache",
         [
             ("transport", transfer["transport"]),
             ("tokens", f"{num_tokens} of {answer.usage['prompt_tokens']} prompt tokens"),
@@ -191,7 +191,7 @@ def _sections(answer: Answer, transfer: dict[str, Any], block_size: int) -> Iter
             ("first decode step", _ms(second["first_step_ms"])),
             ("relay to the router and the client", _ms(first["relay_ms"] + second["relay_ms"])),
             ("client: first token", _ms(answer.ttft_ms)),
-            ("client: second token (hand-over + first decode step)", _ms(answer.second_gap_ms)),
+            ("client: second token (handoff + first decode step)", _ms(answer.second_gap_ms)),
             ("client: mean inter-token latency", _ms(answer.mean_gap_ms)),
         ],
     )

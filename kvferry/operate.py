@@ -51,9 +51,9 @@ def drain(
 
 def probe(
     url: Annotated[str, typer.Argument(help="The router, http://host:port.")],
-    expect_handover: Annotated[
+    expect_handoff: Annotated[
         bool,
-        typer.Option("--expect-handover", help="Fail unless a prefill worker computed the prompt and its KV was verified."),
+        typer.Option("--expect-handoff", help="Fail unless a prefill worker computed the prompt and its KV was verified."),
     ] = False,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for a good answer.", min=0.0)] = 60.0,
 ) -> None:
@@ -63,7 +63,7 @@ def probe(
     key = default_api_key().partition(",")[0]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers) as client:
-        print(probe_cluster(client, timeout, expect_handover))
+        print(probe_cluster(client, timeout, expect_handoff))
 
 
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -106,7 +106,7 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
 
 
 def probe_cluster(
-    client: httpx.Client, timeout_s: float, expect_handover: bool, sleep: Callable[[float], None] = time.sleep
+    client: httpx.Client, timeout_s: float, expect_handoff: bool, sleep: Callable[[float], None] = time.sleep
 ) -> str:
     """Return one line on how a request was served; a cluster that is not ready yet is waited for, which is said.
 
@@ -119,7 +119,7 @@ def probe_cluster(
     said, said_at = "", 0.0
     while True:
         try:
-            return _describe(_complete(client), expect_handover)
+            return _describe(_complete(client), expect_handoff)
         except (httpx.HTTPError, ProbeFailed) as error:
             reason = " ".join(str(error).split()) or repr(error)
         now = time.monotonic()
@@ -133,7 +133,7 @@ def probe_cluster(
 
 def _complete(client: httpx.Client) -> Mapping[str, Any]:
     models = client.get("/v1/models").raise_for_status().json()
-    # A salt of its own, so that no prefix cache makes the hand-over unnecessary.
+    # A salt of its own, so that no prefix cache makes the handoff unnecessary.
     body = {
         "model": models["data"][0]["id"],
         "prompt": _PROMPT,
@@ -145,14 +145,14 @@ def _complete(client: httpx.Client) -> Mapping[str, Any]:
     return answer
 
 
-def _describe(answer: Mapping[str, Any], expect_handover: bool) -> str:
+def _describe(answer: Mapping[str, Any], expect_handoff: bool) -> str:
     usage = answer["usage"]
     transfer = usage.get("kv_transfer")
     if transfer is None or transfer["fallback_reason"] or not transfer["verified_blocks"]:
-        if expect_handover:
+        if expect_handoff:
             reason = transfer["fallback_reason"] if transfer else "no prefill worker took part"
-            raise ProbeFailed(f"the request was served without a verified hand-over: {reason or 'nothing was transferred'}")
-        return f"served: {usage['completion_tokens']} tokens, without a hand-over"
+            raise ProbeFailed(f"the request was served without a verified handoff: {reason or 'nothing was transferred'}")
+        return f"served: {usage['completion_tokens']} tokens, without a handoff"
     return (
         f"served: {usage['completion_tokens']} tokens, {transfer['verified_blocks']} KV blocks handed over and verified "
         f"by {transfer['transport']}"

@@ -1,6 +1,6 @@
 """The prefill role: compute a prompt, put out the first token of each choice, keep the KV blocks for a decode worker.
 
-Owns the bookkeeping of requests between ``Generate`` and ``PrefillDone``, and which hand-over belongs to which request, so that
+Owns the bookkeeping of requests between ``Generate`` and ``PrefillDone``, and which handoff belongs to which request, so that
 an abort that crosses ``PrefillDone`` still frees the blocks. Knows nothing of sockets or leases: the shell carries the
 messages, the connector holds the blocks. Called by ``core.worker.state``; ``run`` is the process.
 """

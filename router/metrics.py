@@ -1,7 +1,7 @@
 """What the router counts, under vLLM's metric names with the prefix ``kvferry_``.
 
 Owns names, units and labels; the registry is injected. Gauges are read when ``/metrics`` is asked. Times are those that the
-client sees: queueing, both legs and the hand-over included.
+client sees: queueing, both legs and the handoff included.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RouterMetrics:
         self._second_token_part_s = self._histogram(
             "time_to_second_token_part_seconds", "Where the time to a decode worker's first token went.", label="part"
         )
-        self._handovers = Counter(
-            f"{PREFIX}kv_handovers", "Hand-overs by what became of them: loaded, or why not.", ["outcome"], registry=registry
+        self._handoffs = Counter(
+            f"{PREFIX}kv_handoffs", "Handoffs by what became of them: loaded, or why not.", ["outcome"], registry=registry
         )
         self._retries = Counter(
             f"{PREFIX}request_retries",
@@ -88,7 +88,7 @@ class RouterMetrics:
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):
             start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
-        start_at_zero(self._handovers, *((outcome,) for outcome in ("loaded", NO_PREFILL, *FALLBACK_REASONS)))
+        start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", NO_PREFILL, *FALLBACK_REASONS)))
         start_at_zero(self._failure, *((code,) for code in error_codes()))
         start_at_zero(self._http, *((path, "429") for path in INFERENCE_PATHS))
 
@@ -117,12 +117,12 @@ class RouterMetrics:
         self._prefill_s.observe(timing.prefill_ms / 1e3)
         _observe_parts(self._first_token_part_s, timing)
 
-    def observe_handover(self, timing: SecondTokenTiming | None, outcome: str) -> None:
-        """Record a hand-over: where the time to the second token went, and what became of the transfer.
+    def observe_handoff(self, timing: SecondTokenTiming | None, outcome: str) -> None:
+        """Record a handoff: where the time to the second token went, and what became of the transfer.
 
         ``timing`` is None if there was none, as a decode worker has served alone.
         """
-        self._handovers.labels(outcome).inc()
+        self._handoffs.labels(outcome).inc()
         if timing is None:
             return
         self._transfer_s.observe(timing.transfer_ms / 1e3)

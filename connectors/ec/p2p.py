@@ -1,6 +1,6 @@
 """EC connector "p2p": a reader takes embeddings out of the memory of the encode worker that has computed them.
 
-Encode workers are producers, all others consumers. The hand-over is that of KV blocks, by the same parts: control sockets,
+Encode workers are producers, all others consumers. The handoff is that of KV blocks, by the same parts: control sockets,
 handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, carried by ``NodeCarrier`` for a
 pool of chunks. Owns that pool and the life of the parts. Seals carry digests, and readers verify them over every transport.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from connectors.ec import p2p_adapter as handover
+from connectors.ec import p2p_adapter as handoff
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, Source
 from connectors.ec.memory import ChunkMemory
@@ -39,7 +39,7 @@ _SHOWN_DIGITS = 16  # of an item's identifier in the log: enough to tell items a
 class P2PECConnector(ECConnector):
     """``create`` makes the transports."""
 
-    name = handover.NAME
+    name = handoff.NAME
     scheduler: FetchingScheduler
     worker: FetchingWorker
 
@@ -104,7 +104,7 @@ class P2PECConnector(ECConnector):
         own = [
             source for source in sources if source.incarnation == self._context.incarnation and source.connector == self.name
         ]
-        transfer_ids = [handover.decode_held(source.payload).transfer_id for source in own]
+        transfer_ids = [handoff.decode_held(source.payload).transfer_id for source in own]
         self.carrier.call_soon(self._on_release, transfer_ids)  # behind the grants
 
     def num_leased_chunks(self) -> int:
@@ -149,7 +149,7 @@ class P2PECConnector(ECConnector):
 
     def _locate(self, feature: MMFeature, announced: ECSource | None) -> Source | None:
         assert self._layout is not None, "register_caches comes before the first request"
-        return handover.locate(self._layout, feature, announced)
+        return handoff.locate(self._layout, feature, announced)
 
     # ---- from the engine thread, and back ----------------------------------------------------------------------------------
 
@@ -169,11 +169,11 @@ class P2PECConnector(ECConnector):
             self._alarm.set_soon(metadata.wake_at)
 
     def _on_orders(self, metadata: FetchingMetadata) -> None:
-        self.carrier.tell(lambda node: node.on_metadata(handover.as_p2p(metadata)))
+        self.carrier.tell(lambda node: node.on_metadata(handoff.as_p2p(metadata)))
 
     def _on_report(self, report: Report) -> None:
         if not isinstance(report, SendingEnded):
-            self.worker.report(handover.as_report(report))
+            self.worker.report(handoff.as_report(report))
         elif self._offers is not None:
             self._offers.lease_ended(report.request_id)
             self.worker.wake()

@@ -64,7 +64,7 @@ class LMCacheConnector(Connector):
             context.ids,
             context.clock,
             saves_output=self._settings.save_decode_cache,
-            handover_wait_s=self._settings.handover_wait_s,
+            handoff_wait_s=self._settings.handoff_wait_s,
         )
         self.worker = LMCacheMPConnectorWorker(
             lambda metadata: self._call_soon(self._on_metadata, metadata), lambda saves: self._call_soon(self._on_copied, saves)

@@ -44,10 +44,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     prompts only.
     """
 
-    def __init__(self, ids: IdSource, clock: Clock, *, saves_output: bool, handover_wait_s: float) -> None:
+    def __init__(self, ids: IdSource, clock: Clock, *, saves_output: bool, handoff_wait_s: float) -> None:
         self._ids = ids
         self._clock = clock
-        self._handover_wait_s = handover_wait_s
+        self._handoff_wait_s = handoff_wait_s
         self._saves_output = saves_output
         self._manager: KVCacheManager | None = None
         self.server: ServerSession | None = None
@@ -140,7 +140,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     def _is_being_saved(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> bool:
         """Say whether the prefill worker that has just computed the prompt may not have saved all of it yet.
 
-        A request that comes with its first token, but without a hand-over: the server is the only way from there to here. Its
+        A request that comes with its first token, but without a handoff: the server is the only way from there to here. Its
         last chunks take a moment longer than the message does.
         """
         server = self._servers.get(tracker.session_id)
@@ -150,7 +150,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         num_expected = min(server.geometry.floor(request.num_prompt_tokens), self._num_loadable(server))
         now = self._clock.now()
         return (
-            num_tokens < num_expected and now < self._waiting_since.setdefault(request.request_id, now) + self._handover_wait_s
+            num_tokens < num_expected and now < self._waiting_since.setdefault(request.request_id, now) + self._handoff_wait_s
         )
 
     @staticmethod

@@ -53,7 +53,7 @@ class MultiConnector(Connector):
 
     @property
     def has_digests(self) -> bool:
-        """True if what is read of a hand-over can be verified byte by byte."""
+        """True if what is read of a handoff can be verified byte by byte."""
         handing_over = [connector for connector in self._connectors if connector.transports]
         return bool(handing_over) and all(connector.has_digests for connector in handing_over)
 
@@ -76,17 +76,17 @@ class MultiConnector(Connector):
                 stack.push_async_callback(connector.stop)
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Let all prepare for a request that may load this hand-over."""
+        """Let all prepare for a request that may load this handoff."""
         for connector in self._connectors:
             connector.expect(handoff)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these hand-overs, whoever has made them."""
+        """End these handoffs, whoever has made them."""
         for connector in self._connectors:
             connector.release(transfer_ids)
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these hand-overs for another while, whoever has made them."""
+        """Keep these handoffs for another while, whoever has made them."""
         for connector in self._connectors:
             connector.renew(transfer_ids)
 

@@ -42,7 +42,7 @@ class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class MultiConnectorScheduler(KVConnectorScheduler):
-    """Asks in order; tells all. At most one of them hands requests over: a request has one hand-over."""
+    """Asks in order; tells all. At most one of them hands requests over: a request has one handoff."""
 
     def __init__(self, connectors: Sequence[KVConnectorScheduler]) -> None:
         self._connectors = tuple(connectors)
@@ -96,7 +96,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             connector.update_connector_output(replace(output, worker_meta=worker_meta))
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
-        """Keep the blocks while any connector reads them, and return the hand-over of the one that makes it."""
+        """Keep the blocks while any connector reads them, and return the handoff of the one that makes it."""
         self._chosen.pop(request.request_id, None)
         handoff: KVHandoff | None = None
         num_saves = 0

@@ -1,4 +1,4 @@
-"""Hand-over of KV blocks from a prefill to a decode worker: the decode worker reads (pulls) them from the prefill worker."""
+"""Handoff of KV blocks from a prefill to a decode worker: the decode worker reads (pulls) them from the prefill worker."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """Producer: the blocks of a finished request are held under this hand-over."""
+    """Producer: the blocks of a finished request are held under this handoff."""
 
     transfer_id: str
     request_id: str
@@ -31,14 +31,14 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRef:
-    """Consumer: a hand-over and the life of the worker that holds it."""
+    """Consumer: a handoff and the life of the worker that holds it."""
 
     transfer_id: str
     owner: PeerId
 
     @classmethod
     def of(cls, handoff: KVHandoff) -> HandoffRef:
-        """Return what tells this hand-over from others."""
+        """Return what tells this handoff from others."""
         return cls(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
 
 
@@ -81,7 +81,7 @@ class PullRequest:
     """Consumer: read these units of the owner's pool, which hold ``num_tokens`` tokens together.
 
     ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is that of the owner's blocks by its
-    hand-over; None = it is ours.
+    handoff; None = it is ours.
     """
 
     request_id: str

@@ -119,15 +119,15 @@ class P2PNode:
     # ---- from the role's hands: what the router says about leases ----------------------------------------------------
 
     def expect(self, handoff: HandoffRef) -> list[Action]:
-        """Learn that a request may come that loads this hand-over."""
+        """Learn that a request may come that loads this handoff."""
         return self._pull.expect(handoff, self._clock.now())
 
     def release(self, transfer_ids: Iterable[str]) -> list[Action]:
-        """End these hand-overs. Idempotent."""
+        """End these handoffs. Idempotent."""
         return _ended(self._leases.release(transfer_ids))
 
     def renew(self, transfer_ids: Iterable[str]) -> list[Action]:
-        """Keep these hand-overs for another while."""
+        """Keep these handoffs for another while."""
         self._leases.renew(transfer_ids)
         return []
 

@@ -97,11 +97,11 @@ class P2PConnector(Connector):
         self.carrier.tell(lambda node: node.expect(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these hand-overs, because nobody will read them. Idempotent."""
+        """End these handoffs, because nobody will read them. Idempotent."""
         self.carrier.tell(lambda node: node.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these hand-overs for another while."""
+        """Keep these handoffs for another while."""
         self.carrier.tell(lambda node: node.renew(transfer_ids))
 
     def num_leased_blocks(self) -> int:

@@ -82,7 +82,7 @@ class P2PMetrics:
         num_loading_blocks: Callable[[], float],
         events: Callable[[], dict[str, int]],
     ) -> None:
-        """Publish the gauges, and as ``kvferry_<kind>_handover_events_total`` what the state machines count."""
+        """Publish the gauges, and as ``kvferry_<kind>_handoff_events_total`` what the state machines count."""
         kind = self.kind
         read_gauge(self._registry, f"{kind}_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
         read_gauge(self._registry, f"{kind}_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
@@ -114,7 +114,7 @@ class _EventCounts(Collector):
     """Counters whose truth lies in the state machines."""
 
     def __init__(self, kind: str, read: Callable[[], dict[str, int]]) -> None:
-        self._name = f"{PREFIX}{kind}_handover_events"
+        self._name = f"{PREFIX}{kind}_handoff_events"
         self._read = read
 
     def collect(self) -> Iterable[CounterMetricFamily]:

@@ -1,8 +1,8 @@
 """The scheduler side of the p2p connector: what is offered to readers, and what is asked of owners.
 
 Producer: a request that was computed to be handed over keeps its blocks when it ends well, and is described by a ``KVHandoff``.
-Consumer: a request that carries a hand-over is offered its tokens once; blocks that are local hits already are not read.
-Several requests may share a hand-over (the choices of one prompt): its lease is released after the last of them.
+Consumer: a request that carries a handoff is offered its tokens once; blocks that are local hits already are not read.
+Several requests may share a handoff (the choices of one prompt): its lease is released after the last of them.
 Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
 """
 
@@ -29,7 +29,7 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 
 @dataclass(slots=True)
 class _Offer:
-    """A hand-over that has not been used yet. ``refusal`` is why it must not be.
+    """A handoff that has not been used yet. ``refusal`` is why it must not be.
 
     ``block_hashes`` are our own, of our own prompt, at the ends of the owner's blocks that it covers.
     """
@@ -55,7 +55,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         self.control_address = ""  # set when the control socket is bound
         self._offers: dict[str, _Offer] = {}  # by request id, until they are used or dropped
         self._loading: set[str] = set()
-        self._refs: dict[str, HandoffRef] = {}  # by request id, until it needs the hand-over no more
+        self._refs: dict[str, HandoffRef] = {}  # by request id, until it needs the handoff no more
         self._readers: dict[HandoffRef, set[str]] = {}
         self._next = P2PConnectorMetadata()
 
@@ -66,7 +66,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
     # ---- consumer --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Check the request's hand-over, if it has one, and keep its lease alive from now on."""
+        """Check the request's handoff, if it has one, and keep its lease alive from now on."""
         handoff = request.kv_handoff
         if handoff is None:
             return
@@ -81,7 +81,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         readers.add(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer the rest of the hand-over, once. A refused one is offered too: its load fails and is treated as such."""
+        """Offer the rest of the handoff, once. A refused one is offered too: its load fails and is treated as such."""
         offer = self._offers.get(request.request_id)
         if offer is None:
             return 0, False
@@ -90,7 +90,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Ask for the blocks that are not local hits; without any, the hand-over is of no more use."""
+        """Ask for the blocks that are not local hits; without any, the handoff is of no more use."""
         offer = self._offers.pop(request.request_id, None)
         if offer is None:
             return
@@ -107,7 +107,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
         self._next.refused[request.request_id] = Refusal(offer.refusal, self._refs[request.request_id].owner)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Let go of the hand-overs of loads that have ended."""
+        """Let go of the handoffs of loads that have ended."""
         for request_id in sorted(output.finished_recving & self._loading):
             self._loading.discard(request_id)
             self._drop_reader(request_id)
@@ -180,17 +180,17 @@ class P2PConnectorScheduler(KVConnectorScheduler):
     # ---- consumer's details ----------------------------------------------------------------------------------------
 
     def _check_offer(self, request: Request, handoff: KVHandoff) -> _Offer:
-        """Compare what a hand-over says with what we know ourselves, before anything is asked of its owner."""
+        """Compare what a handoff says with what we know ourselves, before anything is asked of its owner."""
         try:
             check_compatible(self._identity, handoff.model_fingerprint, handoff.layout)
             if not 0 < handoff.num_tokens <= request.num_prompt_tokens:
-                raise StaleBlock(f"the hand-over covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
+                raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
             if len(handoff.groups) != self._identity.layout.num_groups:
-                raise StaleBlock(f"the hand-over has {len(handoff.groups)} groups, not {self._identity.layout.num_groups}")
+                raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {self._identity.layout.num_groups}")
             hashes = self._block_end_hashes(request, handoff.num_tokens, handoff.layout.block_size)
             for group_id, group in enumerate(handoff.groups):
                 if group.block_hashes != hashes[group.first_block :]:
-                    raise StaleBlock(f"the hand-over's block hashes in group {group_id} are not those of the prompt")
+                    raise StaleBlock(f"the handoff's block hashes in group {group_id} are not those of the prompt")
         except KVFerryError as error:
             return _Offer(handoff, refusal=error)
         return _Offer(handoff, hashes)
@@ -234,7 +234,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
             self._next.aborts.append(request_id)
 
     def _drop_reader(self, request_id: str) -> None:
-        """The request needs its hand-over no more; the last one lets it go."""
+        """The request needs its handoff no more; the last one lets it go."""
         ref = self._refs.pop(request_id)
         readers = self._readers[ref]
         readers.discard(request_id)

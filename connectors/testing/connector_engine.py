@@ -159,7 +159,7 @@ class ConnectorEngine:
         prompt_token_ids: list[int],
         status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
     ) -> KVHandoff | None:
-        """Compute a prompt, sample one token, finish the request, and return its hand-over."""
+        """Compute a prompt, sample one token, finish the request, and return its handoff."""
         request = self._new_request(
             NewRequest(
                 request_id=request_id,
@@ -199,7 +199,7 @@ class ConnectorEngine:
     def add(
         self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None = None, cache_salt: str = ""
     ) -> Request:
-        """Add a request that continues a hand-over after its first token."""
+        """Add a request that continues a handoff after its first token."""
         return self._new_request(
             NewRequest(
                 request_id=request_id,
@@ -215,7 +215,7 @@ class ConnectorEngine:
         """Give the request its blocks and start its load; return how many tokens are loaded from elsewhere."""
         hits, num_hits = self.manager.get_computed_blocks(request)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
-        assert num_external is not None, "a hand-over is known at once; a tier has been asked before"
+        assert num_external is not None, "a handoff is known at once; a tier has been asked before"
         assert is_async == (num_external > 0)
         num_new = 0 if is_async else request.num_tokens - num_hits
         allocated = self.manager.allocate_slots(

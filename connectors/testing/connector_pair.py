@@ -43,7 +43,7 @@ class HostedConnector(Protocol):
         """End it."""
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Prepare for a request that may load this hand-over."""
+        """Prepare for a request that may load this handoff."""
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""

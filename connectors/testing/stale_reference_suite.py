@@ -69,7 +69,7 @@ class SuiteWorker:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request has put out, where its prompt's KV lies now, and what the hand-over that it came with did for it."""
+    """What a request has put out, where its prompt's KV lies now, and what the handoff that it came with did for it."""
 
     token_ids: list[int]
     kv_handoff: KVHandoff | None
@@ -164,7 +164,7 @@ class StaleReferenceCluster:
         """Check that a request with this reference puts out the right tokens, and says that it had to compute its prompt."""
         answer = await self.reader.decode(prompt, handoff)
         assert answer.token_ids == expected_tokens(prompt, NUM_OUTPUT_TOKENS)[1:], "the reference has changed the output"
-        assert answer.usage is not None, "nothing is said about the hand-over"
+        assert answer.usage is not None, "nothing is said about the handoff"
         assert answer.usage.verified_blocks == 0
         assert answer.usage.fallback_reason in (reasons or REFUSALS)
         assert answer.usage.recomputed_tokens == len(prompt)
@@ -172,7 +172,7 @@ class StaleReferenceCluster:
         assert self.reader.manager.usage == 0.0, "blocks are left"
 
     async def reuse(self, handoff: KVHandoff) -> None:
-        """Let go of a hand-over and compute other prompts on its owner, until none of its blocks is what it was."""
+        """Let go of a handoff and compute other prompts on its owner, until none of its blocks is what it was."""
         await self.let_go(handoff)
         blocks = self.owner.manager.block_pool.blocks
         (group,) = handoff.groups
@@ -183,7 +183,7 @@ class StaleReferenceCluster:
             await self.let_go(other)
 
     async def let_go(self, handoff: KVHandoff) -> None:
-        """End a hand-over as a reader does that needs it no more, and wait until its owner has its blocks back."""
+        """End a handoff as a reader does that needs it no more, and wait until its owner has its blocks back."""
         await self.reader.decode(tuple(range(9000, 9016)), handoff)  # refused at sight: it is not this prompt's
         await self.reader.until(lambda: not self.reader.engine.has_requests())
         await self.owner.until(lambda: self.owner.manager.usage == 0.0)
@@ -271,7 +271,7 @@ class StaleReferenceSuite:
         await cluster.assert_refused(PROMPT, moved, {fallback_reason("stale")})
 
     async def test_reference_of_another_incarnation_under_a_lease_that_is_good(self, cluster: StaleReferenceCluster) -> None:
-        """As above, but the reference claims to be of the life that is there, and names a hand-over that it holds."""
+        """As above, but the reference claims to be of the life that is there, and names a handoff that it holds."""
         handoff = await cluster.owner.prefill(PROMPT)
         there = await cluster.next_life.prefill(OTHER_PROMPT)
         assert there.groups[0].generations == handoff.groups[0].generations

@@ -1,4 +1,4 @@
-"""What the verified hand-over builds on: a seal that is read behind its row, and is as it was before, proves the row.
+"""What the verified handoff builds on: a seal that is read behind its row, and is as it was before, proves the row.
 
     class TestTcpOverRewrittenRows(RewrittenRowsSuite):
         factory = f"{__file__}:make_tcp"          # a function without arguments that returns a transport

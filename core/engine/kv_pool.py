@@ -9,7 +9,7 @@ Beside it lies the table of seals (``core.kv.seals``), in host memory whatever t
 
 Block 0 is the null block. Slots past a sequence's end in its last block are zero: ``core.engine.runner`` zeroes a block in
 the step that first writes into it, if that step does not fill it. So at most one block per sequence is cleared every
-``block_size`` tokens (0.1 % of the time it takes to compute them), nothing has to be cleared at a hand-over, and whatever a
+``block_size`` tokens (0.1 % of the time it takes to compute them), nothing has to be cleared at a handoff, and whatever a
 failed transfer has left in a freed block is gone before it can be read.
 """
 

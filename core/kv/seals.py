@@ -54,7 +54,7 @@ def each_by_itself(digest_block: Callable[[int], int]) -> DigestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSeal:
-    """What a reader demands of the seal of one block, from the hand-over and from its own hashing of its own prompt."""
+    """What a reader demands of the seal of one block, from the handoff and from its own hashing of its own prompt."""
 
     generation: int
     group_id: int

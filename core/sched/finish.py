@@ -45,7 +45,7 @@ def remove_from_running(state: SchedulerState, requests: list[Request]) -> None:
 
 
 def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
-    """Ask the connector, once, whether it keeps the blocks; free them unless somebody does. Return its hand-over."""
+    """Ask the connector, once, whether it keeps the blocks; free them unless somebody does. Return its handoff."""
     assert request.status.is_finished, f"{request!r} is freed but not finished"
     request_id = request.request_id
     leave_steps(state, request)

@@ -101,7 +101,7 @@ class ScriptedScheduler(KVConnectorScheduler):
         """See the interface."""
         self.script.calls.append(("alloc", request.request_id, num_external_tokens, len(blocks.get_block_ids()[0])))
         if num_external_tokens:
-            # Like NIXL: a hand-over is consumed by its first load.
+            # Like NIXL: a handoff is consumed by its first load.
             remote = self.script.remote.pop(request.request_id)
             assert remote.num_tokens is not None, "it was offered"
             start = remote.num_tokens - num_external_tokens if remote.is_async else None

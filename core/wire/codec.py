@@ -29,7 +29,7 @@ KIND_CONTROL = 4
 HEADER_BYTES = 2
 
 # The largest message of each plane: log-probabilities of a whole prompt; a prompt of a million tokens with its images,
-# hand-over and output so far; a handshake with the agent metadata of a transport.
+# handoff and output so far; a handshake with the agent metadata of a transport.
 MAX_WORKER_FRAME_BYTES = 64 << 20
 MAX_ROUTER_FRAME_BYTES = 64 << 20
 MAX_CONTROL_FRAME_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Messages of the KV control plane, between a decode worker and a prefill worker, and the hand-over descriptor.
+"""Messages of the KV control plane, between a decode worker and a prefill worker, and the handoff descriptor.
 
 Carried by the prefill worker's control socket (ZeroMQ ROUTER). Block bytes never travel here: they take the transport.
 Every message is encoded by ``core.wire.codec`` behind a version byte and a size cap.
@@ -16,7 +16,7 @@ KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals,
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The physical blocks of one KV cache group of a hand-over, in table order.
+    """The physical blocks of one KV cache group of a handoff, in table order.
 
     They are those of the last tokens: the first is at position ``first_block`` of the table, and what lies before it no later
     token attends to. ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is
@@ -55,7 +55,7 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the KV cache of a prompt lies on a prefill worker, and until when.
 
-    ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the hand-over and its
+    ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the handoff and its
     lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
     """
 
@@ -108,7 +108,7 @@ class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", o
 
 
 class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_defaults=True):
-    """Decode worker → prefill worker: keep these hand-overs alive. ``number`` comes back with the answer."""
+    """Decode worker → prefill worker: keep these handoffs alive. ``number`` comes back with the answer."""
 
     transfer_ids: tuple[Name, ...]
     number: Count = 0
@@ -123,7 +123,7 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_de
 
 
 class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
-    """Decode worker (or router) → prefill worker: done with these hand-overs. Idempotent; unknown ids are counted, no error."""
+    """Decode worker (or router) → prefill worker: done with these handoffs. Idempotent; unknown ids are counted, no error."""
 
     transfer_ids: tuple[Name, ...]
     reason: Text = "loaded"

@@ -167,7 +167,7 @@ class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
-    """The prompt is computed: first token of every choice, and where the KV lies. No hand-over if every choice has ended."""
+    """The prompt is computed: first token of every choice, and where the KV lies. No handoff if every choice has ended."""
 
     request_id: Name
     choices: tuple[PrefillChoice, ...]
@@ -327,13 +327,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_default
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="rel", omit_defaults=True):
-    """Router → prefill worker: nobody will read these hand-overs. Idempotent."""
+    """Router → prefill worker: nobody will read these handoffs. Idempotent."""
 
     transfer_ids: tuple[Name, ...]
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="ren", omit_defaults=True):
-    """Router → prefill worker: keep these hand-overs until the decode worker has accepted them."""
+    """Router → prefill worker: keep these handoffs until the decode worker has accepted them."""
 
     transfer_ids: tuple[Name, ...]
 

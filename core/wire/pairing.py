@@ -1,7 +1,7 @@
 """Whether a worker can read KV blocks out of another's pool, and by which transport. Pure functions.
 
 One decision for everybody who has to make it: the owner when a reader shakes hands, the reader when it hears the answer or gets
-a hand-over, and the router before it pairs two workers, so that it never pairs two whose handshake would be refused.
+a handoff, and the router before it pairs two workers, so that it never pairs two whose handshake would be refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KVHolder(Protocol):
 
 
 class KVPeer(KVHolder, Protocol):
-    """What both sides of a hand-over say of themselves besides."""
+    """What both sides of a handoff say of themselves besides."""
 
     @property
     def transports(self) -> tuple[str, ...]:

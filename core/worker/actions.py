@@ -39,7 +39,7 @@ class SubmitAbort:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTransfers:
-    """Let go of hand-overs that nobody will read."""
+    """Let go of handoffs that nobody will read."""
 
     transfer_ids: tuple[str, ...]
 
@@ -53,14 +53,14 @@ class ReleaseEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class ExpectTransfer:
-    """A request that is on its way to the engine may load this hand-over. What the engine says of it comes after this."""
+    """A request that is on its way to the engine may load this handoff. What the engine says of it comes after this."""
 
     handoff: KVHandoff
 
 
 @dataclass(frozen=True, slots=True)
 class RenewTransfers:
-    """Keep hand-overs for another while."""
+    """Keep handoffs for another while."""
 
     transfer_ids: tuple[str, ...]
 

@@ -51,13 +51,13 @@ class ConnectorBundle(ConnectorSides, Protocol):
         """End tasks and threads, close sockets."""
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Prepare for a request that may load this hand-over, or may never come."""
+        """Prepare for a request that may load this handoff, or may never come."""
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End hand-overs that nobody will read."""
+        """End handoffs that nobody will read."""
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep hand-overs for another while."""
+        """Keep handoffs for another while."""
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""

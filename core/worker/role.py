@@ -42,7 +42,7 @@ class HandsOutput:
     """What follows from an event.
 
     ``new_requests`` go to the engine now; ``ended`` names the requests of which the hands will say nothing more; ``abort_ids``
-    engine requests that nobody needs any more; ``release_transfer_ids`` hand-overs, and ``release_sources`` embeddings, that
+    engine requests that nobody needs any more; ``release_transfer_ids`` handoffs, and ``release_sources`` embeddings, that
     nobody will read.
     """
 

@@ -7,7 +7,7 @@ A connector has two sides that share nothing but messages. The *scheduler side* 
 loaded. The *worker side* moves bytes; the engine calls it in every step, so it only queues work for a thread and reports what
 has ended. Both are called on the engine's thread; ``FolderConnector`` ties them to the worker's event loop.
 
-One hand-over is one file: the blocks, then a digest of each. It appears by a rename, so it is whole when it is there; until
+One handoff is one file: the blocks, then a digest of each. It appears by a rename, so it is whole when it is there; until
 then its reader waits. It is deleted once it is older than ``connector.lease_s``, whoever wrote it.
 
 What a connector must do in all cases is in ``connectors.testing.connector_suite``; ``tests/examples/test_folder_connector.py``
@@ -73,7 +73,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read the blocks of a hand-over, from the ``first``-th on, into these rows. ``refusal`` is why it must not be done."""
+    """Read the blocks of a handoff, from the ``first``-th on, into these rows. ``refusal`` is why it must not be done."""
 
     request_id: str
     transfer_id: str
@@ -119,12 +119,12 @@ class FolderScheduler(KVConnectorScheduler):
         self._manager = manager
 
     def on_new_request(self, request: Request) -> None:
-        """Remember the hand-over that a request brings."""
+        """Remember the handoff that a request brings."""
         if request.kv_handoff is not None:
             self._offers[request.request_id] = request.kv_handoff
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer what the hand-over has beyond the local hits. One that must not be read is offered too: its load fails."""
+        """Offer what the handoff has beyond the local hits. One that must not be read is offered too: its load fails."""
         handoff = self._offers.get(request.request_id)
         if handoff is None:
             return 0, False
@@ -197,12 +197,12 @@ class FolderScheduler(KVConnectorScheduler):
         )
 
     def _refusal(self, request: Request, handoff: KVHandoff) -> KVFerryError | None:
-        """Return why this hand-over must not be read for this request: the reader's own hashes decide."""
+        """Return why this handoff must not be read for this request: the reader's own hashes decide."""
         if handoff.layout != self._context.layout or handoff.model_fingerprint != self._context.model_fingerprint:
-            return LayoutMismatch(f"the hand-over is of {handoff.layout}, this worker has {self._context.layout}")
+            return LayoutMismatch(f"the handoff is of {handoff.layout}, this worker has {self._context.layout}")
         is_in_range = 0 < handoff.num_tokens <= request.num_prompt_tokens and len(handoff.groups) == 1
         if not is_in_range or handoff.groups[0].block_hashes != self._block_hashes(request, handoff.num_tokens):
-            return StaleBlock("the hand-over is not for this prompt")
+            return StaleBlock("the handoff is not for this prompt")
         return None
 
 
@@ -386,7 +386,7 @@ def digest(row: memoryview) -> bytes:
 
 
 def file_of(folder: Path, transfer_id: str) -> Path:
-    """Return the file of a hand-over; no id, whoever made it, leads out of the folder."""
+    """Return the file of a handoff; no id, whoever made it, leads out of the folder."""
     return folder / f"{hashlib.blake2b(transfer_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}.kv"
 
 

@@ -13,7 +13,7 @@ from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.request_path import RequestPath
-from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming
+from router.dispatch.timing import FirstTokenTiming, HandoffReport, SecondTokenTiming
 from router.dispatch.types import ChoiceUpdate, Submission, Update
 
 _ROUNDING_MS = 1e-6
@@ -37,7 +37,7 @@ class Client:
         self.message = ""
         self.has_left = False
         self.ended_at: float | None = None
-        self.report: HandoverReport | None = None
+        self.report: HandoffReport | None = None
         self.path = RequestPath(plan.router, submitted_at=plan.at)
         self.ended_choices: list[int] = []  # by their text, since the router was told last
         self._complain = complain
@@ -61,7 +61,7 @@ class Client:
             self._complain(f"{self.plan.name}: news after its end")
         if self._error is not None:
             self._complain(f"{self.plan.name}: news after its error")
-        self.report = update.handover or self.report
+        self.report = update.handoff or self.report
         self._error = update.error
         for choice in update.choices:
             self._on_choice(choice)
@@ -111,7 +111,7 @@ class Client:
                 got = f"{tokens} ({self._finish_reasons[index]})"
                 self._complain(f"{self.plan.name}/{index}: ended with {got}, expected {list(self.plan.expected)} ({wanted})")
 
-    def _check_report(self, report: HandoverReport) -> None:
+    def _check_report(self, report: HandoffReport) -> None:
         """The parts of both times add up, and no count exceeds what there was to count."""
         first, second, cost = report.first_token, report.second_token, report.cost
         if first is not None and second is not None:

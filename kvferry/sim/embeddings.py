@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from connectors.ec import p2p_adapter as handover
+from connectors.ec import p2p_adapter as handoff
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, PeerSource
 from connectors.ec.memory import ChunkMemory
@@ -48,7 +48,7 @@ class SimEmbeddings(SimNode):
         )
         super().__init__(host, own_identity, _section(plan, config), ids, address)
         self.scheduler = FetchingScheduler(
-            handover.NAME, host.process.clock, plan.deadline_s, self._locate, is_consumer=not is_encoder
+            handoff.NAME, host.process.clock, plan.deadline_s, self._locate, is_consumer=not is_encoder
         )
         self.worker = FetchingWorker(to_bytes, to_rows, check_layout)
         self._layout = layout
@@ -77,7 +77,7 @@ class SimEmbeddings(SimNode):
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
         """Let go of what nobody will read."""
-        self.release([handover.decode_held(source.payload).transfer_id for source in sources])
+        self.release([handoff.decode_held(source.payload).transfer_id for source in sources])
 
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
@@ -107,17 +107,17 @@ class SimEmbeddings(SimNode):
         self._grant(grant)
 
     def _locate(self, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
-        return handover.locate(self._layout, feature, announced)
+        return handoff.locate(self._layout, feature, announced)
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
-            self._put(self._host.from_engine, lambda node: node.on_metadata(handover.as_p2p(metadata)))
+            self._put(self._host.from_engine, lambda node: node.on_metadata(handoff.as_p2p(metadata)))
         if metadata.wake_at is not None:
             self._alarm.set(metadata.wake_at)
 
     def _report(self, report: Report) -> None:
         if not isinstance(report, SendingEnded):
-            self.worker.report(handover.as_report(report))
+            self.worker.report(handoff.as_report(report))
         elif self._offers is not None:
             self._offers.lease_ended(report.request_id)
             self.worker.wake()

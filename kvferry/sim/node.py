@@ -178,16 +178,16 @@ class SimNode:
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Learn that a request may come that loads this hand-over."""
+        """Learn that a request may come that loads this handoff."""
         self._tell(lambda node: node.expect(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these hand-overs, because nobody will read them."""
+        """End these handoffs, because nobody will read them."""
         self._leases.on_release(transfer_ids)
         self._tell(lambda node: node.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these hand-overs for another while."""
+        """Keep these handoffs for another while."""
         self._leases.on_renewal(transfer_ids)
         self._tell(lambda node: node.renew(transfer_ids))
 

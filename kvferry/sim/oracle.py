@@ -1,9 +1,9 @@
-"""The causal oracle: every error, and every hand-over that was not used, has a cause on its own path at its own time.
+"""The causal oracle: every error, and every handoff that was not used, has a cause on its own path at its own time.
 
 Judges each request after the run by what it passed through (``kvferry.sim.request_path``) and by what really went wrong
 (``kvferry.sim.troubles``). What no row of the two tables explains is a violation. A fault elsewhere, or at another time,
 explains nothing; nor does the loss of a worker while another could have served. The router's own pause explains no error: its
-workers lived. ``docs/kv-handover.md`` shows the tables.
+workers lived. ``docs/kv-handoff.md`` shows the tables.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _was_hit(case: Case, setback: Setback) -> bool:
     return bool(case.troubles.find(UNAVAILABLE, names, start - _BEFORE_S, setback.at))
 
 
-# ---- causes of hand-overs that were not used -----------------------------------------------------------------------------
+# ---- causes of handoffs that were not used -----------------------------------------------------------------------------
 
 
 def trouble(*kinds: Kind) -> Cause:

@@ -1,7 +1,7 @@
 """What must hold right after a pool was told something, whatever is seen of it later.
 
 A block that is allocated, rewritten, invalidated or evicted has lost its seal; where it is given a new life, no seal and no
-hand-over from before may fit it. Wraps the methods of one pool and one manager; called by ``kvferry.sim.checks``.
+handoff from before may fit it. Wraps the methods of one pool and one manager; called by ``kvferry.sim.checks``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is waited for has a cause while the router stands still, while nobody who could go on is available, while one of the
 request's workers computes for others, and while a read that one of them needs or answers is stalled. What is left must not
-exceed ``bound_s``: the time in which a silent or hung worker is noticed, a hand-over is given up, and somebody else takes over.
+exceed ``bound_s``: the time in which a silent or hung worker is noticed, a handoff is given up, and somebody else takes over.
 Called by ``kvferry.sim.cluster`` once a run is over.
 """
 

@@ -92,10 +92,10 @@ class SimMember:
         return []
 
     def _expect(self, handoff: KVHandoff) -> None:
-        """Prepare for a request that may load this hand-over."""
+        """Prepare for a request that may load this handoff."""
 
     def _release(self, transfer_ids: Sequence[str]) -> None:
-        """Let go of hand-overs that nobody will read."""
+        """Let go of handoffs that nobody will read."""
 
     def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
         """Let go of embeddings that nobody will read."""
@@ -105,7 +105,7 @@ class SimMember:
         return message
 
     def _renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep hand-overs for another while."""
+        """Keep handoffs for another while."""
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 

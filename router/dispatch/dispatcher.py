@@ -10,7 +10,7 @@ What becomes of a request whose worker is lost, makes no progress, or fails it i
 | the client has       | it goes on                                                                                     |
 |----------------------|------------------------------------------------------------------------------------------------|
 | nothing yet          | from the beginning: on another pair, or a worker that serves alone                             |
-| the first token      | on another decode worker with the same hand-over, or without one if its prefill worker is lost |
+| the first token      | on another decode worker with the same handoff, or without one if its prefill worker is lost |
 | more                 | on another decode worker, which computes prompt and output so far: a *replay*                  |
 
 If nobody can take it, it stays with a worker that has only stalled, and waits for a successor of one that was lost
@@ -169,7 +169,7 @@ class Flows:
         """Deliver the first tokens and hand the request over to a decode worker."""
         flow = self._tries.get(message.request_id)
         if flow is None or flow.phase is not Phase.PREFILL or flow.prefill != sender.key:
-            # Crossed with an abort or a retry: nobody will read the hand-over.
+            # Crossed with an abort or a retry: nobody will read the handoff.
             return [*_release(sender.key, message.kv_handoff)]
         flow.handoff = message.kv_handoff
         problem = find_problem(message, sender, flow)
@@ -265,7 +265,7 @@ class Flows:
                 flow.pardoned_s += lateness_s
 
     def on_timer(self, now: float) -> list[FlowAction]:
-        """End requests that are out of time; keep hand-overs alive until they are accepted; try those that wait again."""
+        """End requests that are out of time; keep handoffs alive until they are accepted; try those that wait again."""
         self.restarts.look(self._cluster.workers, now)
         actions: list[FlowAction] = []
         for flow in list(self._flows.values()):
@@ -282,7 +282,7 @@ class Flows:
     def _renewals(self, now: float) -> list[Send]:
         due: dict[WorkerKey, list[str]] = {}
         for flow in self._flows.values():
-            if flow.phase is Phase.HANDOVER and flow.handoff and flow.prefill and now >= flow.renew_at:
+            if flow.phase is Phase.HANDOFF and flow.handoff and flow.prefill and now >= flow.renew_at:
                 due.setdefault(flow.prefill, []).append(flow.handoff.transfer_id)
                 flow.renew_at = now + _renew_interval(flow.handoff)
         return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
@@ -332,9 +332,9 @@ class Flows:
 
     def _hand_over(self, flow: Flow, now: float) -> list[FlowAction]:
         """Give a request with its output so far to a decode worker, or let it wait for one."""
-        if flow.phase is not Phase.HANDOVER and flow.handoff is not None:
+        if flow.phase is not Phase.HANDOFF and flow.handoff is not None:
             flow.renew_at = now + _renew_interval(flow.handoff)
-        flow.phase = Phase.HANDOVER
+        flow.phase = Phase.HANDOFF
         try:
             decode = self._placement.decode(flow, now)
         except (NoWorker, Overloaded) as error:
@@ -347,7 +347,7 @@ class Flows:
         return [*actions, Send(decode.key, successor_message(flow, now))]
 
     def _keep_or_release_handoff(self, flow: Flow, decode: Worker) -> list[Send]:
-        """Release the hand-over if the worker that goes on cannot read it."""
+        """Release the handoff if the worker that goes on cannot read it."""
         if flow.handoff is None:
             return []
         problem = why_not_read(self._cluster.get(flow.prefill), decode)
@@ -493,7 +493,7 @@ class Flows:
         return [*stops, Deliver(flow.request_id, Update(error=error)), self._end(flow, now)]
 
     def _stop_workers(self, flow: Flow, reason: str) -> list[Send]:
-        """Abort the leg that has the request; release a hand-over that nobody may have read."""
+        """Abort the leg that has the request; release a handoff that nobody may have read."""
         current = flow.current
         aborts = [Send(current, Abort(request_ids=(flow.wire_id,), reason=reason))] if current else []
         return [*aborts, *self._encode_legs.aborts(flow, reason), *_release(flow.prefill, flow.handoff)]

@@ -1,8 +1,8 @@
 """Which pairs of workers fail to hand over, again and again: learned from what decode workers report.
 
-A network may let a prefill worker be reached by the router and not by one decode worker; then every hand-over of the pair waits
+A network may let a prefill worker be reached by the router and not by one decode worker; then every handoff of the pair waits
 for its deadline. Owns a penalty per pair: two failures make it bad, penalties decay, so that the pair is tried again later, and
-a hand-over that is loaded clears it. Times come in; knows nothing of requests.
+a handoff that is loaded clears it. Times come in; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PairHealth:
             self.note((flow.prefill, flow.decode), cost.fallback_reason, now)
 
     def note(self, pair: Pair, reason: str, now: float) -> None:
-        """Learn how a hand-over ended: ``reason`` is why blocks were not loaded, empty if they were."""
+        """Learn how a handoff ended: ``reason`` is why blocks were not loaded, empty if they were."""
         if reason in _UNREACHABLE:
             self._penalties[pair] = (min(_MAX_PENALTY, self._penalty(pair, now) + 1.0), now)
         elif not reason:

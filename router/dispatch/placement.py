@@ -16,7 +16,7 @@ from router.dispatch.request_state import Flow
 
 
 class Placement:
-    """Chooses for single requests. ``pairs`` says which hand-overs fail lately."""
+    """Chooses for single requests. ``pairs`` says which handoffs fail lately."""
 
     def __init__(self, cluster: Cluster, claims: Claims, pairs: PairHealth) -> None:
         self._cluster = cluster
@@ -28,7 +28,7 @@ class Placement:
         return choose_route(self._cluster.workers, self._demand(flow, now))
 
     def decode(self, flow: Flow, now: float) -> Worker:
-        """Return the worker that was reserved at submission, else one for the hand-over, else one that computes all itself.
+        """Return the worker that was reserved at submission, else one for the handoff, else one that computes all itself.
 
         Raises:
             NoWorker: there is none that could ever take it.
@@ -46,7 +46,7 @@ class Placement:
             if prefill is not None:
                 return choose_decode(workers, prefill, demand)
         except (NoWorker, Overloaded):
-            pass  # somebody else may do without the hand-over
+            pass  # somebody else may do without the handoff
         return choose_successor(workers, flow.model_fingerprint, demand)
 
     def can_move(self, flow: Flow, now: float) -> bool:

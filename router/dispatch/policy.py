@@ -27,7 +27,7 @@ class Demand:
     """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
 
     Workers in ``avoid`` have failed it before: they are taken only if nobody else is there, and so are ``bad_pairs`` of
-    prefill and decode worker, whose hand-overs fail lately. With a ``model_fingerprint`` only
+    prefill and decode worker, whose handoffs fail lately. With a ``model_fingerprint`` only
     workers with these very weights are taken: to others, the names of the request's images say nothing.
     """
 
@@ -95,7 +95,7 @@ def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | No
     if prefill is None:
         return PeerUnreachable("the prefill worker was lost")
     if successor.role != "decode":
-        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no hand-overs")
+        return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no handoffs")
     return mismatch(prefill, successor)
 
 
@@ -136,7 +136,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 
     The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
-    equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose hand-overs fail lately come
+    equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose handoffs fail lately come
     after all others; last comes a decode worker alone, if no prefill worker is open that it can read.
 
     Raises:
@@ -192,7 +192,7 @@ def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
 
 
 def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) -> Worker:
-    """Return the least loaded decode worker that can take a hand-over from ``prefill``.
+    """Return the least loaded decode worker that can take a handoff from ``prefill``.
 
     Raises:
         NoWorker: there is none that ever holds so many choices; says why if there are others.

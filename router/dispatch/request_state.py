@@ -3,7 +3,7 @@
 Owns the types. ``router.dispatch.dispatcher`` moves a request from phase to phase; ``router.dispatch.worker_messages`` writes
 and reads its messages.
 
-    submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOVER ──first tokens of D──► DECODE ─► ended
+    submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOFF ──first tokens of D──► DECODE ─► ended
                   └────────────────────── aggregated worker ────────────────────────┘
 
 ENCODE is for requests with images, if there is an encode worker; others begin behind it.
@@ -24,7 +24,7 @@ from router.dispatch.members import Member, WorkerKey
 from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming, total_cost
 from router.dispatch.types import Submission, Update
 
-RetryKind = Literal["prefill", "handover", "replay"]
+RetryKind = Literal["prefill", "handoff", "replay"]
 NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
 
 
@@ -33,7 +33,7 @@ class Phase(Enum):
 
     ENCODE = "encode"  # workers for the other legs are reserved
     PREFILL = "prefill"
-    HANDOVER = "handover"  # a decode worker has it, or is waited for, but a choice has not shown a token of this leg yet
+    HANDOFF = "handoff"  # a decode worker has it, or is waited for, but a choice has not shown a token of this leg yet
     DECODE = "decode"
 
 
@@ -99,7 +99,7 @@ class Flow:
     has_decoded: bool = False  # a decode or aggregated worker has shown a token
     shown: set[int] = field(default_factory=set)  # choices of which this decode leg has shown a token
     handoff: KVHandoff | None = None
-    is_leg_handed_over: bool = False  # this decode leg was given the hand-over
+    is_leg_handed_over: bool = False  # this decode leg was given the handoff
     fallback_reason: str = ""
     renew_at: float = 0.0
     waits_since: float = 0.0

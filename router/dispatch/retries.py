@@ -90,4 +90,4 @@ def kind_of(flow: Flow) -> RetryKind:
     """Return what a retry in the request's present state is called."""
     if not flow.num_output_tokens:
         return "prefill"
-    return "replay" if flow.has_decoded else "handover"
+    return "replay" if flow.has_decoded else "handoff"

@@ -1,4 +1,4 @@
-"""Where a request's time went and what its hand-over cost, as clients and metrics are told.
+"""Where a request's time went and what its handoff cost, as clients and metrics are told.
 
 Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay, and before
 them the wait for encode workers, if any had images. From there to the second one, which comes from the decode worker, it is
@@ -39,7 +39,7 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoverReport:
+class HandoffReport:
     """What loading the KV of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
 
     ``num_refusals`` by decode workers without room are no retries. Both times are None if one worker served alone.

@@ -73,7 +73,7 @@ class RequestTraces:
         attributes: dict[str, str | int] = {"kvferry.engine_id": worker.engine_id, "kvferry.wire_id": message.request_id}
         if isinstance(message, Generate):
             self._end_legs(found, now)
-            attributes["kvferry.has_handover"] = message.kv_handoff is not None
+            attributes["kvferry.has_handoff"] = message.kv_handoff is not None
         leg = self._tracer.start(_leg_name(message), now, found.span.context, attributes, "client")
         if isinstance(message, Generate):
             found.leg = leg

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs
 from core.wire.sampling import SamplingParams
-from router.dispatch.timing import FirstTokenTiming, HandoverReport
+from router.dispatch.timing import FirstTokenTiming, HandoffReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,5 +75,5 @@ class Update:
 
     choices: list[ChoiceUpdate] = field(default_factory=list)
     prompt: PromptReport | None = None
-    handover: HandoverReport | None = None
+    handoff: HandoffReport | None = None
     error: ErrorInfo | None = None

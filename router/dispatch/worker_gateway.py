@@ -83,7 +83,7 @@ class _Listener:
     prompt_index: int
     arrival: float
     last_token_at: float | None = None
-    has_handover: bool = False
+    has_handoff: bool = False
 
 
 class RouterService:
@@ -393,12 +393,12 @@ class RouterService:
             else:
                 self._metrics.observe_inter_token(now - listener.last_token_at)
             listener.last_token_at = now
-        report, handover = action.update.prompt, action.update.handover
+        report, handoff = action.update.prompt, action.update.handoff
         if report is not None and report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
-        if handover is not None and handover.outcome is not None and not listener.has_handover:
-            listener.has_handover = True
-            self._metrics.observe_handover(handover.second_token, handover.outcome)
+        if handoff is not None and handoff.outcome is not None and not listener.has_handoff:
+            listener.has_handoff = True
+            self._metrics.observe_handoff(handoff.second_token, handoff.outcome)
         listener.generation.put(listener.prompt_index, action.update)
 
     def _on_retried(self, retried: Retried) -> None:

@@ -14,7 +14,7 @@ from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
 from router.dispatch.members import Worker
 from router.dispatch.request_state import Flow, Phase
-from router.dispatch.timing import HandoverReport, first_token_timing, second_token_timing
+from router.dispatch.timing import HandoffReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Submission, Update
 
 _FEATURE = re.compile(r"images\[(\d{1,4})\]")
@@ -33,7 +33,7 @@ def first_message(flow: Flow, now: float) -> Generate:
 
 
 def successor_message(flow: Flow, now: float) -> Generate:
-    """Return what lets a worker go on with a request: with the hand-over if there is one, else by computing all of it."""
+    """Return what lets a worker go on with a request: with the handoff if there is one, else by computing all of it."""
     choices = tuple(
         ChoiceStart(index=index, output_token_ids=tuple(flow.output_token_ids[index])) for index in flow.live_choices
     )
@@ -88,9 +88,9 @@ def find_problem(message: PrefillDone, sender: Worker, flow: Flow) -> str | None
     if handoff is None:
         is_over = all(choice.finish_reason for choice in message.choices)
         has_none = not sender.facts.transports  # its connector keeps KV where the decode worker looks for it by itself
-        return None if is_over or has_none else "a choice goes on, but there is no hand-over"
+        return None if is_over or has_none else "a choice goes on, but there is no handoff"
     if (handoff.engine_id, handoff.incarnation) != sender.key:
-        return f"its hand-over names another worker, {handoff.engine_id}"
+        return f"its handoff names another worker, {handoff.engine_id}"
     return None
 
 
@@ -114,7 +114,7 @@ def apply_first_tokens(flow: Flow, message: PrefillDone, now: float) -> Update:
     report = PromptReport(
         message.num_cached_tokens, message.prompt_logprobs, accounts.first_token, model_fingerprint=flow.model_fingerprint
     )
-    return Update(choices=updates, prompt=report, handover=_report(flow))
+    return Update(choices=updates, prompt=report, handoff=_report(flow))
 
 
 # ---- the decode leg's tokens ---------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _check(flow: Flow, item: Tokens) -> None:
 
 
 def _note_shown(flow: Flow, index: int) -> None:
-    """Count the hand-over as read once every choice that goes on has shown a token: until then its lease is kept."""
+    """Count the handoff as read once every choice that goes on has shown a token: until then its lease is kept."""
     flow.free_retries.clear()
     flow.shown.add(index)
     flow.has_decoded = True
@@ -177,7 +177,7 @@ def _apply_usage(flow: Flow, item: Tokens, update: Update, now: float) -> None:
         _account_alone(flow, item.index, item.usage)
     elif item.usage.kv_transfer is not None:
         _account(flow, item.index, item.usage, item.usage.kv_transfer, now)
-    update.handover = _report(flow)
+    update.handoff = _report(flow)
 
 
 def _account(flow: Flow, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
@@ -206,13 +206,13 @@ def _account_alone(flow: Flow, index: int, usage: Usage) -> None:
         flow.accounts.costs[index] = (flow.num_tries, cost)
 
 
-def _report(flow: Flow) -> HandoverReport | None:
+def _report(flow: Flow) -> HandoffReport | None:
     """Return what is known by now; None without a handoff that is over, unless a tier has lost something."""
     accounts, cost = flow.accounts, flow.accounts.cost
     is_over = flow.is_degraded or accounts.second_token is not None
     if not is_over and not cost.fallback_reason:
         return None
-    return HandoverReport(
+    return HandoffReport(
         cost=cost,
         first_token=accounts.first_token,
         second_token=accounts.second_token,

@@ -222,7 +222,7 @@ def _operator_routes(probes: Probes) -> list[BaseRouteHandler]:
 
     @get("/status.json", opt={_OPEN: True})
     async def status() -> ASGIResponse:
-        """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
+        """Return what the page shows: workers, load, handoffs, failures, and where time goes."""
         return _answer(probes.status())
 
     return [metrics, status_page, status]

@@ -63,7 +63,7 @@ class Probes:
         return OpsResponse(200, PAGE.encode(), "text/html; charset=utf-8", headers)
 
     def status(self) -> OpsResponse:
-        """Return what the page shows: workers, load, hand-overs, failures, and where time goes."""
+        """Return what the page shows: workers, load, handoffs, failures, and where time goes."""
         return _json(200, status_of(self._endpoints, self._version))
 
 

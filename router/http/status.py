@@ -52,7 +52,7 @@ class Status(msgspec.Struct, kw_only=True):
     num_requests: int
     requests_by_phase: dict[str, int]
     workers: list[WorkerStatus]
-    handovers: dict[str, int]  # by outcome: "loaded", or why not
+    handoffs: dict[str, int]  # by outcome: "loaded", or why not
     failures: dict[str, int]  # of requests, by code, without those that were the client's doing
     refusals: dict[str, int]  # of what clients got wrong, and requests that they gave up, by code
     finished: int
@@ -76,7 +76,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         num_requests=endpoints.service.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
         workers=[_worker_status(member) for member in endpoints.service.machine.cluster.members],
-        handovers=metrics.events("kv_handovers_total", "outcome"),
+        handoffs=metrics.events("kv_handoffs_total", "outcome"),
         failures={code: count for code, count in errors.items() if code not in CLIENT_ERRORS},
         refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
         finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),

@@ -75,7 +75,7 @@ function show(now) {
   byId("finished").textContent = rate(now, s => s.finished);
   byId("tokens").textContent = rate(now, s => s.generation_tokens);
   byId("prompt-tokens").textContent = rate(now, s => s.prompt_tokens);
-  byId("transfers").textContent = rate(now, s => sum(s.handovers));
+  byId("transfers").textContent = rate(now, s => sum(s.handoffs));
   byId("failed").textContent = sum(status.failures);
   rows("workers", status.workers.map(worker => [
     worker.engine_id, worker.role, worker.version, element("td", worker.state, worker.state === "ready" ? "good" : "bad"),
@@ -83,7 +83,7 @@ function show(now) {
     worker.num_leased_blocks, worker.transports.join(", "),
   ]));
   rows("phases", Object.entries(status.requests_by_phase));
-  rows("handovers", Object.entries(status.handovers));
+  rows("handoffs", Object.entries(status.handoffs));
   rows("failures", Object.entries(status.failures));
   rows("refusals", Object.entries(status.refusals));
   rows("first", means(status.first_token_parts));
@@ -122,7 +122,7 @@ _TILES = (
     ("finished", "answers per second"),
     ("tokens", "tokens per second"),
     ("prompt-tokens", "prompt tokens per second"),
-    ("transfers", "hand-overs per second"),
+    ("transfers", "handoffs per second"),
     ("failed", "failed requests so far"),
 )
 _WORKER_COLUMNS = (
@@ -149,7 +149,7 @@ PAGE = f"""<!doctype html>
 <div class="columns">
 {_table("first", "To the first token, mean", "part", "ms")}
 {_table("second", "From the first to the second token, mean", "part", "ms")}
-{_table("handovers", "Hand-overs", "outcome", "count")}
+{_table("handoffs", "Handoffs", "outcome", "count")}
 {_table("failures", "Failed requests", "code", "count")}
 {_table("refusals", "Clients' mistakes, and requests that they gave up", "code", "count")}
 {_table("phases", "Requests in flight", "leg", "count")}

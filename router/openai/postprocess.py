@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import ErrorInfo, FinishReason, TokenLogprobs
-from router.dispatch.timing import HandoverReport
+from router.dispatch.timing import HandoffReport
 from router.dispatch.types import ChoiceUpdate, PromptReport, Update
 from router.openai.preprocess import Prompt
 from router.openai.sampling import OutputOptions
@@ -49,7 +49,7 @@ class PromptState:
 
     prompt: Prompt
     report: PromptReport | None = None
-    handover: HandoverReport | None = None
+    handoff: HandoffReport | None = None
 
 
 class ChoiceText:
@@ -161,7 +161,7 @@ class RequestOutput:
                 return list(deltas.values()), stopped, update.error
             state = self.prompts[prompt_index]
             state.report = update.prompt or state.report
-            state.handover = update.handover or state.handover
+            state.handoff = update.handoff or state.handoff
             for item in update.choices:
                 index = prompt_index * self._n + item.index
                 choice = self._choices[index]

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming, total_cost
+from router.dispatch.timing import FirstTokenTiming, HandoffReport, SecondTokenTiming, total_cost
 from router.openai.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -377,7 +377,7 @@ class ChatShaper(Shaper):
 
 
 def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
-    reports = [state.handover for state in prompts if state.handover is not None]
+    reports = [state.handoff for state in prompts if state.handoff is not None]
     if not reports:
         return UNSET
     cost = total_cost(report.cost for report in reports)
@@ -396,7 +396,7 @@ def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
     )
 
 
-def _slowest(reports: Sequence[HandoverReport]) -> KVTransferTiming | UnsetType:
+def _slowest(reports: Sequence[HandoffReport]) -> KVTransferTiming | UnsetType:
     first = [report.first_token for report in reports if report.first_token is not None]
     second = [report.second_token for report in reports if report.second_token is not None]
     if not first or not second:

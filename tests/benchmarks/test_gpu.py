@@ -33,7 +33,7 @@ def test_smoke_run_measures_everything_and_fails_nowhere(run_benchmark, tmp_path
     assert figures["prefill"]["tiny 32"]["seconds"] > 0
     assert figures["host"]["tiny"]["scheduler_ms"] > 0
     assert figures["transformers"]["tiny 1 x 16"] > 0
-    pair = figures["handover"]["tiny shm"]
+    pair = figures["handoff"]["tiny shm"]
     assert pair["transport"] == "shm"
     assert pair["num_fallbacks"] == 0
     assert pair["num_same_texts"] == pair["num_texts"] > 0
@@ -72,11 +72,11 @@ def test_an_engine_is_measured_on_a_stand_in_for_a_device(load_gpu, tmp_path, mo
 @pytest.mark.gpu
 def test_two_processes_on_a_gpu_hand_over_what_one_would_compute(run_benchmark, tmp_path):
     path = tmp_path / "gpu.json"
-    run_benchmark("gpu", "--only", "numerics", "handover", "--models", "smollm2", "--json", str(path))
+    run_benchmark("gpu", "--only", "numerics", "handoff", "--models", "smollm2", "--json", str(path))
     figures = json.loads(path.read_text())
     assert figures["notes"] == []
     assert figures["numerics"]["bfloat16"]["is_good"]
-    for pair in figures["handover"].values():
+    for pair in figures["handoff"].values():
         assert pair["num_fallbacks"] == 0
         assert 2 * pair["num_same_texts"] > pair["num_texts"], "bfloat16 may leave a text at a close choice, not most of them"
 

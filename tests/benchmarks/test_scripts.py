@@ -38,8 +38,8 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.full
-def test_handover_measures_transfer_copy_second_token_verification_and_lost_owners(run_benchmark, tmp_path):
-    printed = run_benchmark("handover", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
+def test_handoff_measures_transfer_copy_second_token_verification_and_lost_owners(run_benchmark, tmp_path):
+    printed = run_benchmark("handoff", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())
     (found,) = figures["transports"].values()
     assert "rate / plain copy" in printed
@@ -126,4 +126,4 @@ def test_hybrid_counts_what_the_groups_save(run_benchmark, tmp_path):
     assert figures["hybrid"]["pool_bytes"] == figures["all_full"]["pool_bytes"]
     assert figures["all_full"]["requests_at_once"] == 8
     assert figures["requests"] >= 3  # counted, not timed: the goals hold on every machine
-    assert figures["handover"] <= 0.35
+    assert figures["handoff"] <= 0.35

@@ -138,7 +138,7 @@ def test_time_in_the_queue_is_never_negative(hands):
     assert hands.on_outputs([output], 0.0).replies[0].usage.kv_transfer.queue_ms == 0.0
 
 
-def test_times_are_told_of_a_hand_over_that_moved_nothing_but_not_without_one(hands):
+def test_times_are_told_of_a_handoff_that_moved_nothing_but_not_without_one(hands):
     times = FirstTokenTimes(wait_s=0.25, compute_s=0.5)
     hands.on_generate(handed_over(0), 0.0)
     (taken_over,) = hands.on_outputs([EngineCoreOutput("r/0", [11], first_token_times=times)], 0.0).replies
@@ -148,7 +148,7 @@ def test_times_are_told_of_a_hand_over_that_moved_nothing_but_not_without_one(ha
     assert hands.on_outputs([output], 0.0).replies[0].usage.kv_transfer is None
 
 
-def test_goes_on_without_a_hand_over_by_computing_the_prompt_once(hands):
+def test_goes_on_without_a_handoff_by_computing_the_prompt_once(hands):
     starts = tuple(ChoiceStart(index=index, output_token_ids=(90, 91)) for index in (1, 2))
     (first,) = hands.on_generate(generate(choices=starts, n=4), 0.0)
     assert (first.request_id, first.output_token_ids, first.kv_handoff) == ("r/1", (90, 91), None)

@@ -180,7 +180,7 @@ def secured_served(secured) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def aggregated_answers(aggregated) -> Callable[..., dict[str, Any]]:
-    """Answer requests on one worker that does it all, each once; the reference for hand-over parity."""
+    """Answer requests on one worker that does it all, each once; the reference for handoff parity."""
     answers = {name: aggregated.complete(**fields) for name, fields in parity_requests().items()}
     return lambda name: answers[name]
 

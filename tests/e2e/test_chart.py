@@ -137,13 +137,13 @@ def installed(tmp_path):
     found.stop()
 
 
-def test_rendered_chart_serves_by_verified_handover_and_drains(installed, eventually):
+def test_rendered_chart_serves_by_verified_handoff_and_drains(installed, eventually):
     installed.start(STORE)  # a native sidecar: the worker begins when it is up
     eventually(lambda: installed.is_ready(STORE), "a ready store", 60.0)
     for role in ("router", "prefill", "decode"):
         installed.start(role)
     eventually(lambda: installed.is_ready("router"), "a ready router", 120.0)
-    probe = installed.run("probe", f"http://127.0.0.1:{installed.ports['router']['http']}", "--expect-handover")
+    probe = installed.run("probe", f"http://127.0.0.1:{installed.ports['router']['http']}", "--expect-handoff")
     assert probe.returncode == 0, probe.stderr
     assert "handed over and verified by tcp" in probe.stdout
     metrics = httpx.get(f"http://127.0.0.1:{installed.ports[STORE]['storeOps']}/metrics").text

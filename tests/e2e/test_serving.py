@@ -71,7 +71,7 @@ def test_openai_client_streams_what_it_gets_whole(served, openai_client, assert_
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason == "stop"
 
 
-def test_usage_tells_the_hand_over(served, corpus):
+def test_usage_tells_the_handoff(served, corpus):
     usage = served.complete(corpus[1300:1400], max_tokens=4)["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (100, 4)
     if not served.is_disaggregated:
@@ -122,7 +122,7 @@ def time_tokens(served, prompt, max_tokens):
 
 
 @on_one_pair
-def test_answer_that_ends_at_its_first_token_needs_no_hand_over(served, corpus, eventually):
+def test_answer_that_ends_at_its_first_token_needs_no_handoff(served, corpus, eventually):
     body = served.complete(corpus[700:790], max_tokens=1)
     assert body["usage"]["completion_tokens"] == 1
     assert "kv_transfer" not in body["usage"]

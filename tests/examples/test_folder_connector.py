@@ -1,4 +1,4 @@
-"""The example of a connector of one's own: hand-overs through files, on a small engine and in a real cluster."""
+"""The example of a connector of one's own: handoffs through files, on a small engine and in a real cluster."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_file_that_never_comes_fails_the_load_at_its_deadline(peer):
 
 
 async def damaged(prefill, folder, damage):
-    """Return the hand-over of a prompt of four blocks whose file is changed by ``damage``."""
+    """Return the handoff of a prompt of four blocks whose file is changed by ``damage``."""
     handoff = prefill.engine.prefill("a", PROMPT)
     await prefill.engine.until(lambda: not prefill.engine.parked)
     (path,) = folder.glob("*.kv")

@@ -57,7 +57,7 @@ GOOD = dict(
         *(series(role, "kv_cache_usage_perc", f"0.6x{MINUTES}") for role in ("prefill", "decode")),
         series("decode", "kv_transfers_total", RISING, transport="tcp"),
         *(series("decode", "kv_transfer_failures_total", IDLE, reason=reason) for reason in ("digest", "peer_lost")),
-        series("prefill", "kv_handover_events_total", IDLE, event="lease_expired"),
+        series("prefill", "kv_handoff_events_total", IDLE, event="lease_expired"),
     ]
 )
 
@@ -81,7 +81,7 @@ CASES = {
         {},
     ),
     "KVFerryCorruptBlocks": (dict([series("decode", "kv_transfer_failures_total", ONE_EVENT, reason="digest")]), {}),
-    "KVFerryLeasesExpired": (dict([series("prefill", "kv_handover_events_total", ONE_EVENT, event="lease_expired")]), {}),
+    "KVFerryLeasesExpired": (dict([series("prefill", "kv_handoff_events_total", ONE_EVENT, event="lease_expired")]), {}),
     "KVFerryPrefillShort": (
         dict(
             [
@@ -189,6 +189,6 @@ def test_counters_of_alerts_exist_before_their_first_event(groups, fresh):
         assert all(sample.value == 0 for sample in matching)
 
 
-@pytest.mark.parametrize("name", ["kv_handovers", "request_failure", "workers_lost", "kv_transfer_failures"])
+@pytest.mark.parametrize("name", ["kv_handoffs", "request_failure", "workers_lost", "kv_transfer_failures"])
 def test_failures_are_counted_from_zero(fresh, name):
     assert len([sample for sample in fresh if sample.name == f"kvferry_{name}_total"]) > 3

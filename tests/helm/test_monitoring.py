@@ -113,7 +113,7 @@ def test_every_metric_is_documented_and_no_other(known):
     assert documented == known
 
 
-def test_every_event_of_hand_overs_is_documented():
+def test_every_event_of_handoffs_is_documented():
     text = (ROOT / "docs/operations.md").read_text()
-    section = text[text.index("### Events of hand-overs") : text.index("## Alerts")]
+    section = text[text.index("### Events of handoffs") : text.index("## Alerts")]
     assert counted_events() <= set(re.findall(r"`(\w+)`", section))

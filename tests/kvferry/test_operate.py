@@ -86,7 +86,7 @@ def cluster(*answers):
     return httpx.Client(base_url="http://router", transport=httpx.MockTransport(answer))
 
 
-def test_probe_tells_of_a_verified_handover():
+def test_probe_tells_of_a_verified_handoff():
     line = probe_cluster(cluster((200, TRANSFER)), 0.0, True, no_sleep)
     assert line == "served: 4 tokens, 1 KV blocks handed over and verified by tcp"
 
@@ -115,10 +115,10 @@ def test_probe_of_a_dead_port_says_so_and_fails():
         (TRANSFER | {"verified_blocks": 0}, "nothing was transferred"),
     ],
 )
-def test_probe_fails_where_a_handover_was_expected_and_none_took_place(transfer, reason):
+def test_probe_fails_where_a_handoff_was_expected_and_none_took_place(transfer, reason):
     with pytest.raises(ProbeFailed, match=reason):
         probe_cluster(cluster((200, transfer)), 0.0, True, no_sleep)
 
 
 def test_probe_without_expectations_takes_any_answer():
-    assert probe_cluster(cluster((200, None)), 0.0, False, no_sleep) == "served: 4 tokens, without a hand-over"
+    assert probe_cluster(cluster((200, None)), 0.0, False, no_sleep) == "served: 4 tokens, without a handoff"

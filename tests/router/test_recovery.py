@@ -225,4 +225,4 @@ async def test_where_the_time_went_is_measured_for_every_request(start_router):
     for part in ("relay", "queue", "transfer", "verify", "first_step"):
         assert under_test.metric("kvferry_time_to_second_token_part_seconds_count", part=part) == 2
     assert under_test.metric("kvferry_time_to_second_token_seconds_count") == 2
-    assert under_test.metric("kvferry_kv_handovers_total", outcome="loaded") == 2
+    assert under_test.metric("kvferry_kv_handoffs_total", outcome="loaded") == 2

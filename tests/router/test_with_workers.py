@@ -35,7 +35,7 @@ def token(choice_index: int, position: int) -> int:
 
 @dataclass
 class PlayedEngine:
-    """Samples one token per request and step; keeps hand-overs until they are released."""
+    """Samples one token per request and step; keeps handoffs until they are released."""
 
     name: str
     live: dict[str, tuple[NewRequest, int]] = field(default_factory=dict)  # engine id → (request, next position)
@@ -174,7 +174,7 @@ class Cluster:
                 self.to_worker(name)
 
     def step(self, name: str) -> None:
-        """Run one step of a worker's engine; a decode worker reads its hand-overs, and lets them go, before the first."""
+        """Run one step of a worker's engine; a decode worker reads its handoffs, and lets them go, before the first."""
         worker = self.workers[name]
         for new, _ in worker.engine.live.values():
             if new.kv_handoff is not None and new.kv_handoff.engine_id in self.workers:

@@ -13,7 +13,7 @@ from kvferry.sim.plan import ClusterPlan, draw_plan
 from kvferry.sim.request_path import Attempt, Setback
 from kvferry.sim.stalls import bound_s, find_stalls
 from kvferry.sim.troubles import Kind, Troubles
-from router.dispatch.timing import FirstTokenTiming, HandoverReport, SecondTokenTiming
+from router.dispatch.timing import FirstTokenTiming, HandoffReport, SecondTokenTiming
 
 SUBMITTED = 10.0
 
@@ -45,7 +45,7 @@ class Run:
         first = FirstTokenTiming(total_ms=0, queue_ms=0, prefill_ms=0, relay_ms=0)
         second = SecondTokenTiming(total_ms=0, relay_ms=0, queue_ms=0, transfer_ms=0, verify_ms=0, first_step_ms=0)
         cost = TransferUsage(recomputed_tokens=1, fallback_reason=reason)
-        self.client.report = HandoverReport(cost=cost, first_token=first, second_token=second)
+        self.client.report = HandoffReport(cost=cost, first_token=first, second_token=second)
         return self.end("ok", at)
 
 
@@ -191,7 +191,7 @@ def test_deadline_is_a_cause_when_it_is_over(at, is_explained):
     assert (run.end("deadline_exceeded", at) == []) == is_explained
 
 
-# ---- hand-overs that were not used
+# ---- handoffs that were not used
 
 
 def hand_over(run: Run) -> None:
@@ -209,7 +209,7 @@ def hand_over(run: Run) -> None:
         ("rejected", Kind.FAILED, "decode-0 prefill-0"),
     ],
 )
-def test_trouble_of_the_pair_within_the_hand_over_is_a_cause(run, reason, kind, names):
+def test_trouble_of_the_pair_within_the_handoff_is_a_cause(run, reason, kind, names):
     hand_over(run)
     run.trouble(kind, names, 10.3, 0.1)
     assert run.end_without_its_kv(reason, 11.0) == []
@@ -232,7 +232,7 @@ def test_trouble_of_others_or_of_another_kind_is_no_cause(run, reason, kind, nam
     assert "was not used" in run.end_without_its_kv(reason, 11.0)[0]
 
 
-def test_trouble_that_was_over_before_the_hand_over_is_no_cause(run):
+def test_trouble_that_was_over_before_the_handoff_is_no_cause(run):
     hand_over(run)
     run.trouble(Kind.CUT, "decode-0 prefill-0", 5.0, 1.0)
     assert run.end_without_its_kv("peer_lost", 11.0)

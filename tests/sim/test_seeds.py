@@ -42,7 +42,7 @@ def test_mixed_faults(seeds):
 
 @pytest.mark.parametrize(("seed", "kinds"), [(240, None), (1295, None), (389, (Fault.PRESSURE, Fault.SLOW))])
 def test_what_was_once_bad(seed, kinds):
-    """240: choices that waited for blocks which other choices' hand-overs held. 1295: a sleep that was none.
+    """240: choices that waited for blocks which other choices' handoffs held. 1295: a sleep that was none.
 
     389: requests that were refused because a prompt of one token had taken a while.
     """
@@ -102,7 +102,7 @@ def test_without_faults_every_request_succeeds_and_no_kv_is_computed_twice():
         "preemptions",
         "prefix_hit_tokens",
         "quarantined_blocks",
-        "retry_handover",
+        "retry_handoff",
         "retry_prefill",
         "retry_replay",
         "stalled_reads",

@@ -48,7 +48,7 @@ class Stream:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """What the answer says of its hand-over."""
+        """What the answer says of its handoff."""
         found: dict[str, Any] = self.usage.get("kv_transfer", {})
         return found
 

@@ -53,7 +53,7 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
     """Return the units that fill our blocks of one group, and what their seals must be.
 
     ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the owner's blocks; of the seals only the
-    generations are taken from the hand-over.
+    generations are taken from the handoff.
 
     Raises:
         StaleBlock: the owner does not hold a block that is needed here.
@@ -69,7 +69,7 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
             first, last = position * size, min((position + 1) * size, remote.end)
             held_from = remote.held_from(first, last)
             if held_from > max(first, extent.num_skipped_tokens):
-                raise StaleBlock(f"the hand-over does not hold a block that group {extent.group_id} needs")
+                raise StaleBlock(f"the handoff does not hold a block that group {extent.group_id} needs")
             found.is_partial |= held_from > first
             copies += remote.copies(held_from, last, row, first)
             sources |= dict.fromkeys(range(held_from // remote.size, -(-last // remote.size)))

@@ -1,6 +1,6 @@
 """The leases that a reader keeps alive, and how long each is good for as far as it knows.
 
-Owns which hand-overs are held from arrival to release, and the questions to their owners: all leases of one owner in one
+Owns which handoffs are held from arrival to release, and the questions to their owners: all leases of one owner in one
 message, again and again. A lease is good until a lower bound: the owner's answer, counted from the sending of the question, so
 that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the bound, and those to
 questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so whether a read is worth
@@ -75,7 +75,7 @@ class HeldLeases:
             self.counts.leases_known_in_time += lease.good_until > now
 
     def release(self, handoff: HandoffRef) -> None:
-        """Tell the owner that nobody here needs the hand-over any more, and stop keeping it alive."""
+        """Tell the owner that nobody here needs the handoff any more, and stop keeping it alive."""
         self._leases.pop(handoff.transfer_id, None)
         self._emit(SendControl(handoff.owner.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 

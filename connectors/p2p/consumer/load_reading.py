@@ -55,10 +55,10 @@ class LoadReader:
         """Check that the handoff fits the peer, then post its first reads."""
         last = max(load.request.remote_rows, default=0)
         if last >= peer.num_blocks:
-            self._exits.end(load, ProtocolError(f"the hand-over names block {last} of {peer.num_blocks}"), now)
+            self._exits.end(load, ProtocolError(f"the handoff names block {last} of {peer.num_blocks}"), now)
             return
         if peer.layout != (load.request.layout or self._layout):
-            error = LayoutMismatch(f"the hand-over is of {load.request.layout}, its owner has {peer.layout}")
+            error = LayoutMismatch(f"the handoff is of {load.request.layout}, its owner has {peer.layout}")
             self._exits.end(load, error, now)
             return
         larger = {} if load.is_converted else self._settings.max_read_bytes_by  # converted blocks land in the staging area
@@ -71,7 +71,7 @@ class LoadReader:
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
-                error = LeaseExpired(f"{load.owner.address} no longer holds the hand-over {transfer_id}")
+                error = LeaseExpired(f"{load.owner.address} no longer holds the handoff {transfer_id}")
                 load.spoil_waiting(ErrorInfo.of(error))
             elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()

@@ -131,7 +131,7 @@ class PullProtocol:
         return self._take_actions()
 
     def release(self, handoff: HandoffRef) -> list[Action]:
-        """Tell the owner that nobody here needs the hand-over any more."""
+        """Tell the owner that nobody here needs the handoff any more."""
         self.leases.release(handoff)
         return self._take_actions()
 
@@ -487,6 +487,6 @@ class PullProtocol:
 
 def _other_life(expected: PeerId, incarnation: int) -> StaleBlock:
     return StaleBlock(
-        f"the worker at {expected.address} has restarted since it made the hand-over: "
+        f"the worker at {expected.address} has restarted since it made the handoff: "
         f"incarnation {incarnation:016x} instead of {expected.incarnation:016x}"
     )

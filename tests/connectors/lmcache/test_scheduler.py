@@ -61,7 +61,7 @@ class Bench:
 
     def __init__(self, num_blocks: int = 64, staging_bytes: int = 1 << 18, saves_output: bool = True) -> None:
         self.clock = FakeClock()
-        self.side = LMCacheMPConnectorScheduler(SeededIds(1), self.clock, saves_output=saves_output, handover_wait_s=0.25)
+        self.side = LMCacheMPConnectorScheduler(SeededIds(1), self.clock, saves_output=saves_output, handoff_wait_s=0.25)
         self.worker = Recorder()
         self.model = HashModel(num_blocks, BLOCK, self.worker, incarnation=3)
         self.manager = KVCacheManager(

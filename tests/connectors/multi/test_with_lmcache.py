@@ -98,7 +98,7 @@ class Bench:
 
     def __init__(self):
         clock, front = FakeClock(), HitScheduler()
-        self.lmcache = LMCacheMPConnectorScheduler(SeededIds(1), clock, saves_output=True, handover_wait_s=0.25)
+        self.lmcache = LMCacheMPConnectorScheduler(SeededIds(1), clock, saves_output=True, handoff_wait_s=0.25)
         self.worker = RecordingWorker()
         front_worker = HitWorker(front)
         workers = multi_connector_worker([front_worker, self.worker])

@@ -79,7 +79,7 @@ class Started:
         return [record.msg.fields for record in found]
 
     def count(self, happened):
-        return self.metrics.get_sample_value("kvferry_kv_handover_events_total", {"event": happened})
+        return self.metrics.get_sample_value("kvferry_kv_handoff_events_total", {"event": happened})
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_gauges_and_events_are_read_at_each_scrape(metrics, registry):
     assert registry.get_sample_value("kvferry_kv_loading_blocks") == 4
     blocks["leased"], events["lease_expired"] = 0, 2
     assert registry.get_sample_value("kvferry_kv_leased_blocks") == 0
-    assert registry.get_sample_value("kvferry_kv_handover_events_total", {"event": "lease_expired"}) == 2
+    assert registry.get_sample_value("kvferry_kv_handoff_events_total", {"event": "lease_expired"}) == 2
 
 
 def test_broken_transports_are_counted_by_transport_at_each_scrape(metrics, registry):

@@ -181,7 +181,7 @@ async def test_blocks_are_kept_until_the_lease_ends(producer):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 70])
-async def test_whole_hand_over_is_read_into_the_requests_blocks(producer, consumer, num_tokens):
+async def test_whole_handoff_is_read_into_the_requests_blocks(producer, consumer, num_tokens):
     prompt = prompt_of(num_tokens)
     handoff = producer.engine.prefill("p", prompt)
     request = consumer.engine.add("d", prompt, handoff)
@@ -203,7 +203,7 @@ async def test_expected_seals_are_exactly_what_the_owner_has_sealed(producer, co
     assert sum(expected.num_tokens for expected in expected_seals(pull)) == num_tokens
 
 
-async def test_only_generations_are_taken_from_the_hand_over(producer, consumer):
+async def test_only_generations_are_taken_from_the_handoff(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(70))
     forged = replaced_group(handoff, generations=(7, 8, 9), group_id=5)
     consumer.engine.admit(consumer.engine.add("d", prompt_of(70), forged))
@@ -242,7 +242,7 @@ async def test_question_may_be_repeated_and_the_offer_is_used_once(producer, con
     assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-async def test_request_without_a_hand_over_is_offered_nothing(consumer):
+async def test_request_without_a_handoff_is_offered_nothing(consumer):
     request = consumer.engine.add("d", prompt_of(40), None)
     assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert consumer.engine.admit(request) == 0

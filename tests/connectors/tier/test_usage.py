@@ -54,7 +54,7 @@ class Served:
         self.do(self.router.submit(Submission(request_id=request_id, prompt_token_ids=PROMPT, sampling=sampling), 0.0))
         self.engine.drive(self.on_outputs)
         tokens = [token for update in self.updates for choice in update.choices for token in choice.token_ids]
-        return tokens, next((update.handover for update in reversed(self.updates) if update.handover), None)
+        return tokens, next((update.handoff for update in reversed(self.updates) if update.handoff), None)
 
     def do(self, actions):
         for action in actions:

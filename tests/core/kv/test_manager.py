@@ -419,7 +419,7 @@ def test_freed_blocks_keep_their_seals_until_they_are_reused(sealing, make_reque
 
 
 @pytest.mark.parametrize(("num_tokens", "block", "num_tail"), [(40, 2, 8), (33, 2, 1), (15, 0, 15)])
-def test_the_last_block_of_a_hand_over_is_sealed_for_its_tokens(sealing, make_request, hasher, num_tokens, block, num_tail):
+def test_the_last_block_of_a_handoff_is_sealed_for_its_tokens(sealing, make_request, hasher, num_tokens, block, num_tail):
     request = make_request("a", range(num_tokens))
     admit(sealing, request)
     sealing.seal_blocks(request, num_tokens)

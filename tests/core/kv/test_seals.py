@@ -103,7 +103,7 @@ def test_a_difference_is_named_with_both_values(table, changed, named):
     assert find_mismatch(table.row(0), dataclasses.replace(EXPECTED, **changed), INCARNATION, LAYOUT_VERSION) == named
 
 
-def test_a_hand_over_that_names_no_generation_is_refused(table):
+def test_a_handoff_that_names_no_generation_is_refused(table):
     """A broken row would be what it names."""
     table.seal(0, EXPECTED)
     table.break_seals([0])

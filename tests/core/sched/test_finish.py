@@ -1,4 +1,4 @@
-"""Ends of requests past the connector: hand-over and delayed frees."""
+"""Ends of requests past the connector: handoff and delayed frees."""
 
 import pytest
 

@@ -41,7 +41,7 @@ def test_client_that_leaves_during_the_prefill_leaves_nothing(faulty):
 
 
 @pytest.mark.quick_on("tcp")
-def test_client_that_leaves_during_the_hand_over_leaves_nothing(faulty):
+def test_client_that_leaves_during_the_handoff_leaves_nothing(faulty):
     """Its read is still to come: what it may write into is kept from others until the read has ended."""
     faulty.plan(late=[1], ignore_cancel=True)
     stream = faulty.start()

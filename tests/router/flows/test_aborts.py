@@ -14,7 +14,7 @@ def test_an_abort_during_prefill_stops_the_prefill_worker(pair):
     pair.assert_idle()
 
 
-def test_an_abort_that_crosses_the_prefill_result_releases_the_hand_over(pair):
+def test_an_abort_that_crosses_the_prefill_result_releases_the_handoff(pair):
     pair.submit()
     pair.do(pair.machine.abort("r1", "client", 0.0))
     pair.prefill_done()

@@ -36,7 +36,7 @@ def test_the_second_token_is_relay_queue_transfer_verification_and_first_step(pa
     pair.prefill_done()
     pair.now = 0.375
     pair.tokens(1, 51, usage=Usage(kv_transfer=COST))
-    report = pair.updates["r1"][-1].handover
+    report = pair.updates["r1"][-1].handoff
     second = report.second_token
     assert report.first_token == pair.updates["r1"][0].prompt.timing
     assert (second.total_ms, second.relay_ms) == (125.0, 75.0)
@@ -52,7 +52,7 @@ def test_the_second_token_s_time_is_not_measured_again_at_the_last_one(pair):
     pair.tokens(1, 51, usage=Usage(kv_transfer=COST))
     pair.now = 9.0
     pair.tokens(2, 52, usage=Usage(kv_transfer=COST), finish_reason="length")
-    first, last = (update.handover for update in pair.updates["r1"][1:])
+    first, last = (update.handoff for update in pair.updates["r1"][1:])
     assert last == first
 
 
@@ -71,7 +71,7 @@ def test_choices_are_added_up(handed_over):
     handed_over.tokens(1, 60, index=0, usage=Usage(kv_transfer=COST))
     local = TransferUsage(queue_ms=70.0, recomputed_tokens=3, fallback_reason="stale")
     handed_over.tokens(1, 61, index=1, usage=Usage(kv_transfer=local))
-    cost = handed_over.updates["r1"][-1].handover.cost
+    cost = handed_over.updates["r1"][-1].handoff.cost
     assert (cost.transport, cost.transferred_tokens, cost.verified_blocks) == ("shm", 10, 1)
     assert (cost.queue_ms, cost.recomputed_tokens, cost.fallback_reason) == (70.0, 3, "stale")
 

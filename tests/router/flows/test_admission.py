@@ -41,9 +41,9 @@ def test_phases_are_counted(pair):
     pair.submit("r2")
     pair.prefill_done("r2")
     flows = pair.machine.flows
-    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handover": 1, "decode": 0}
+    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 1, "decode": 0}
     pair.tokens(1, 51, request_id="r2")
-    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handover": 0, "decode": 1}
+    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 0, "decode": 1}
 
 
 @pytest.mark.parametrize("full", ["p0", "d0"])
@@ -156,7 +156,7 @@ def test_a_decode_worker_serves_alone_once_its_prefill_worker_is_lost(make_bench
     usage = Usage(num_cached_tokens=4)
     for index in range(2):
         bench.tokens(0, 50 + index, index=index, usage=usage, finish_reason="length")
-    report = bench.updates["r1"][-1].handover
+    report = bench.updates["r1"][-1].handoff
     assert (report.cost.recomputed_tokens, report.cost.fallback_reason) == (6, "no_prefill")
     assert (report.first_token, report.second_token) == (None, None)
     bench.assert_idle()

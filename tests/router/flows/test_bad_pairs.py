@@ -1,4 +1,4 @@
-"""Pairs whose hand-overs fail again and again are avoided while there is another."""
+"""Pairs whose handoffs fail again and again are avoided while there is another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from core.wire.messages import TransferUsage, Usage
 
 
 def serve(bench, request_id: str, reason: str = "") -> tuple[str, str]:
-    """Serve a request whose hand-over ends for this reason; return its workers."""
+    """Serve a request whose handoff ends for this reason; return its workers."""
     bench.submit(request_id, max_tokens=2)
     flow = bench.machine.flows._flows[request_id]
     prefill, decode = flow.prefill.engine_id, flow.decode.engine_id
@@ -19,7 +19,7 @@ def serve(bench, request_id: str, reason: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("reason", ["deadline", "peer_lost"])
-def test_a_pair_that_cannot_hand_over_is_avoided_for_a_while(make_bench, reason):
+def test_a_pair_that_cannot_handoff_is_avoided_for_a_while(make_bench, reason):
     bench = make_bench("p0", "d0", "d1", max_requests=9)
     served = [serve(bench, f"r{number}", reason if number % 2 == 0 else "") for number in range(4)]
     assert served == [("p0", "d0"), ("p0", "d1")] * 2

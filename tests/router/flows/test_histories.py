@@ -184,7 +184,7 @@ class Histories(RuleBasedStateMachine):
         self.tries: dict[str, str] = {}  # request → its newest id on the wire
         self.generated: set[tuple[str, bool]] = set()  # (id on the wire, is prefill leg)
         self.num_faults = 0
-        self.excused: set[str] = set()  # hand-overs that only their lease can end
+        self.excused: set[str] = set()  # handoffs that only their lease can end
         self.lost_aborts: set[str] = set()  # that a worker is told again as soon as it says something
 
     # ---- harness -----------------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ class Histories(RuleBasedStateMachine):
             assert {error.code for error in self.ended.values() if error} <= {"cancelled"}
         for worker in self.workers.values():
             assert not worker.jobs, "a worker was left with something that nobody waits for"
-            assert worker.leases.keys() <= self.excused, "a hand-over was neither read nor released"
+            assert worker.leases.keys() <= self.excused, "a handoff was neither read nor released"
 
 
 Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -70,7 +70,7 @@ def test_a_request_that_ends_at_its_first_token_needs_no_decode_worker(pair):
     pair.assert_idle()
 
 
-def test_a_needless_hand_over_is_released(pair):
+def test_a_needless_handoff_is_released(pair):
     pair.submit(max_tokens=1)
     pair.prefill_done(choices=(PrefillChoice(index=0, token_id=50, finish_reason="length"),))
     assert pair.to("p0", Release) == [Release(transfer_ids=("t-r1",))]

@@ -65,7 +65,7 @@ def test_an_aggregated_worker_lost_in_mid_stream_is_replaced_by_whoever_can_gene
     assert again.sampling.prompt_logprobs is None, "they have been told"
     bench.tokens(1, 51, request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
     assert bench.output() == [50, 51]
-    assert bench.updates["r1"][-1].handover is None, "there never was one"
+    assert bench.updates["r1"][-1].handoff is None, "there never was one"
 
 
 def test_a_stream_never_goes_on_with_another_model(make_bench):
@@ -161,7 +161,7 @@ def test_the_report_says_how_often_and_keeps_what_the_first_try_cost(make_bench)
     bench.leave("d1")
     usage = Usage(num_cached_tokens=0, kv_transfer=TransferUsage(queue_ms=3.0))
     bench.tokens(2, 52, peer="d2", request_id="r1.3", usage=usage, finish_reason="length")
-    report = bench.updates["r1"][-1].handover
+    report = bench.updates["r1"][-1].handoff
     assert report.cost == loaded
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 1, 1)
     assert [retried.successor.engine_id for retried in bench.retries] == ["d1", "d2"]

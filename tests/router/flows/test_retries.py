@@ -227,11 +227,11 @@ def test_the_same_hand_over_goes_to_another_decode_worker(make_bench, how):
     assert bench.to("p0", Renew) == [Renew(transfer_ids=("t-r1",))]
     bench.tokens(1, 51, peer="d1", request_id="r1.2", finish_reason="length")
     assert bench.output() == [50, 51]
-    assert bench.kinds() == ["handover"]
+    assert bench.kinds() == ["handoff"]
     bench.assert_idle()
 
 
-def test_choices_that_have_begun_go_on_with_the_hand_over_that_the_others_still_need(make_bench):
+def test_choices_that_have_begun_go_on_with_the_handoff_that_the_others_still_need(make_bench):
     bench = make_bench("p0", "d0", "d1")
     bench.submit(n=3)
     bench.prefill_done(n=3)
@@ -276,7 +276,7 @@ def test_refusals_after_the_first_token_are_not_counted_as_retries(make_bench):
         bench.heartbeat("d0")
         bench.do(bench.machine.on_timer(0.0))
     bench.tokens(1, 51, request_id="r1.4", usage=Usage(kv_transfer=TransferUsage()))
-    report = bench.updates["r1"][-1].handover
+    report = bench.updates["r1"][-1].handoff
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 0, 2)
     bench.tokens(2, 52, request_id="r1.4", finish_reason="length")
     assert bench.ended["r1"].flow.retried == ["prefill"]
@@ -365,7 +365,7 @@ def test_a_request_that_none_of_the_workers_left_ever_holds_does_not_wait_for_ro
     bench.assert_idle()
 
 
-def test_a_request_without_a_decode_worker_from_the_start_of_its_hand_over_waits_as_well(pair):
+def test_a_request_without_a_decode_worker_from_the_start_of_its_handoff_waits_as_well(pair):
     pair.submit()
     pair.leave("d0")
     pair.prefill_done()
@@ -400,7 +400,7 @@ def test_without_its_prefill_worker_the_next_decode_worker_computes_the_prompt(m
     assert [choice.output_token_ids for choice in again.choices] == [(50,)]
     usage = Usage(num_cached_tokens=3, kv_transfer=TransferUsage(queue_ms=1.0))
     bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=usage)
-    cost = bench.updates["r1"][-1].handover.cost
+    cost = bench.updates["r1"][-1].handoff.cost
     assert (cost.recomputed_tokens, cost.fallback_reason) == (7, "peer_lost")
 
 
@@ -413,10 +413,10 @@ def test_a_pair_that_falls_silent_together_is_lost_whichever_is_missed_first(mak
         bench.heartbeat("d1")
         bench.do(bench.machine.on_timer(bench.now))
     bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
-    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "peer_lost"
+    assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "peer_lost"
 
 
-def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
+def test_a_worker_that_cannot_read_the_handoff_goes_on_without_it(make_bench):
     bench = make_bench("d0")
     for name in ("p0", "d0"):
         bench.join(name, connector="p2p", transports=("tcp",), has_digests=True)
@@ -429,10 +429,10 @@ def test_a_worker_that_cannot_read_the_hand_over_goes_on_without_it(make_bench):
     assert [choice.output_token_ids for choice in bench.generated("a0").choices] == [(50,)]
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
     bench.tokens(1, 51, peer="a0", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
-    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "rejected"
+    assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "rejected"
 
 
-def test_a_worker_with_another_layout_goes_on_without_the_hand_over_and_says_why(make_bench):
+def test_a_worker_with_another_layout_goes_on_without_the_handoff_and_says_why(make_bench):
     bench = make_bench("p0", "d0")
     bench.submit()
     bench.prefill_done()
@@ -441,4 +441,4 @@ def test_a_worker_with_another_layout_goes_on_without_the_hand_over_and_says_why
     assert bench.generated("d1").kv_handoff is None
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
     bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
-    assert bench.updates["r1"][-1].handover.cost.fallback_reason == "layout"
+    assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "layout"

@@ -19,7 +19,7 @@ HANDED_OVER = TransferUsage(transport="shm", transferred_tokens=10, verified_blo
 
 
 def last_report(bench):
-    return [update.handover for update in bench.updates["r1"] if update.handover is not None][-1]
+    return [update.handoff for update in bench.updates["r1"] if update.handoff is not None][-1]
 
 
 def lost_by(bench):
@@ -47,7 +47,7 @@ def test_aggregated_worker_tells_what_its_tier_has_lost(alone):
 def test_tier_that_has_lost_nothing_is_not_told(alone):
     loaded = TransferUsage(transport="offload", transferred_tokens=48, verified_blocks=3)
     alone.tokens(0, 50, peer="a0", usage=Usage(num_cached_tokens=48, kv_transfer=loaded), finish_reason="stop")
-    assert [update.handover for update in alone.updates["r1"]] == [None]
+    assert [update.handoff for update in alone.updates["r1"]] == [None]
 
 
 def test_choices_of_an_aggregated_worker_add_up_what_they_have_lost(make_bench):

@@ -48,7 +48,7 @@ def test_leases_of_one_worker_are_renewed_together(pair):
     assert pair.to("p0", Renew) == [Renew(transfer_ids=("t-r1", "t-r2"))]
 
 
-def test_a_hand_over_is_renewed_until_every_choice_has_shown_a_token(handed_over):
+def test_a_handoff_is_renewed_until_every_choice_has_shown_a_token(handed_over):
     handed_over.tokens(1, 60, index=0)
     handed_over.tick(10.0)
     assert len(handed_over.to("p0", Renew)) == 1

@@ -53,7 +53,7 @@ def test_one_bad_item_spares_the_other_requests_of_its_frame(make_bench):
         ({"choices": (PrefillChoice(index=1, token_id=1),)}, "cover every choice once"),
         ({"choices": (PrefillChoice(index=0, token_id=1),) * 2}, "cover every choice once"),
         ({"choices": (PrefillChoice(index=0, token_id=1, finish_reason="abort"),)}, "by itself"),
-        ({"kv_handoff": None}, "no hand-over"),
+        ({"kv_handoff": None}, "no handoff"),
     ],
 )
 def test_an_impossible_prefill_result_fails_the_request_and_leaves_no_lease(pair, changes, said):
@@ -68,10 +68,10 @@ def test_an_impossible_prefill_result_fails_the_request_and_leaves_no_lease(pair
 
 
 @pytest.mark.parametrize("owner", [{"engine_id": "p9"}, {"incarnation": 2}])
-def test_a_hand_over_of_another_worker_s_blocks_fails_the_request(pair, owner):
+def test_a_handoff_of_another_worker_s_blocks_fails_the_request(pair, owner):
     pair.submit()
     pair.prefill_done(kv_handoff=msgspec.structs.replace(pair.handoff(), **owner))
-    assert "its hand-over names another worker" in pair.error().message
+    assert "its handoff names another worker" in pair.error().message
     assert pair.to("p0", Release)
     pair.assert_idle()
 

@@ -73,7 +73,7 @@ async def test_an_aggregated_worker_tells_what_its_tier_has_lost(start_router, c
     told = ("transport", "transferred_tokens", "recomputed_tokens", "fallback_reason", "retries")
     assert [transfer[name] for name in told] == ["offload", 2, 3, "digest", 0]
     assert "timing" not in transfer
-    assert {under_test.metric("kvferry_kv_handovers_total", outcome=outcome) for outcome in ("loaded", "digest")} == {0}
+    assert {under_test.metric("kvferry_kv_handoffs_total", outcome=outcome) for outcome in ("loaded", "digest")} == {0}
     (line,) = [record.msg.fields for record in caplog.records if str(record.msg).startswith("event=finished")]
     assert (line["fallback_reason"], line["recomputed_tokens"]) == ("digest", 3)
 
@@ -440,7 +440,7 @@ async def test_without_its_prefill_worker_the_decode_worker_serves_and_usage_say
         transfer = response.json()["usage"]["kv_transfer"]
         assert (transfer["fallback_reason"], transfer["recomputed_tokens"], transfer["transport"]) == ("no_prefill", 5, "")
         assert "timing" not in transfer
-    assert under_test.metric("kvferry_kv_handovers_total", outcome="no_prefill") == 2
+    assert under_test.metric("kvferry_kv_handoffs_total", outcome="no_prefill") == 2
     assert under_test.router.endpoints.not_ready_reason is None
 
 

@@ -25,7 +25,7 @@ async def test_report_names_workers_and_counts_what_was_served(served):
     assert (report["model"], report["is_ready"], report["reason"], report["num_requests"]) == ("tiny", True, "", 0)
     assert sorted(worker["role"] for worker in report["workers"]) == ["decode", "prefill"]
     assert {worker["state"] for worker in report["workers"]} == {"ready"}
-    assert sum(report["handovers"].values()) == 1
+    assert sum(report["handoffs"].values()) == 1
     assert (report["finished"], report["generation_tokens"]) == (1, 12)
     parts = report["first_token_parts"]
     assert set(parts) == {"queue", "prefill", "relay"}

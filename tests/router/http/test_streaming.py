@@ -201,7 +201,7 @@ async def test_leaving_before_the_first_token_aborts_prefill(start_router, is_st
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_leaving_during_the_hand_over_aborts_decode_and_releases_the_lease(start_router, is_stream):
+async def test_leaving_during_the_handoff_aborts_decode_and_releases_the_lease(start_router, is_stream):
     under_test = await start_router()
     prefill, decode = await under_test.pair(pause_after=1)
     await leave_during(under_test, decode.generated, "/v1/completions", prompt="p", stream=is_stream)

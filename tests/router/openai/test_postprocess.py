@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from core.model.detokenizer import StopStrings
 from core.wire.messages import ErrorInfo, TokenLogprobs, TransferUsage
-from router.dispatch.timing import HandoverReport, first_token_timing, second_token_timing
+from router.dispatch.timing import HandoffReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Update
 from router.openai.postprocess import ChoiceText, RequestOutput
 from router.openai.preprocess import Prompt
@@ -189,10 +189,10 @@ def test_an_error_ends_the_news(output, spell):
 
 def test_usage_adds_up_over_prompts_and_choices(output, spell):
     timing = first_token_timing(0.0, 0.0, 0.0), second_token_timing(0.0, TransferUsage())
-    report = HandoverReport(cost=TransferUsage(transport="shm"), first_token=timing[0], second_token=timing[1])
+    report = HandoffReport(cost=TransferUsage(transport="shm"), first_token=timing[0], second_token=timing[1])
     output.apply([(0, Update(choices=[ChoiceUpdate(0, spell("xy"))], prompt=PromptReport(num_cached_tokens=1)))])
     output.apply([(1, Update(choices=[ChoiceUpdate(1, spell("z"))], prompt=PromptReport(num_cached_tokens=2)))])
-    output.apply([(1, Update(handover=report))])
+    output.apply([(1, Update(handoff=report))])
     output.apply([(1, Update())])
     assert (output.num_prompt_tokens, output.num_completion_tokens, output.num_cached_tokens) == (5, 3, 3)
-    assert output.prompts[1].handover is report
+    assert output.prompts[1].handoff is report

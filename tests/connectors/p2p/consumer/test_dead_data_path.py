@@ -140,7 +140,7 @@ async def test_handoffs_go_by_another_transport_while_the_data_port_is_dead(make
     world.proxy.heal()
     await world.load_until(lambda ended: ended.usage.transport == "tcp")
     assert world.metric("kvferry_kv_broken_transports", transport="tcp") == 0
-    assert world.metric("kvferry_kv_handover_events_total", event="broken_transports") == 1
+    assert world.metric("kvferry_kv_handoff_events_total", event="broken_transports") == 1
     (line,) = lines(caplog, "kv_transport_broken")
     assert "transport=tcp" in line
     assert len(lines(caplog, "kv_transport_restored")) == 1
@@ -155,7 +155,7 @@ async def test_handoffs_are_refused_while_the_only_data_port_is_dead(make_world)
         ended = await world.load()
         assert ended.error.code == "peer_lost"
         assert "no transport to" in ended.error.message
-    assert world.metric("kvferry_kv_handover_events_total", event="loads_without_transport") == 3
+    assert world.metric("kvferry_kv_handoff_events_total", event="loads_without_transport") == 3
     assert world.metric("kvferry_kv_transfer_failures_total", reason="peer_lost") == 3
     world.proxy.heal()
     ended = await world.load_until(lambda ended: ended.error is None)

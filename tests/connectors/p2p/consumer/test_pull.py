@@ -119,7 +119,7 @@ def test_open_peer_needs_no_second_handshake(pull):
     pull.end_reads()
     pull.start("b")
     assert len(pull.messages(Handshake)) == 1
-    assert pull.reads_of("b")  # the lease of the same hand-over is good still
+    assert pull.reads_of("b")  # the lease of the same handoff is good still
 
 
 def test_addresses_shake_hands_apart(pull):

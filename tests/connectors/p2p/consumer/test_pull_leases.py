@@ -314,7 +314,7 @@ def test_lease_of_another_life_is_forgotten_at_once(pull):
 
 
 def test_lost_connection_keeps_leases_for_whoever_answers_next(pull):
-    """A partition that heals costs the loads in progress, not the hand-overs of the requests that wait."""
+    """A partition that heals costs the loads in progress, not the handoffs of the requests that wait."""
     pull.hold()
     pull.grant(30_000)
     pull.disconnect()

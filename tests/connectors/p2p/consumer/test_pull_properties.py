@@ -27,7 +27,7 @@ MAX_TIMERS_TO_THE_END = 80
 class HostileWorld(RuleBasedStateMachine):
     """Messages in any order, lost, repeated or made up; reads that end well, badly, late or only by a fence; wrong seals.
 
-    ``PullDriver`` checks every action. A hand-over's owner is a function of its id, as in a real one.
+    ``PullDriver`` checks every action. A handoff's owner is a function of its id, as in a real one.
     """
 
     make_pull = None  # set by the fixture below

@@ -102,14 +102,14 @@ def test_loads_complete_in_the_order_of_their_last_reads(pull):
 
 def test_row_that_the_peer_does_not_have_is_not_read(pull):
     pull.start(num_rows=2)
-    pull.accept(num_blocks=501)  # the hand-over names 500 and 501
+    pull.accept(num_blocks=501)  # the handoff names 500 and 501
     pull.grant()
     assert pull.failed == {"r": "protocol_error"}
     assert not pull.actions(PostRead)
 
 
 @pytest.mark.parametrize("is_handoff_ours", [True, False])
-def test_blocks_are_not_read_if_the_hand_over_and_its_owner_disagree_about_them(pull, layout, is_handoff_ours):
+def test_blocks_are_not_read_if_the_handoff_and_its_owner_disagree_about_them(pull, layout, is_handoff_ours):
     """Each by itself could be read here: what differs is the number of tokens in a block."""
     other = msgspec.structs.replace(layout, block_size=layout.block_size // 2, block_bytes=layout.block_bytes // 2)
     pull.start(num_rows=1, is_converted=not is_handoff_ours, layout=None if is_handoff_ours else other)
@@ -119,7 +119,7 @@ def test_blocks_are_not_read_if_the_hand_over_and_its_owner_disagree_about_them(
     assert not pull.open_reads
 
 
-def test_blocks_of_another_size_are_read_if_the_hand_over_and_its_owner_agree_about_them(pull, layout):
+def test_blocks_of_another_size_are_read_if_the_handoff_and_its_owner_agree_about_them(pull, layout):
     other = msgspec.structs.replace(layout, block_size=layout.block_size // 2, block_bytes=layout.block_bytes // 2)
     pull.start(num_rows=1, is_converted=True, layout=other)
     pull.accept(layout=other)

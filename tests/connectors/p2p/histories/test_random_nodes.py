@@ -282,7 +282,7 @@ class History:
         self.happened += Counter({name: count for name, count in self.node.counts().items() if count})
 
     def release_all(self):
-        """Let go of every hand-over but those that were only expected; these are forgotten."""
+        """Let go of every handoff but those that were only expected; these are forgotten."""
         self.take(self.node.on_metadata(P2PConnectorMetadata(releases=sorted(self.held, key=str))))
         for _ in range(NUM_LAST_ROUNDS):
             if (due := self.node.next_timer()) is None:

@@ -1,6 +1,6 @@
-"""What the hand-over of a prompt's KV cache costs, through a real prefill and a real decode worker, per transport.
+"""What the handoff of a prompt's KV cache costs, through a real prefill and a real decode worker, per transport.
 
-    python benchmarks/handover.py [--transports shm tcp nixl] [--repeats 7] [--json FILE] [--markdown] [--quick]
+    python benchmarks/handoff.py [--transports shm tcp nixl] [--repeats 7] [--json FILE] [--markdown] [--quick]
 
 A long prompt (2,048 tokens) goes through a cluster of one prefill and one decode worker, one after another, each with new
 tokens, so that nothing is cached. Time and bytes of the transfer and the time of the prefill are the workers' own
@@ -10,7 +10,7 @@ request, this process copies as many bytes from one buffer to another (one threa
 
 A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, 15 times as often, since
 single pairs differ by more than what is looked for. Compared is the client's time from the first to the second token: what the
-hand-over adds to the life of a request on an idle cluster.
+handoff adds to the life of a request on an idle cluster.
 
 Prefill workers are killed while their blocks are read (``lost_owner.py``): how soon the decode worker begins to compute.
 
@@ -58,7 +58,7 @@ MAX_KILLS = 5
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One hand-over as the workers report it, and the plain copy of as many bytes right after it."""
+    """One handoff as the workers report it, and the plain copy of as many bytes right after it."""
 
     transport: str
     num_bytes: int
