@@ -160,7 +160,7 @@ async def _run_attack(attack: Attack, router: Router, served: Served, longest: L
     )
     longest.reset()  # the start of the child is none of the router's work
     printed, _ = await child.communicate()
-    await _until(lambda: not router.service.num_requests)
+    await _until(lambda: not router.gateway.num_requests)
     return Result(
         attack.name,
         1e3 * longest.callback_s,

@@ -48,7 +48,7 @@ def new_hex_id(ids: IdSource, prefix: str = "") -> str:
 
 
 def router_id(name: str) -> str:
-    """Return the id in the router's log of a request that a worker knows by ``name``: ``id/0``, ``id.2/0`` in a later try."""
+    """Return the id in the router's log of a request that a worker knows as ``id/0``, or ``id.2/0`` in a later attempt."""
     return name.partition("/")[0].partition(".")[0]
 
 

@@ -34,10 +34,10 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
     keys = keys_of(config.security)
     clock = SystemClock()
     router = Router(config.router, served_model(config.model, files), clock=clock, keys=keys)
-    tracer = open_tracer(config.tracing, "router", router.service.machine.cluster.welcome.router_id, clock)
+    tracer = open_tracer(config.tracing, "router", router.gateway.core.membership.welcome.router_id, clock)
     if tracer is None:
         return asyncio.run(_serve(router, announce))
-    router.service.trace_with(tracer)
+    router.gateway.trace_with(tracer)
     try:
         return asyncio.run(_serve(router, announce))
     finally:
@@ -62,7 +62,7 @@ async def _serve_until(
     if announce is not None:
         ops = {} if router.ops_address is None else {"ops_address": router.ops_address}
         announce({"http_address": router.http_address, "worker_address": router.worker_address, **ops})
-    dying, leaving = asyncio.create_task(router.service.wait_dead()), asyncio.create_task(must_stop.wait())
+    dying, leaving = asyncio.create_task(router.gateway.wait_dead()), asyncio.create_task(must_stop.wait())
     await asyncio.wait((dying, leaving), return_when=asyncio.FIRST_COMPLETED)
     for waiting in (dying, leaving):
         waiting.cancel()

@@ -1,7 +1,7 @@
 """The clients of a simulation: each sends one request, may leave, and checks every token that it gets.
 
 A client that gets another token than a cluster without faults would give, an error that is not declared, no end or two ends is
-told as a violation. Knows the router's news, nothing of workers.
+told as a violation. Knows the router's updates, nothing of workers.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Client:
         return self.report.cost.fallback_reason if self.report is not None else ""
 
     def on_update(self, update: Update) -> None:
-        """Check news: each token must be the one of a run without faults."""
+        """Check an update: each token must be the one of a run without faults."""
         if self.is_over:
-            self._complain(f"{self.plan.name}: news after its end")
+            self._complain(f"{self.plan.name}: an update after its end")
         if self._error is not None:
-            self._complain(f"{self.plan.name}: news after its error")
+            self._complain(f"{self.plan.name}: an update after its error")
         self.report = update.handoff or self.report
         self._error = update.error
         for choice in update.choices:

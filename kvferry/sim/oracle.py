@@ -97,16 +97,16 @@ def nobody_could_go_on(case: Case) -> bool:
     return not any(_could_take(case, worker, since) for worker in case.plan.workers if worker.role != "prefill")
 
 
-def every_try_was_hit(case: Case) -> bool:
-    """All tries that it may have were lost, each to trouble between its router and its own worker.
+def every_attempt_was_hit(case: Case) -> bool:
+    """All attempts that it may have were lost, each to trouble between its router and its own worker.
 
     Workers whose engines make no progress are left for nothing, as often as a request may without a token between.
     """
-    tries = list(case.path.setbacks)
+    setbacks = list(case.path.setbacks)
     if case.path.attempts:  # the last, after which it did not go on
-        tries.append(Setback(case.at, case.path.attempts[-1].engine_id, case.client.outcome))
-    stalls = [each for each in tries if each.code == WorkerStalled.code]
-    costly = [each for each in tries if each.code != WorkerStalled.code] + stalls[_FREE_STALLS:]
+        setbacks.append(Setback(case.at, case.path.attempts[-1].engine_id, case.client.outcome))
+    stalls = [each for each in setbacks if each.code == WorkerStalled.code]
+    costly = [each for each in setbacks if each.code != WorkerStalled.code] + stalls[_FREE_STALLS:]
     return sum(_was_hit(case, each) for each in costly) > case.plan.config.router.max_retries
 
 
@@ -255,7 +255,7 @@ def store_was_in_trouble(case: Case) -> bool:
 
 # ---- the tables --------------------------------------------------------------------------------------------------------
 
-_LOST = (nobody_could_go_on, every_try_was_hit)
+_LOST = (nobody_could_go_on, every_attempt_was_hit)
 
 # What a client is told → what may have caused it; of any other error nothing is a cause.
 ERRORS: Mapping[str, tuple[Cause, ...]] = {

@@ -1,4 +1,4 @@
-"""One life of a simulated router: a real ``RouterMachine`` on the simulated network, and its clients.
+"""One life of a simulated router: a real ``RouterCore`` on the simulated network, and its clients.
 
 Takes the place of ``router.dispatch.worker_gateway``. When the process dies its clients lose their connections; the next life
 is another object with another router id.
@@ -20,7 +20,7 @@ from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
 from kvferry.sim.request_path import Attempt, Setback
-from router.dispatch.core import Action, RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
 from router.dispatch.members import WorkerKey
 from router.dispatch.membership import Joined, Left
 from router.dispatch.progress import Standing
@@ -47,7 +47,7 @@ class SimRouter:
         self._complain = complain
         self._retries = retries
         limits = replace(RouterLimits.of(config), encode_timeout_s=encode_timeout_s)
-        self.machine = RouterMachine(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
+        self.core = RouterCore(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
         self._wait_for_route: list[Client] = []
@@ -77,11 +77,11 @@ class SimRouter:
     def _submit(self, client: Client) -> None:
         if client.plan.name not in self._clients:
             return  # it has left
-        if self.machine.is_route_expected:
+        if self.core.is_route_expected:
             self._wait_for_route.append(client)
             return
         try:
-            actions = self.machine.submit(submission_of(client.plan), self._now())
+            actions = self.core.submit(submission_of(client.plan), self._now())
         except RequestError as error:
             del self._clients[client.plan.name]
             client.end(error.code, error.message, self.host.loop.now)
@@ -94,10 +94,10 @@ class SimRouter:
             del self._clients[client.plan.name]
             client.end(Cancelled.code, "the client left", self.host.loop.now)
         elif client.plan.name in self._clients:
-            self._perform(self.machine.abort(client.plan.name, "client", self._now()))
+            self._perform(self.core.abort(client.plan.name, "client", self._now()))
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
-        self._perform(self.machine.on_message(peer, decode_worker_frame(frame), self._now()))
+        self._perform(self.core.on_message(peer, decode_worker_frame(frame), self._now()))
 
     def _on_lost_connection(self) -> None:
         if not self._greets_soon:
@@ -106,10 +106,10 @@ class SimRouter:
 
     def _greet_all(self) -> None:
         self._greets_soon = False
-        self._perform(self.machine.greet_all())
+        self._perform(self.core.greet_all())
 
     def _tick(self) -> None:
-        self._perform(self.machine.on_timer(self._now()))
+        self._perform(self.core.on_timer(self._now()))
         self.host.process.call_at(self._now() + self._tick_s, self._tick)
 
     def _end_choices(self, client: Client) -> None:
@@ -118,7 +118,7 @@ class SimRouter:
 
         def tell() -> None:
             for index in indices:
-                self._perform(self.machine.finish_choice(client.plan.name, index, self._now()))
+                self._perform(self.core.finish_choice(client.plan.name, index, self._now()))
 
         self.host.process.call_later(0.0, tell)
 
@@ -133,7 +133,7 @@ class SimRouter:
     def _perform(self, actions: Sequence[Action]) -> None:
         """Carry out actions; then requests that waited for a route may have one."""
         self._carry_out(actions)
-        if not self.machine.is_route_expected:
+        if not self.core.is_route_expected:
             waiting, self._wait_for_route = self._wait_for_route, []
             for client in waiting:
                 self.host.process.call_later(0.0, partial(self._submit, client))
@@ -148,7 +148,7 @@ class SimRouter:
                     self.host.log(f"sends to {peer.hex()}", message)
                     self._note_attempt(peer, message)
                     if not self._server.send(peer, encode_router_message(message)):
-                        queue += self.machine.on_unreachable(peer, self._now())
+                        queue += self.core.on_unreachable(peer, self._now())
                 case Deliver(request_id, update):
                     self.host.log(f"delivers {request_id}", update)
                     client = self._clients[request_id]
@@ -157,9 +157,9 @@ class SimRouter:
                     client.on_update(update)
                     if client.ended_choices:
                         self._end_choices(client)
-                case Ended(flow):
-                    self.host.log(f"ends {flow.request_id}", flow.error)
-                    self._clients.pop(flow.request_id).on_end(flow.error, self.host.loop.now)
+                case Ended(request):
+                    self.host.log(f"ends {request.request_id}", request.error)
+                    self._clients.pop(request.request_id).on_end(request.error, self.host.loop.now)
                 case EncodeEnded():
                     self.host.log("embeds", action)
                     self._retries[f"encode_{action.outcome}"] += 1
@@ -184,16 +184,16 @@ class SimRouter:
         """Return what is left once every request has ended and nothing goes wrong any more."""
         name = self.host.process.name
         found = [f"{name}: {self.num_requests} requests left"] if self.num_requests else []
-        members = self.machine.cluster.members if self.host.process.is_alive else ()
+        members = self.core.membership.members if self.host.process.is_alive else ()
         stalled = [member for member in members if member.progress.standing is Standing.STALLED]
         return found + [f"{name}: {member.key.engine_id} is not taken back" for member in stalled]
 
     def _note_attempt(self, peer: bytes, message: RouterMessage) -> None:
         """A worker is given a request."""
-        member = self.machine.cluster.by_peer(peer)
+        member = self.core.membership.by_peer(peer)
         if not isinstance(message, Generate) or member is None:
             return
-        client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the try
+        client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the attempt
         if client is not None:
             attempt = Attempt(member.key.engine_id, member.role, self.host.loop.now, message.kv_handoff is not None)
             client.path.attempts.append(attempt)

@@ -1,52 +1,51 @@
-"""The names of requests on the wire: of which request each is, and which are over.
+"""Attempts and their names on the wire: which request each name belongs to, and which attempts have ended.
 
-Every try of a request has a name of its own (``Flow.wire_id``), so that nothing a worker says of an earlier one is taken for
-news. Owns what each name stands for, and for a while those whose late tokens are expected. Knows nothing of workers or
-messages: ``router.dispatch.dispatcher`` calls it.
+Each attempt of a request has its own name (``RequestState.wire_id``), so a worker's late message about an earlier attempt
+changes nothing. The names of ended attempts are kept for a while, because late tokens for them are expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.dispatch.request_state import Flow
+from router.dispatch.request_state import RequestState
 
-_MAX_REMEMBERED = 4096  # names of tries that are over
+_MAX_REMEMBERED = 4096  # names of attempts that are over
 _ABORT_AGAIN_S = 2.0  # a worker that still sends tokens so long after an abort has not got it
 
 
-class Tries:
-    """The present tries of all requests. Times are seconds of the router's clock."""
+class Attempts:
+    """The present attempts of all requests. Times are seconds of the router's clock."""
 
     def __init__(self) -> None:
-        self._flows: dict[str, Flow] = {}
+        self._requests: dict[str, RequestState] = {}
         self._aborted_at: dict[str, float] = {}  # oldest first
 
     def __len__(self) -> int:
-        return len(self._flows)
+        return len(self._requests)
 
-    def get(self, wire_id: str) -> Flow | None:
-        """Return the request whose present try has this name."""
-        return self._flows.get(wire_id)
+    def get(self, wire_id: str) -> RequestState | None:
+        """Return the request whose present attempt has this name."""
+        return self._requests.get(wire_id)
 
     def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
-        """Return the ids of the requests whose present tries have these names, each once."""
-        return list(dict.fromkeys(self._flows[wire_id].request_id for wire_id in wire_ids if wire_id in self._flows))
+        """Return the ids of the requests whose present attempts have these names, each once."""
+        return list(dict.fromkeys(self._requests[wire_id].request_id for wire_id in wire_ids if wire_id in self._requests))
 
-    def begin(self, flow: Flow) -> None:
-        """Know a request by the name of its present try. Idempotent."""
-        self._flows[flow.wire_id] = flow
+    def begin(self, request: RequestState) -> None:
+        """Know a request by the name of its present attempt. Idempotent."""
+        self._requests[request.wire_id] = request
 
-    def begin_next(self, flow: Flow, now: float) -> None:
-        """End the present try of a request, and give it a new name."""
-        self.end(flow, now)
-        flow.num_tries += 1
-        self.begin(flow)
+    def begin_next(self, request: RequestState, now: float) -> None:
+        """End the present attempt of a request, and give it a new name."""
+        self.end(request, now)
+        request.num_attempts += 1
+        self.begin(request)
 
-    def end(self, flow: Flow, now: float) -> None:
-        """Let the name of a request's present try mean nothing any more."""
-        del self._flows[flow.wire_id]
-        self._note_abort(flow.wire_id, now)
+    def end(self, request: RequestState, now: float) -> None:
+        """Let the name of a request's present attempt mean nothing any more."""
+        del self._requests[request.wire_id]
+        self._note_abort(request.wire_id, now)
 
     def take_abort(self, wire_id: str, now: float) -> bool:
         """Say whether who is at work on something that nobody waits for is to be told, which is noted.

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from core.wire.media import MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeRequest
-from router.dispatch.inflight import Claims
+from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import Encoder, Worker, WorkerKey
-from router.dispatch.membership import Cluster
-from router.dispatch.request_state import EncodeEnded, Encoding, Flow, Send
+from router.dispatch.membership import Membership
+from router.dispatch.request_state import EncodeEnded, Encoding, RequestState, Send
 
 MAX_KNOWN_IMAGES = 65536
 
@@ -24,58 +24,58 @@ MAX_KNOWN_IMAGES = 65536
 class EncodeLegs:
     """The encode legs of all requests of a router. Times are seconds of its clock."""
 
-    def __init__(self, cluster: Cluster, claims: Claims, timeout_s: float) -> None:
-        self._cluster = cluster
-        self._claims = claims
+    def __init__(self, membership: Membership, inflight: InflightCounts, timeout_s: float) -> None:
+        self._membership = membership
+        self._inflight = inflight
         self._timeout_s = timeout_s
         self._known: OrderedDict[bytes, WorkerKey] = OrderedDict()  # identifier → who embedded it last; oldest use first
 
-    def begin(self, flow: Flow, reader: Worker, now: float) -> list[Send]:
+    def begin(self, request: RequestState, reader: Worker, now: float) -> list[Send]:
         """Give the images of a request to encode workers whose embeddings ``reader`` can load; nothing if there is none."""
-        if flow.encoding is not None or not flow.submission.mm_features:
-            return []  # a second try uses what the first one knows
-        shares = self._share(flow.submission.mm_features, reader)
-        flow.encoding = Encoding(deadline=min(flow.deadline, now + self._timeout_s))
+        if request.encoding is not None or not request.submission.mm_features:
+            return []  # a second attempt uses what the first one knows
+        shares = self._share(request.submission.mm_features, reader)
+        request.encoding = Encoding(deadline=min(request.deadline, now + self._timeout_s))
         sends = []
         for encoder, features in shares:
-            flow.encoding.waiting[encoder.key] = frozenset(feature.identifier for feature in features)
-            self._claims.take(flow, encoder, len(features))
-            sends.append(Send(encoder.key, _message(flow, features, now)))
+            request.encoding.waiting[encoder.key] = frozenset(feature.identifier for feature in features)
+            self._inflight.take(request, encoder, len(features))
+            sends.append(Send(encoder.key, _message(request, features, now)))
         return sends
 
-    def on_done(self, flow: Flow, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
+    def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
         """Note where embeddings lie; None if this worker is not waited for."""
-        wanted = self._stop_waiting(flow, key)
+        wanted = self._stop_waiting(request, key)
         if wanted is None:
             return None
         for source in message.ec_sources:
             if source.seal.identifier in wanted:
-                flow.ec_sources[source.seal.identifier] = source
+                request.ec_sources[source.seal.identifier] = source
                 self._remember(source.seal.identifier, key)
-        return EncodeEnded(flow.request_id, key, "done", len(wanted), message.num_cached)
+        return EncodeEnded(request.request_id, key, "done", len(wanted), message.num_cached)
 
-    def give_up(self, flow: Flow, key: WorkerKey, code: str) -> EncodeEnded | None:
+    def give_up(self, request: RequestState, key: WorkerKey, code: str) -> EncodeEnded | None:
         """Wait for a worker no more, whatever ``code`` says has happened; None if it is not waited for."""
-        wanted = self._stop_waiting(flow, key)
-        return EncodeEnded(flow.request_id, key, code, len(wanted)) if wanted is not None else None
+        wanted = self._stop_waiting(request, key)
+        return EncodeEnded(request.request_id, key, code, len(wanted)) if wanted is not None else None
 
-    def give_up_all(self, flow: Flow, code: str) -> list[EncodeEnded | Send]:
+    def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | Send]:
         """Wait for nobody any more, and tell those who are at work."""
-        actions: list[EncodeEnded | Send] = list(self.aborts(flow, code))
-        for key in list(flow.encoding.waiting) if flow.encoding else ():
-            ended = self.give_up(flow, key, code)
+        actions: list[EncodeEnded | Send] = list(self.aborts(request, code))
+        for key in list(request.encoding.waiting) if request.encoding else ():
+            ended = self.give_up(request, key, code)
             actions += [ended] if ended else []
         return actions
 
-    def aborts(self, flow: Flow, reason: str) -> list[Send]:
+    def aborts(self, request: RequestState, reason: str) -> list[Send]:
         """Return what stops those who are at work on a request."""
-        waiting = flow.encoding.waiting if flow.encoding else ()
-        return [Send(key, Abort(request_ids=(flow.wire_id,), reason=reason)) for key in waiting]
+        waiting = request.encoding.waiting if request.encoding else ()
+        return [Send(key, Abort(request_ids=(request.wire_id,), reason=reason)) for key in waiting]
 
-    def _stop_waiting(self, flow: Flow, key: WorkerKey) -> frozenset[bytes] | None:
-        wanted = flow.encoding.waiting.pop(key, None) if flow.encoding else None
+    def _stop_waiting(self, request: RequestState, key: WorkerKey) -> frozenset[bytes] | None:
+        wanted = request.encoding.waiting.pop(key, None) if request.encoding else None
         if wanted is not None:
-            self._claims.free(flow, key)
+            self._inflight.free(request, key)
         return wanted
 
     def _remember(self, identifier: bytes, key: WorkerKey) -> None:
@@ -86,7 +86,7 @@ class EncodeLegs:
 
     def _share(self, features: Sequence[MMFeature], reader: Worker) -> list[tuple[Encoder, list[MMFeature]]]:
         """Divide the images among encode workers: to the one that knows an image, else to the least loaded."""
-        encoders = [encoder for encoder in self._cluster.encoders if _fits(encoder, reader)]
+        encoders = [encoder for encoder in self._membership.encoders if _fits(encoder, reader)]
         shares: dict[WorkerKey, list[MMFeature]] = {encoder.key: [] for encoder in encoders}
         for feature in {feature.identifier: feature for feature in features}.values():
             chosen = choose_encoder(encoders, shares, self._known.get(feature.identifier), reader.facts.host_id)
@@ -121,14 +121,14 @@ def _fits(encoder: Encoder, reader: Worker) -> bool:
     )
 
 
-def _message(flow: Flow, features: Sequence[MMFeature], now: float) -> EncodeRequest:
+def _message(request: RequestState, features: Sequence[MMFeature], now: float) -> EncodeRequest:
     """Return what asks for some images; the files of the others stay out."""
     wanted = {feature.media_index for feature in features}
-    assert flow.encoding is not None
+    assert request.encoding is not None
     return EncodeRequest(
-        request_id=flow.wire_id,
+        request_id=request.wire_id,
         mm_features=tuple(features),
-        media=tuple(content if index in wanted else b"" for index, content in enumerate(flow.submission.media)),
-        priority=flow.submission.priority,
-        deadline_ms=max(1, round((flow.encoding.deadline - now) * 1000)),
+        media=tuple(content if index in wanted else b"" for index, content in enumerate(request.submission.media)),
+        priority=request.submission.priority,
+        deadline_ms=max(1, round((request.encoding.deadline - now) * 1000)),
     )

@@ -1,43 +1,42 @@
-"""Places of requests at workers: what the router itself has given them, of which their heartbeats tell later.
+"""Counts of what this router has in flight at each worker; heartbeats report the same load later.
 
-Owns the counts in ``Member.num_inflight``. Knows nothing of messages: ``router.dispatch.dispatcher`` and
-``router.dispatch.encode_legs`` call it.
+Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers.
 """
 
 from __future__ import annotations
 
 from router.dispatch.members import Member, WorkerKey
-from router.dispatch.request_state import Claim, Flow
+from router.dispatch.request_state import InflightCount, RequestState
 
 
-class Claims:
-    """Takes and frees places; picks are numbered, so that of equals the one longest not picked is next."""
+class InflightCounts:
+    """Adds and removes counts. Picks are numbered, so that of equally loaded workers the one picked least recently is next."""
 
     def __init__(self) -> None:
         self._num_picks = 0
 
-    def take(self, flow: Flow, worker: Member, count: int) -> None:
-        """Count choices, or images, of a request at a worker; a claim that it has there already is replaced."""
-        self.free(flow, worker.key)
+    def take(self, request: RequestState, worker: Member, count: int) -> None:
+        """Count ``count`` choices or images of a request at a worker, in place of what was counted there before."""
+        self.free(request, worker.key)
         self._num_picks += 1
         worker.last_picked = self._num_picks
         worker.num_inflight += count
-        flow.claims[worker.key] = Claim(worker, count)
+        request.inflight[worker.key] = InflightCount(worker, count)
 
-    def shrink(self, flow: Flow, key: WorkerKey | None, count: int) -> None:
-        """Keep no more than ``count`` places at a worker."""
-        claim = flow.claims.get(key) if key is not None else None
-        if claim is not None and count < claim.count:
-            claim.worker.num_inflight -= claim.count - count
-            flow.claims[claim.worker.key] = Claim(claim.worker, count)
+    def shrink(self, request: RequestState, key: WorkerKey | None, count: int) -> None:
+        """Reduce the count at a worker to ``count`` if it is higher."""
+        held = request.inflight.get(key) if key is not None else None
+        if held is not None and count < held.count:
+            held.worker.num_inflight -= held.count - count
+            request.inflight[held.worker.key] = InflightCount(held.worker, count)
 
-    def free(self, flow: Flow, key: WorkerKey) -> None:
-        """Give up the places at a worker, if there are any."""
-        claim = flow.claims.pop(key, None)
-        if claim is not None:
-            claim.worker.num_inflight -= claim.count
+    def free(self, request: RequestState, key: WorkerKey) -> None:
+        """Remove the count at a worker, if there is one."""
+        held = request.inflight.pop(key, None)
+        if held is not None:
+            held.worker.num_inflight -= held.count
 
-    def free_all(self, flow: Flow) -> None:
-        """Give up all places of a request."""
-        for key in list(flow.claims):
-            self.free(flow, key)
+    def free_all(self, request: RequestState) -> None:
+        """Remove all counts of a request."""
+        for key in list(request.inflight):
+            self.free(request, key)

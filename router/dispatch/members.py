@@ -27,7 +27,7 @@ class WorkerKey(NamedTuple):
 class Member(ABC):
     """A live process of the cluster as the router sees it.
 
-    ``num_inflight`` counts what it was given for this router's own requests (choices, or images) and is moved by the flows.
+    ``num_inflight`` is what it has of this router's own requests (choices, or images); the dispatcher moves it.
     ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are, and so does
     ``closed_because`` from a failure by which it said, and why, that it takes nothing at all. ``cut_peer`` is a connection that
     was found gone while the router itself had stood still: the process may live, and come back by another one.

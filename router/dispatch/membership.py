@@ -76,10 +76,10 @@ class Resumed:
     worker: Member
 
 
-ClusterAction = Reply | Joined | Left | Stalled | Resumed
+MembershipAction = Reply | Joined | Left | Stalled | Resumed
 
 
-class Cluster:
+class Membership:
     """The workers that this router may use.
 
     ``model`` is the name that clients use; a worker of another model is refused. ``welcome`` is what a member is told. Times
@@ -129,7 +129,7 @@ class Cluster:
         """Return the member that a connection belongs to."""
         return self._by_peer.get(peer)
 
-    def on_register(self, peer: bytes, facts: Register | RegisterEncoder, now: float) -> list[ClusterAction]:
+    def on_register(self, peer: bytes, facts: Register | RegisterEncoder, now: float) -> list[MembershipAction]:
         """Take the worker in, again, or not at all. Always answers."""
         key = WorkerKey(facts.engine_id, facts.incarnation)
         if facts.model != self._model:
@@ -137,7 +137,7 @@ class Cluster:
             return [_refuse(peer, MODEL_MISMATCH, message)]
         if key in self._superseded:
             return [_refuse_duplicate(peer, key)]
-        actions: list[ClusterAction] = []
+        actions: list[MembershipAction] = []
         before = self._by_peer.get(peer)
         if before is not None and before.key != key:
             actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
@@ -156,7 +156,7 @@ class Cluster:
             actions.append(Joined(member))
         return [*actions, Reply(peer, self.welcome)]
 
-    def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[ClusterAction]:
+    def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[MembershipAction]:
         """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
         key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
         worker = self.member(key)
@@ -175,16 +175,16 @@ class Cluster:
         worker.progress.on_heartbeat(heartbeat, now)
         return [*actions, Reply(peer, self.welcome)]
 
-    def on_goodbye(self, goodbye: Goodbye) -> list[ClusterAction]:
+    def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:
         """Let a worker go."""
         worker = self.member(WorkerKey(goodbye.engine_id, goodbye.incarnation))
         return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
 
-    def on_broken(self, worker: Member, reason: str) -> list[ClusterAction]:
+    def on_broken(self, worker: Member, reason: str) -> list[MembershipAction]:
         """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
         return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
 
-    def on_unreachable(self, worker: Member, now: float) -> list[ClusterAction]:
+    def on_unreachable(self, worker: Member, now: float) -> list[MembershipAction]:
         """Drop a worker whose connection is gone.
 
         If the router has stood still, the worker may just have given the connection up: it has time to come by another one.
@@ -194,7 +194,7 @@ class Cluster:
         worker.cut_peer = worker.peer
         return []
 
-    def on_timer(self, now: float) -> list[ClusterAction]:
+    def on_timer(self, now: float) -> list[MembershipAction]:
         """Drop the workers that have been silent for too long, and note which make no progress.
 
         A tick counts as one heartbeat interval of silence at most. If more has passed since the one before, this router
@@ -204,14 +204,14 @@ class Cluster:
         for worker in self._members.values() if lateness else ():
             worker.last_seen = min(now, worker.last_seen + lateness)
         silent = [worker for worker in self._members.values() if now - worker.last_seen > self._timeout_s]
-        actions: list[ClusterAction] = []
+        actions: list[MembershipAction] = []
         for worker in silent:
             actions.append(self._remove(worker, f"no heartbeat for {now - worker.last_seen:.1f} s"))
         return actions if self.pauses.is_settling(now) else actions + self._judge(now)
 
-    def _judge(self, now: float) -> list[ClusterAction]:
+    def _judge(self, now: float) -> list[MembershipAction]:
         """Drop the workers that have not come back by another connection; note who has stalled, or makes progress again."""
-        actions: list[ClusterAction] = []
+        actions: list[MembershipAction] = []
         for worker in list(self._members.values()):
             if worker.cut_peer is not None:
                 actions.append(self._remove(worker, "its connection is gone"))
@@ -224,14 +224,14 @@ class Cluster:
         """Count any message as a sign of life."""
         worker.last_seen = now
 
-    def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[ClusterAction]:
+    def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[MembershipAction]:
         """Note a sign of life; on a new connection, what the old one still carried may be lost."""
         worker.last_seen = now
         if peer != worker.cut_peer:
             worker.cut_peer = None
         if peer in worker.peers:
             return []
-        actions: list[ClusterAction] = []
+        actions: list[MembershipAction] = []
         if worker.num_inflight:
             actions = [Left(worker, "its connection broke and was made again", is_back=True)]
         worker.peers.append(peer)

@@ -12,7 +12,7 @@ import math
 from core.errors import PeerUnreachable, TransferTimeout, fallback_reason
 from core.wire.messages import TransferUsage
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import Flow
+from router.dispatch.request_state import RequestState
 
 Pair = tuple[WorkerKey, WorkerKey]  # prefill, decode
 
@@ -28,13 +28,13 @@ class PairHealth:
     def __init__(self) -> None:
         self._penalties: dict[Pair, tuple[float, float]] = {}  # (penalty, when)
 
-    def learn(self, flow: Flow, cost: TransferUsage | None, now: float) -> None:
+    def learn(self, request: RequestState, cost: TransferUsage | None, now: float) -> None:
         """Learn from the first report of a leg that was handed over."""
-        if cost is None or not flow.is_leg_handed_over or flow.judged_try == flow.num_tries:
+        if cost is None or not request.is_leg_handed_over or request.judged_attempt == request.num_attempts:
             return
-        if flow.prefill is not None and flow.decode is not None:
-            flow.judged_try = flow.num_tries
-            self.note((flow.prefill, flow.decode), cost.fallback_reason, now)
+        if request.prefill is not None and request.decode is not None:
+            request.judged_attempt = request.num_attempts
+            self.note((request.prefill, request.decode), cost.fallback_reason, now)
 
     def note(self, pair: Pair, reason: str, now: float) -> None:
         """Learn how a handoff ended: ``reason`` is why blocks were not loaded, empty if they were."""

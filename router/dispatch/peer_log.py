@@ -37,7 +37,7 @@ class PeerLog:
             self._log.warning("malformed_frame", peer=peer.hex(), message=error.message)
 
     def bug(self, step: str) -> None:
-        """A step of the machine has raised what is being handled."""
+        """A step of the core has raised what is being handled."""
         self._log.exception("router_bug", key=step, step=step)
 
     def unreachable(self, peer: bytes, error: BaseException) -> None:

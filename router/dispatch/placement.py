@@ -7,71 +7,71 @@ Owns what of a request a choice depends on. Who suits is said by ``router.dispat
 from __future__ import annotations
 
 from core.errors import NoWorker, Overloaded, RequestError
-from router.dispatch.inflight import Claims
+from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import Worker
-from router.dispatch.membership import Cluster
+from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
-from router.dispatch.request_state import Flow
+from router.dispatch.request_state import RequestState
 
 
 class Placement:
     """Chooses for single requests. ``pairs`` says which handoffs fail lately."""
 
-    def __init__(self, cluster: Cluster, claims: Claims, pairs: PairHealth) -> None:
-        self._cluster = cluster
-        self._claims = claims
+    def __init__(self, membership: Membership, inflight: InflightCounts, pairs: PairHealth) -> None:
+        self._membership = membership
+        self._inflight = inflight
         self._pairs = pairs
 
-    def route(self, flow: Flow, now: float) -> Route:
+    def route(self, request: RequestState, now: float) -> Route:
         """Return who serves the request from its beginning. Raises: what ``choose_route`` does."""
-        return choose_route(self._cluster.workers, self._demand(flow, now))
+        return choose_route(self._membership.workers, self._demand(request, now))
 
-    def decode(self, flow: Flow, now: float) -> Worker:
+    def decode(self, request: RequestState, now: float) -> Worker:
         """Return the worker that was reserved at submission, else one for the handoff, else one that computes all itself.
 
         Raises:
             NoWorker: there is none that could ever take it.
             Overloaded: all of them are full.
         """
-        reserved = self._cluster.get(flow.decode)
+        reserved = self._membership.get(request.decode)
         if reserved is not None and not reserved.is_closed and not reserved.is_refusing:
             return reserved
-        if flow.decode is not None:
-            self._claims.free(flow, flow.decode)
-            flow.decode = None
-        prefill = self._cluster.get(flow.prefill) if flow.handoff is not None else None
-        workers, demand = self._cluster.workers, self._demand(flow, now)
+        if request.decode is not None:
+            self._inflight.free(request, request.decode)
+            request.decode = None
+        prefill = self._membership.get(request.prefill) if request.handoff is not None else None
+        workers, demand = self._membership.workers, self._demand(request, now)
         try:
             if prefill is not None:
                 return choose_decode(workers, prefill, demand)
         except (NoWorker, Overloaded):
             pass  # somebody else may do without the handoff
-        return choose_successor(workers, flow.model_fingerprint, demand)
+        return choose_successor(workers, request.model_fingerprint, demand)
 
-    def can_move(self, flow: Flow, now: float) -> bool:
+    def can_move(self, request: RequestState, now: float) -> bool:
         """True if another worker could take the request over at once."""
         try:
-            if flow.num_output_tokens:
-                choose_successor(self._cluster.workers, flow.model_fingerprint, self._demand(flow, now))
+            if request.num_output_tokens:
+                choose_successor(self._membership.workers, request.model_fingerprint, self._demand(request, now))
             else:
-                self.route(flow, now)
+                self.route(request, now)
         except RequestError:
             return False
         return True
 
-    def may_resume(self, flow: Flow) -> bool:
+    def may_resume(self, request: RequestState) -> bool:
         """True if a worker that could go on with the request is a member, although nothing can be expected of it now."""
         return any(
-            worker.why_unresponsive and worker.role != "prefill" and worker.facts.model_fingerprint == flow.model_fingerprint
-            for worker in self._cluster.workers
+            worker.why_unresponsive and worker.role != "prefill" and worker.facts.model_fingerprint == request.model_fingerprint
+            for worker in self._membership.workers
         )
 
-    def _demand(self, flow: Flow, now: float) -> Demand:
+    def _demand(self, request: RequestState, now: float) -> Demand:
         return Demand(
-            num_tokens=flow.submission.num_tokens,
-            num_choices=len(flow.live_choices),
-            avoid=frozenset(flow.avoid),
-            model_fingerprint=flow.submission.model_fingerprint,
+            num_tokens=request.submission.num_tokens,
+            num_choices=len(request.live_choices),
+            avoid=frozenset(request.avoid),
+            model_fingerprint=request.submission.model_fingerprint,
             bad_pairs=self._pairs.bad(now),
         )

@@ -6,9 +6,9 @@ and reads its messages.
     submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOFF ──first tokens of D──► DECODE ─► ended
                   └────────────────────── aggregated worker ────────────────────────┘
 
-ENCODE is for requests with images, if there is an encode worker; others begin behind it.
-A *try* is a prefill leg, a decode leg, or one after the other. Each try after the first has a name of its own on the wire, so
-that nothing a worker says of an earlier one can be mistaken for news.
+A request with images begins in ENCODE if there is an encode worker. An *attempt* is a prefill leg, a decode leg, or a prefill
+leg and the decode leg after it. Each attempt after the first has its own name on the wire, so a late message about an earlier
+attempt changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class InflightCount:
     """Places of a request at a worker, choices or images, counted in ``Member.num_inflight``."""
 
     worker: Member
@@ -62,7 +62,7 @@ class Accounts:
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
-    costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (try, what it reported)
+    costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (attempt, what it reported)
     prefill_loss: TransferUsage | None = None  # what the prefill worker had to compute as a tier had lost it
 
     @property
@@ -77,7 +77,7 @@ class Accounts:
 
 
 @dataclass(slots=True)
-class Flow:
+class RequestState:
     """One request on its way. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
 
     ``handoff`` is kept as long as it may be read: from the prefill worker's answer until every choice has shown a token, or the
@@ -103,17 +103,17 @@ class Flow:
     fallback_reason: str = ""
     renew_at: float = 0.0
     waits_since: float = 0.0
-    judged_try: int = 0  # by whose report its two workers were judged last
+    judged_attempt: int = 0  # by whose report its two workers were judged last
     has_own_deadline: bool = False  # the client has set it, not the router
     pardoned_s: float = 0.0  # of its deadline, for which the router itself stood still
-    num_tries: int = 1
+    num_attempts: int = 1
     blamed: list[WorkerKey] = field(default_factory=list)  # failures that count against its budget, by who failed
     free_retries: dict[str, int] = field(default_factory=dict)  # others since its last token, by the error's code
     retried: list[RetryKind] = field(default_factory=list)  # the retries after which it went on, refusals apart
     num_refusals: int = 0  # by decode workers without room; they cost nothing but time
     setback: ErrorInfo | None = None  # why the latest retry was needed
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
-    claims: dict[WorkerKey, Claim] = field(default_factory=dict)
+    inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None
 
     @property
@@ -123,8 +123,8 @@ class Flow:
 
     @property
     def wire_id(self) -> str:
-        """The id of the present try on the wire."""
-        return self.request_id if self.num_tries == 1 else f"{self.request_id}.{self.num_tries}"
+        """The id of the present attempt on the wire."""
+        return self.request_id if self.num_attempts == 1 else f"{self.request_id}.{self.num_attempts}"
 
     @property
     def current(self) -> WorkerKey | None:
@@ -179,7 +179,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the client news."""
+    """Give the client an update."""
 
     request_id: str
     update: Update
@@ -209,18 +209,18 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The request has left; ``flow.error`` says why if it did not end well."""
+    """The request has left; ``request.error`` says why if it did not end well."""
 
-    flow: Flow
+    request: RequestState
     now: float
 
 
-FlowAction = Send | Deliver | EncodeEnded | Retried | Ended
+DispatchAction = Send | Deliver | EncodeEnded | Retried | Ended
 
 
-def open_flow(submission: Submission, now: float, timeout_s: float) -> Flow:
+def open_request(submission: Submission, now: float, timeout_s: float) -> RequestState:
     """Return the record of a new request."""
-    return Flow(
+    return RequestState(
         submission=submission,
         deadline=now + submission.budget_s(timeout_s),
         has_own_deadline=submission.timeout_s is not None and submission.timeout_s <= timeout_s,

@@ -23,7 +23,7 @@ from core.errors import (
     WorkerStalled,
 )
 from core.wire.messages import ErrorInfo
-from router.dispatch.request_state import Flow, RetryKind
+from router.dispatch.request_state import RequestState, RetryKind
 
 # A worker says so if it cannot take the request now; nothing has been computed.
 _REFUSALS = frozenset({NoWorker.code, Overloaded.code})
@@ -60,9 +60,9 @@ def is_worth_a_retry(error: ErrorInfo) -> bool:
     return error.retryable and error.code not in _LOAD_FAILURES
 
 
-def is_free(flow: Flow, error: ErrorInfo) -> bool:
+def is_free(request: RequestState, error: ErrorInfo) -> bool:
     """True if the request costs nothing by this error: once the client has a token, it waits for its turn."""
-    return is_refusal(error) and bool(flow.num_output_tokens)
+    return is_refusal(error) and bool(request.num_output_tokens)
 
 
 def is_blameless(error: ErrorInfo) -> bool:
@@ -70,24 +70,24 @@ def is_blameless(error: ErrorInfo) -> bool:
     return error.code in _PAUSES
 
 
-def take_free_retry(flow: Flow, error: ErrorInfo) -> bool:
+def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
     """Use a retry that costs none of the budget; False if there were too many since the request's last token.
 
     So a request that makes every engine hang, or that two sides hand to and fro, ends.
     """
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
-    number = flow.free_retries.get(error.code, 0)
-    flow.free_retries[error.code] = number + 1
+    number = request.free_retries.get(error.code, 0)
+    request.free_retries[error.code] = number + 1
     return number < limit
 
 
-def is_premature(flow: Flow, error: ErrorInfo, now: float) -> bool:
+def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
     """True if a worker's deadline has ended a request that has got more time since, as the router had stood still."""
-    return error.code == DeadlineExceeded.code and flow.pardoned_s > 0 and now < flow.deadline
+    return error.code == DeadlineExceeded.code and request.pardoned_s > 0 and now < request.deadline
 
 
-def kind_of(flow: Flow) -> RetryKind:
+def kind_of(request: RequestState) -> RetryKind:
     """Return what a retry in the request's present state is called."""
-    if not flow.num_output_tokens:
+    if not request.num_output_tokens:
         return "prefill"
-    return "replay" if flow.has_decoded else "handoff"
+    return "replay" if request.has_decoded else "handoff"

@@ -3,7 +3,7 @@
 Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay, and before
 them the wait for encode workers, if any had images. From there to the second one, which comes from the decode worker, it is
 relay + queue + transfer + verification + first step. Workers report their own durations, the router measures the totals, and
-*relay* is the difference: network, this router, and tries elsewhere. Clocks are never compared. Knows nothing of phases
+*relay* is the difference: network, this router, and attempts elsewhere. Clocks are never compared. Knows nothing of phases
 (``router.dispatch.dispatcher``) or JSON (``router.openai.responses``).
 """
 

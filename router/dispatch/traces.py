@@ -15,7 +15,7 @@ import msgspec
 from core.tracing import Attributes, Span, TraceContext, Tracer
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import EncodeEnded, Flow, Retried
+from router.dispatch.request_state import EncodeEnded, RequestState, Retried
 from router.dispatch.types import Submission
 
 REQUEST = "kvferry.request"
@@ -109,21 +109,21 @@ class RequestTraces:
         }
         found.span.note("retry", now, attributes)
 
-    def end(self, flow: Flow, now: float) -> str:
+    def end(self, request: RequestState, now: float) -> str:
         """Close the spans of a request with what is known of it; returns its trace's id, empty if nothing was recorded."""
-        found = self._open.pop(flow.request_id, None)
+        found = self._open.pop(request.request_id, None)
         if found is None:
             return ""
-        error = flow.error.code if flow.error else ""
+        error = request.error.code if request.error else ""
         self._end_legs(found, now, error)
         found.span.add(
             {
-                "gen_ai.usage.output_tokens": flow.num_output_tokens,
-                "kvferry.num_retries": len(flow.retried),
-                "kvferry.outcome": error or ",".join(sorted({str(reason) for reason in flow.finish_reasons})),
+                "gen_ai.usage.output_tokens": request.num_output_tokens,
+                "kvferry.num_retries": len(request.retried),
+                "kvferry.outcome": error or ",".join(sorted({str(reason) for reason in request.finish_reasons})),
             }
         )
-        found.span.end(now, f"{error}: {flow.error.message}" if flow.error else "")
+        found.span.end(now, f"{error}: {request.error.message}" if request.error else "")
         return found.span.context.trace_id if found.span.context is not None else ""
 
     def fail(self, request_id: str, error: ErrorInfo, now: float) -> None:

@@ -1,6 +1,6 @@
-"""What passes between the client's side of the router and the workers': a submission in, news out. In token ids, never text.
+"""What passes between the client's side of the router and the workers': a submission in, updates out. In token ids, never text.
 
-Owns the types only. ``router.dispatch.dispatcher`` makes the news from worker messages; ``router.openai.postprocess`` turns
+Owns the types only. ``router.dispatch.dispatcher`` makes the updates from worker messages; ``router.openai.postprocess`` turns
 them into text.
 """
 
@@ -71,7 +71,7 @@ class PromptReport:
 
 @dataclass(slots=True)
 class Update:
-    """News of one request for its client. ``error`` comes alone and last."""
+    """An update of one request for its client. ``error`` comes alone and last."""
 
     choices: list[ChoiceUpdate] = field(default_factory=list)
     prompt: PromptReport | None = None

@@ -40,7 +40,7 @@ class _Queue:
         return max(0.0, times * self.done_s - (now - self.since))
 
 
-class PromptQueues:
+class WaitEstimates:
     """The queues of all workers, as this router knows them."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class PromptQueues:
                     self.drop(request_id, now)
 
     def on_first_token(self, request_id: str, now: float) -> None:
-        """A prompt is done; unknown ids, and those whose first token is no news, are ignored."""
+        """A prompt is done; unknown ids, and those whose first token is known, are ignored."""
         worker = self._places.get(request_id)
         if worker is None:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from core.errors import NoWorker, RequestError
 from core.wire.messages import Role
-from router.dispatch.request_state import Flow
+from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
@@ -19,33 +19,33 @@ class Waiting:
 
     def __init__(self, restarts: Restarts) -> None:
         self._restarts = restarts
-        self._flows: dict[str, Flow] = {}
+        self._requests: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
-        return len(self._flows)
+        return len(self._requests)
 
-    def flows(self) -> list[Flow]:
+    def requests(self) -> list[RequestState]:
         """Return those that wait, the one that began first first."""
-        return list(self._flows.values())
+        return list(self._requests.values())
 
-    def leave(self, flow: Flow) -> None:
+    def leave(self, request: RequestState) -> None:
         """It waits no more, if it has."""
-        self._flows.pop(flow.request_id, None)
+        self._requests.pop(request.request_id, None)
 
-    def stay(self, flow: Flow, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
+    def stay(self, request: RequestState, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
         """Keep a request that nobody can take now, for the reason ``error``; return why it ends if that takes too long.
 
         Those that are there and ``is_only_busy`` are waited for until its deadline; a successor as long as one may come.
         """
-        if flow.request_id not in self._flows:
-            self._flows[flow.request_id] = flow
-            flow.waits_since = now
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request
+            request.waits_since = now
         if is_only_busy:
-            flow.waits_since = now
+            request.waits_since = now
         patience_s = self._restarts.patience_s(_ROLES_THAT_GO_ON)
-        if now < flow.waits_since + patience_s:
+        if now < request.waits_since + patience_s:
             return None
-        why = flow.setback.message if flow.setback else error.message
+        why = request.setback.message if request.setback else error.message
         return NoWorker(
             f"{why}; nobody could go on with the request for {patience_s:g} s",
             retry_after_s=self._restarts.retry_after_s(now),
@@ -53,5 +53,5 @@ class Waiting:
 
     def pardon(self, lateness_s: float) -> None:
         """The router stood still for so long: that was no waiting."""
-        for flow in self._flows.values():
-            flow.waits_since += lateness_s
+        for request in self._requests.values():
+            request.waits_since += lateness_s

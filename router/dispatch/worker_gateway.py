@@ -1,6 +1,6 @@
 """The router's socket, timer and streams: carries bytes and tokens between workers, the state machines and HTTP handlers.
 
-Owns the ZeroMQ socket, the tasks that read it and tick the clock, and one queue of news per HTTP request. Decides nothing:
+Owns the ZeroMQ socket, the tasks that read it and tick the clock, and one queue of updates per HTTP request. Decides nothing:
 that is ``router.dispatch.core``. ``router.http.app`` opens a ``Generation`` per HTTP request.
 """
 
@@ -23,13 +23,13 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.dispatch.core import Action, RefuseVersion, RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.frame_reader import FrameReader
 from router.dispatch.membership import Joined, Left, Resumed, Stalled
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
 from router.dispatch.progress import Standing
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Flow, Phase, Retried
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Phase, RequestState, Retried
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import Submission, Update
 from router.dispatch.worker_log import WorkerLog
@@ -44,40 +44,40 @@ _ROLES = ("encode", "prefill", "decode", "aggregated")
 
 
 class Generation:
-    """The news of all prompts of one HTTP request, in the order in which they arrive."""
+    """The updates of all prompts of one HTTP request, in the order in which they arrive."""
 
-    def __init__(self, service: RouterService, client_id: str, request_ids: Sequence[str]) -> None:
+    def __init__(self, gateway: WorkerGateway, client_id: str, request_ids: Sequence[str]) -> None:
         self.client_id = client_id
         self.request_ids = tuple(request_ids)
-        self._service = service
-        self._news: list[tuple[int, Update]] = []
-        self._has_news = asyncio.Event()
+        self._gateway = gateway
+        self._updates: list[tuple[int, Update]] = []
+        self._has_updates = asyncio.Event()
 
     async def updates(self) -> list[tuple[int, Update]]:
-        """Wait for news and return all there is, as (index of the prompt, update)."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        news, self._news = self._news, []
-        return news
+        """Wait for updates and return all there is, as (index of the prompt, update)."""
+        await self._has_updates.wait()
+        self._has_updates.clear()
+        updates, self._updates = self._updates, []
+        return updates
 
     def finish_choice(self, prompt_index: int, choice_index: int) -> None:
         """Tell the workers that a choice has ended by its text."""
-        self._service.finish_choice(self.request_ids[prompt_index], choice_index)
+        self._gateway.finish_choice(self.request_ids[prompt_index], choice_index)
 
     def abort(self, reason: str) -> None:
         """Stop whatever is still running; does nothing after the end."""
         for request_id in self.request_ids:
-            self._service.abort(request_id, reason)
+            self._gateway.abort(request_id, reason)
 
     def put(self, prompt_index: int, update: Update) -> None:
-        """Add news. Called by the service only."""
-        self._news.append((prompt_index, update))
-        self._has_news.set()
+        """Add an update. Called by the gateway only."""
+        self._updates.append((prompt_index, update))
+        self._has_updates.set()
 
 
 @dataclass(slots=True)
 class _Listener:
-    """Who waits for a request's news, and what was measured of it."""
+    """Who waits for a request's updates, and what was measured of it."""
 
     generation: Generation
     prompt_index: int
@@ -86,8 +86,8 @@ class _Listener:
     has_handoff: bool = False
 
 
-class RouterService:
-    """Runs a ``RouterMachine`` on a ZeroMQ socket. All methods belong to one event loop."""
+class WorkerGateway:
+    """Runs a ``RouterCore`` on a ZeroMQ socket. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RouterService:
         keys: ClusterKeys | None = None,
     ) -> None:
         limits = RouterLimits.of(config)
-        self.machine = RouterMachine(model, router_id, limits)
+        self.core = RouterCore(model, router_id, limits)
         self.worker_address = config.worker_address
         self._keys = keys
         self._clock = clock
@@ -117,7 +117,7 @@ class RouterService:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._has_changed = asyncio.Event()  # something that the machine knows
+        self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
         self._add_gauges()
 
@@ -160,8 +160,8 @@ class RouterService:
         self._close()
 
     async def wait_dead(self) -> BaseException:
-        """Return why this service cannot go on, once that is so: a bug of ours has ended one of its tasks."""
-        assert self._death is not None, "the service has not been started"
+        """Return why this gateway cannot go on, once that is so: a bug of ours has ended one of its tasks."""
+        assert self._death is not None, "the gateway has not been started"
         return await asyncio.shield(self._death)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -198,7 +198,7 @@ class RouterService:
     @property
     def retry_after_s(self) -> int:
         """In how many seconds a client that finds no route had better come again."""
-        return self.machine.retry_after_s(self._clock.now())
+        return self.core.retry_after_s(self._clock.now())
 
     @property
     def num_requests(self) -> int:
@@ -221,7 +221,7 @@ class RouterService:
             for index, submission in enumerate(submissions):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                actions = self.machine.submit(submission, now)
+                actions = self.core.submit(submission, now)
                 self._listeners[submission.request_id] = _Listener(generation, index, now)
                 self._is_idle.clear()
                 self._perform(actions)
@@ -235,7 +235,7 @@ class RouterService:
 
     async def wait_for_route(self) -> None:
         """Return once a request has a route, or none is to be expected: after a pause of this router workers come back."""
-        while self.machine.is_route_expected:
+        while self.core.is_route_expected:
             self._has_changed.clear()
             await self._has_changed.wait()
 
@@ -246,11 +246,11 @@ class RouterService:
     def abort(self, request_id: str, reason: str) -> None:
         """End a request; unknown ids are ignored."""
         if request_id in self._listeners:
-            self._perform(self.machine.abort(request_id, reason, self._clock.now()))
+            self._perform(self.core.abort(request_id, reason, self._clock.now()))
 
     def finish_choice(self, request_id: str, index: int) -> None:
         """End one choice by its text."""
-        self._perform(self.machine.finish_choice(request_id, index, self._clock.now()))
+        self._perform(self.core.finish_choice(request_id, index, self._clock.now()))
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class RouterService:
         Under load there may always be more; then reading ends before the delay of the tick looks like a pause of the router.
         """
         await reader.catch_up(self._heartbeat_interval_s / 2)
-        self._perform(self.machine.on_timer(self._clock.now()))
+        self._perform(self.core.on_timer(self._clock.now()))
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
         """Notice the death of a worker's process at once, not by its silence.
@@ -278,7 +278,7 @@ class RouterService:
             await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
                 self._note_event(await monitor.recv_multipart())
-            self._guard(self.machine.greet_all)
+            self._guard(self.core.greet_all)
 
     def _note_event(self, parts: list[bytes]) -> None:
         """Tell an operator of strangers: a worker with another cluster key never gets further, and tries for ever."""
@@ -298,15 +298,15 @@ class RouterService:
         except ProtocolError as error:
             self._metrics.count_malformed()
             self._peer_log.bad_frame(peer, error)
-            self._guard(self.machine.on_malformed, peer, error, now)
+            self._guard(self.core.on_malformed, peer, error, now)
             return
-        request_ids = self.machine.requests_of(message)
-        if not self._guard(self.machine.on_message, peer, message, now):
+        request_ids = self.core.requests_of(message)
+        if not self._guard(self.core.on_message, peer, message, now):
             for request_id in request_ids:
                 self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
 
     def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
-        """Run a step of the machine at the boundary where a bug of ours ends: logged, and the router lives on.
+        """Run a step of the core at the boundary where a bug of ours ends: logged, and the router lives on.
 
         Returns True if there was none.
         """
@@ -319,11 +319,11 @@ class RouterService:
 
     def _give_up(self, request_id: str, error: KVFerryError) -> None:
         """Answer a request although nobody knows how far it was taken; its client must not wait for its deadline."""
-        self._guard(self.machine.fail, request_id, error, self._clock.now())
+        self._guard(self.core.fail, request_id, error, self._clock.now())
         listener = self._listeners.pop(request_id, None)
         if listener is None:
             return
-        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the machine has lost it
+        listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the core has lost it
         self._traces.fail(request_id, ErrorInfo.of(error), self._clock.now())
         if not self._listeners:
             self._is_idle.set()
@@ -348,10 +348,10 @@ class RouterService:
                 case Retried():
                     self._on_retried(action)
                 case Ended():
-                    self._on_ended(action.flow, action.now)
+                    self._on_ended(action.request, action.now)
                 case Joined() | Left() | Stalled() | Resumed():
                     self._worker_log.note(action)
-                    self._peer_log.unpaired(unpaired(self.machine.cluster.workers))
+                    self._peer_log.unpaired(unpaired(self.core.membership.workers))
 
     def _transmit(self, action: Transmit) -> list[Action]:
         if self._socket is None:
@@ -360,7 +360,7 @@ class RouterService:
             frame = codec.encode_router_message(self._traced(action))
         except ProtocolError as error:
             assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
-            return self.machine.fail_try(action.message.request_id, error, self._clock.now())
+            return self.core.fail_attempt(action.message.request_id, error, self._clock.now())
         return self._send(action.peer, frame)
 
     def _send(self, peer: bytes, frame: bytes) -> list[Action]:
@@ -372,15 +372,15 @@ class RouterService:
         if failure is None:
             return []
         self._peer_log.unreachable(peer, failure)
-        return self.machine.on_unreachable(peer, self._clock.now())
+        return self.core.on_unreachable(peer, self._clock.now())
 
     def _traced(self, action: Transmit) -> RouterMessage:
         """Return the message of an action, with the span of the leg that it begins."""
         message = action.message
-        worker = self.machine.cluster.by_peer(action.peer)
+        worker = self.core.membership.by_peer(action.peer)
         if not self._traces.is_on or not isinstance(message, Generate | EncodeRequest) or worker is None:
             return message
-        (request_id,) = self.machine.flows.find_requests([message.request_id])
+        (request_id,) = self.core.dispatcher.find_requests([message.request_id])
         return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())
 
     def _deliver(self, action: Deliver) -> None:
@@ -416,81 +416,81 @@ class RouterService:
             )
         )
 
-    def _on_ended(self, flow: Flow, now: float) -> None:
-        listener = self._listeners.pop(flow.request_id, None)
+    def _on_ended(self, request: RequestState, now: float) -> None:
+        listener = self._listeners.pop(request.request_id, None)
         if not self._listeners:
             self._is_idle.set()
-        num_prompt_tokens = len(flow.submission.prompt_token_ids)
-        seconds = now - flow.arrival
-        self._metrics.count_tokens(num_prompt_tokens, flow.num_output_tokens)
-        if flow.error is None:
-            self._metrics.observe_success(seconds, [str(reason) for reason in flow.finish_reasons])
-        for kind in sorted(set(flow.retried)):
-            self._metrics.count_retried(kind, flow.error.code if flow.error else "served")
-        trace_id = self._traces.end(flow, now)
+        num_prompt_tokens = len(request.submission.prompt_token_ids)
+        seconds = now - request.arrival
+        self._metrics.count_tokens(num_prompt_tokens, request.num_output_tokens)
+        if request.error is None:
+            self._metrics.observe_success(seconds, [str(reason) for reason in request.finish_reasons])
+        for kind in sorted(set(request.retried)):
+            self._metrics.count_retried(kind, request.error.code if request.error else "served")
+        trace_id = self._traces.end(request, now)
         if listener is None:
             return
-        outcome = flow.error.code if flow.error else ",".join(sorted({str(reason) for reason in flow.finish_reasons}))
-        write = logger.info if flow.error is None or flow.error.code == Cancelled.code else logger.warning
+        outcome = request.error.code if request.error else ",".join(sorted({str(reason) for reason in request.finish_reasons}))
+        write = logger.info if request.error is None or request.error.code == Cancelled.code else logger.warning
         write(
             event(
                 "finished",
-                request_id=flow.request_id,
+                request_id=request.request_id,
                 client_id=listener.generation.client_id,
                 outcome=outcome,
                 prompt_tokens=num_prompt_tokens,
-                output_tokens=flow.num_output_tokens,
-                ttft_ms=-1.0 if flow.first_token_at is None else (flow.first_token_at - flow.arrival) * 1e3,
+                output_tokens=request.num_output_tokens,
+                ttft_ms=-1.0 if request.first_token_at is None else (request.first_token_at - request.arrival) * 1e3,
                 total_ms=seconds * 1e3,
-                prefill=flow.prefill.engine_id if flow.prefill else "-",
-                decode=flow.decode.engine_id if flow.decode and flow.phase is not Phase.PREFILL else "-",
-                retries=len(flow.retried),
-                **_recomputed(flow),
+                prefill=request.prefill.engine_id if request.prefill else "-",
+                decode=request.decode.engine_id if request.decode and request.phase is not Phase.PREFILL else "-",
+                retries=len(request.retried),
+                **_recomputed(request),
                 **({"trace_id": trace_id} if trace_id else {}),
-                **({"message": flow.error.message} if flow.error else {}),
+                **({"message": request.error.message} if request.error else {}),
             )
         )
 
     # ---- gauges ------------------------------------------------------------------------------------------------------
 
     def _add_gauges(self) -> None:
-        flows, cluster = self.machine.flows, self.machine.cluster
+        dispatcher, membership = self.core.dispatcher, self.core.membership
 
         def count_role(role: str) -> Callable[[], float]:
-            return lambda: sum(member.role == role for member in cluster.members)
+            return lambda: sum(member.role == role for member in membership.members)
 
-        self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(flows))
+        self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher))
         self._metrics.watch_each(
             "num_requests_by_phase",
             "Requests by the leg they are on.",
             "phase",
-            {phase.value: lambda phase=phase: flows.count(phase) for phase in Phase},  # type: ignore[misc]
+            {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in Phase},  # type: ignore[misc]
         )
-        self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: flows.num_waiting)
+        self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: dispatcher.num_waiting)
         self._metrics.watch(
             "foreseen_prompt_wait_seconds",
             "How long a new prompt would wait where it is begun with first.",
-            lambda: self.machine.queues.shortest_wait_s(cluster.workers, self._clock.now()),
+            lambda: self.core.wait_estimates.shortest_wait_s(membership.workers, self._clock.now()),
         )
         self._metrics.watch(
             "workers_unpaired",
             "Prefill and decode workers that none of the other role fits.",
-            lambda: len(unpaired(cluster.workers)),
+            lambda: len(unpaired(membership.workers)),
         )
         self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
         self._metrics.watch(
-            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in cluster.members)
+            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
         )
         self._metrics.watch(
             "workers_stalled",
             "Workers whose engines make no progress.",
-            lambda: sum(member.progress.standing is Standing.STALLED for member in cluster.members),
+            lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
         )
-        self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.machine.not_ready_reason is None)
+        self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.core.not_ready_reason is None)
 
 
-def _recomputed(flow: Flow) -> dict[str, object]:
+def _recomputed(request: RequestState) -> dict[str, object]:
     """Return why blocks were not loaded and what that cost, for the log; nothing if it did not happen."""
-    cost = flow.accounts.cost
-    reason = cost.fallback_reason or flow.fallback_reason
+    cost = request.accounts.cost
+    reason = cost.fallback_reason or request.fallback_reason
     return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

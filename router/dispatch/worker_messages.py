@@ -13,7 +13,7 @@ import msgspec
 from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
 from router.dispatch.members import Worker
-from router.dispatch.request_state import Flow, Phase
+from router.dispatch.request_state import Phase, RequestState
 from router.dispatch.timing import HandoffReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Submission, Update
 
@@ -27,36 +27,36 @@ class TokensLost(ProtocolError):
 # ---- what is sent ------------------------------------------------------------------------------------------------------
 
 
-def first_message(flow: Flow, now: float) -> Generate:
+def new_generate(request: RequestState, now: float) -> Generate:
     """Return what starts a request: on a prefill worker, or from its beginning to its end on an aggregated one."""
-    return msgspec.structs.replace(_message(flow, now), handoff=flow.phase is Phase.PREFILL)
+    return msgspec.structs.replace(_message(request, now), handoff=request.phase is Phase.PREFILL)
 
 
-def successor_message(flow: Flow, now: float) -> Generate:
+def resuming_generate(request: RequestState, now: float) -> Generate:
     """Return what lets a worker go on with a request: with the handoff if there is one, else by computing all of it."""
     choices = tuple(
-        ChoiceStart(index=index, output_token_ids=tuple(flow.output_token_ids[index])) for index in flow.live_choices
+        ChoiceStart(index=index, output_token_ids=tuple(request.output_token_ids[index])) for index in request.live_choices
     )
-    message = msgspec.structs.replace(_message(flow, now), kv_handoff=flow.handoff, choices=choices)
-    if not flow.has_report:
+    message = msgspec.structs.replace(_message(request, now), kv_handoff=request.handoff, choices=choices)
+    if not request.has_report:
         return message
     return msgspec.structs.replace(message, sampling=msgspec.structs.replace(message.sampling, prompt_logprobs=None))
 
 
-def _message(flow: Flow, now: float) -> Generate:
-    wanted = flow.submission
+def _message(request: RequestState, now: float) -> Generate:
+    wanted = request.submission
     return Generate(
-        request_id=flow.wire_id,
+        request_id=request.wire_id,
         prompt_token_ids=wanted.prompt_token_ids,
         sampling=wanted.sampling,
         n=wanted.n,
         priority=wanted.priority,
         cache_salt=wanted.cache_salt,
-        deadline_ms=max(1, round((flow.deadline - now) * 1000)),
+        deadline_ms=max(1, round((request.deadline - now) * 1000)),
         kv_load_failure_policy=wanted.kv_load_failure_policy,
         mm_features=wanted.mm_features,
         media=wanted.media,
-        ec_sources=tuple(flow.ec_sources.values()),
+        ec_sources=tuple(request.ec_sources.values()),
     )
 
 
@@ -78,9 +78,9 @@ def name_image(submission: Submission, error: ErrorInfo, media_index: int | None
 # ---- the prefill leg's answer --------------------------------------------------------------------------------------------
 
 
-def find_problem(message: PrefillDone, sender: Worker, flow: Flow) -> str | None:
+def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: RequestState) -> str | None:
     """Say what is wrong with the message as an answer to this request; None if nothing is."""
-    if sorted(choice.index for choice in message.choices) != list(range(flow.submission.n)):
+    if sorted(choice.index for choice in message.choices) != list(range(request.submission.n)):
         return "first tokens do not cover every choice once"
     if any(choice.finish_reason in ("abort", "error") for choice in message.choices):
         return "it ended a choice by itself"
@@ -94,122 +94,122 @@ def find_problem(message: PrefillDone, sender: Worker, flow: Flow) -> str | None
     return None
 
 
-def apply_first_tokens(flow: Flow, message: PrefillDone, now: float) -> Update:
-    """Note the first tokens and return the news."""
-    accounts = flow.accounts
+def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
+    """Note the first tokens and return the update."""
+    accounts = request.accounts
     accounts.first_token_at = now
     accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms, accounts.encode_s)
-    flow.has_report = True
-    flow.free_retries.clear()
+    request.has_report = True
+    request.free_retries.clear()
     updates = []
     for choice in message.choices:
         logprobs = (choice.logprobs,) if choice.logprobs is not None else None
         updates.append(ChoiceUpdate(choice.index, (choice.token_id,), logprobs, choice.finish_reason, choice.stop_reason))
-        flow.output_token_ids[choice.index].append(choice.token_id)
-        flow.finish_reasons[choice.index] = choice.finish_reason
+        request.output_token_ids[choice.index].append(choice.token_id)
+        request.finish_reasons[choice.index] = choice.finish_reason
     if message.fallback_reason:
         accounts.prefill_loss = TransferUsage(
             recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason
         )
     report = PromptReport(
-        message.num_cached_tokens, message.prompt_logprobs, accounts.first_token, model_fingerprint=flow.model_fingerprint
+        message.num_cached_tokens, message.prompt_logprobs, accounts.first_token, model_fingerprint=request.model_fingerprint
     )
-    return Update(choices=updates, prompt=report, handoff=_report(flow))
+    return Update(choices=updates, prompt=report, handoff=_report(request))
 
 
 # ---- the decode leg's tokens ---------------------------------------------------------------------------------------------
 
 
-def apply_tokens(flow: Flow, item: Tokens, update: Update, now: float) -> None:
+def apply_tokens(request: RequestState, item: Tokens, update: Update, now: float) -> None:
     """Note one choice's tokens and add them to the request's update.
 
     Raises:
         TokensLost: there is a gap between these tokens and those before; nothing has been changed.
         ProtocolError: the message cannot be right.
     """
-    _check(flow, item)
-    _note_shown(flow, item.index)
-    _apply_usage(flow, item, update, now)
-    if flow.finish_reasons[item.index] is not None:
+    _check(request, item)
+    _note_shown(request, item.index)
+    _apply_usage(request, item, update, now)
+    if request.finish_reasons[item.index] is not None:
         return  # ended by a stop string; these tokens were under way
-    output = flow.output_token_ids[item.index]
+    output = request.output_token_ids[item.index]
     num_known = len(output) - item.position  # tokens of a repeated message
     token_ids = item.token_ids[num_known:]
     logprobs = item.logprobs[num_known:] if item.logprobs is not None else None
-    if token_ids and flow.accounts.first_token_at is None:
-        flow.accounts.first_token_at = now
+    if token_ids and request.accounts.first_token_at is None:
+        request.accounts.first_token_at = now
     output.extend(token_ids)
-    flow.finish_reasons[item.index] = item.finish_reason
+    request.finish_reasons[item.index] = item.finish_reason
     update.choices.append(ChoiceUpdate(item.index, token_ids, logprobs, item.finish_reason, item.stop_reason))
 
 
-def _check(flow: Flow, item: Tokens) -> None:
-    if item.index >= flow.submission.n:
-        raise ProtocolError(f"tokens of choice {item.index} of {flow.submission.n}")
+def _check(request: RequestState, item: Tokens) -> None:
+    if item.index >= request.submission.n:
+        raise ProtocolError(f"tokens of choice {item.index} of {request.submission.n}")
     if item.logprobs is not None and len(item.logprobs) != len(item.token_ids):
         raise ProtocolError("token_ids and logprobs differ in length")
     if item.finish_reason in ("abort", "error"):
         raise ProtocolError(f"the worker ended choice {item.index} by itself ({item.finish_reason})")
-    num_known = len(flow.output_token_ids[item.index])
-    if item.position > num_known and flow.finish_reasons[item.index] is None:
+    num_known = len(request.output_token_ids[item.index])
+    if item.position > num_known and request.finish_reasons[item.index] is None:
         raise TokensLost(f"tokens {num_known} to {item.position - 1} of choice {item.index} were lost on the way")
 
 
-def _note_shown(flow: Flow, index: int) -> None:
+def _note_shown(request: RequestState, index: int) -> None:
     """Count the handoff as read once every choice that goes on has shown a token: until then its lease is kept."""
-    flow.free_retries.clear()
-    flow.shown.add(index)
-    flow.has_decoded = True
-    if flow.shown.issuperset(flow.live_choices):
-        flow.phase = Phase.DECODE
-        flow.handoff = None
+    request.free_retries.clear()
+    request.shown.add(index)
+    request.has_decoded = True
+    if request.shown.issuperset(request.live_choices):
+        request.phase = Phase.DECODE
+        request.handoff = None
 
 
-def _apply_usage(flow: Flow, item: Tokens, update: Update, now: float) -> None:
+def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float) -> None:
     if item.usage is None:
         return
-    if not flow.has_report:  # of an aggregated worker; with a pair, the prefill worker has said it
-        flow.has_report = True
+    if not request.has_report:  # of an aggregated worker; with a pair, the prefill worker has said it
+        request.has_report = True
         update.prompt = PromptReport(
-            item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=flow.model_fingerprint
+            item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
         )
-    if flow.is_degraded:
-        _account_alone(flow, item.index, item.usage)
+    if request.is_degraded:
+        _account_alone(request, item.index, item.usage)
     elif item.usage.kv_transfer is not None:
-        _account(flow, item.index, item.usage, item.usage.kv_transfer, now)
-    update.handoff = _report(flow)
+        _account(request, item.index, item.usage, item.usage.kv_transfer, now)
+    update.handoff = _report(request)
 
 
-def _account(flow: Flow, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
-    """Add a choice's cost to the request's account; what an earlier try has reported of it stands.
+def _account(request: RequestState, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
+    """Add a choice's cost to the request's account; what an earlier attempt has reported of it stands.
 
     Of a request that began on an aggregated worker it counts only if a tier has lost something: there was no handoff.
     """
-    accounts = flow.accounts
+    accounts = request.accounts
     has_handoff = accounts.first_token is not None
     if not has_handoff and not cost.fallback_reason:
         return
-    if flow.fallback_reason and not flow.is_leg_handed_over:
-        num_computed = max(0, len(flow.submission.prompt_token_ids) - usage.num_cached_tokens)
-        cost = msgspec.structs.replace(cost, recomputed_tokens=num_computed, fallback_reason=flow.fallback_reason)
-    if accounts.costs.get(index, (flow.num_tries,))[0] == flow.num_tries:
-        accounts.costs[index] = (flow.num_tries, cost)
+    if request.fallback_reason and not request.is_leg_handed_over:
+        num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
+        cost = msgspec.structs.replace(cost, recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
+    if accounts.costs.get(index, (request.num_attempts,))[0] == request.num_attempts:
+        accounts.costs[index] = (request.num_attempts, cost)
     if has_handoff and accounts.first_token_at is not None and accounts.second_token is None:
         accounts.second_token = second_token_timing(now - accounts.first_token_at, cost)
 
 
-def _account_alone(flow: Flow, index: int, usage: Usage) -> None:
+def _account_alone(request: RequestState, index: int, usage: Usage) -> None:
     """Note, by the first choice that reports, that the prompt was computed where it should have been loaded."""
-    if not flow.accounts.costs:
-        num_computed = max(0, len(flow.submission.prompt_token_ids) - usage.num_cached_tokens)
-        cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=flow.fallback_reason)
-        flow.accounts.costs[index] = (flow.num_tries, cost)
+    if not request.accounts.costs:
+        num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
+        cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
+        request.accounts.costs[index] = (request.num_attempts, cost)
 
 
-def _report(flow: Flow) -> HandoffReport | None:
+def _report(request: RequestState) -> HandoffReport | None:
     """Return what is known by now; None without a handoff that is over, unless a tier has lost something."""
-    accounts, cost = flow.accounts, flow.accounts.cost
-    is_over = flow.is_degraded or accounts.second_token is not None
+    accounts, cost = request.accounts, request.accounts.cost
+    is_over = request.is_degraded or accounts.second_token is not None
     if not is_over and not cost.fallback_reason:
         return None
     return HandoffReport(
@@ -217,7 +217,7 @@ def _report(flow: Flow) -> HandoffReport | None:
         first_token=accounts.first_token,
         second_token=accounts.second_token,
         outcome=(accounts.handoff_cost.fallback_reason or "loaded") if is_over else None,
-        num_retries=len(flow.retried),
-        num_replays=flow.retried.count("replay"),
-        num_refusals=flow.num_refusals,
+        num_retries=len(request.retried),
+        num_replays=request.retried.count("replay"),
+        num_refusals=request.num_refusals,
     )

@@ -36,7 +36,7 @@ from router.http.api_keys import bearer_key
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
-from router.http.middleware import Edge, client_id
+from router.http.middleware import RequestIdMiddleware, client_id
 from router.http.probes import Probes
 from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -126,7 +126,7 @@ def create_app(
     app_with_limits: ASGIApp = uploads
     if limits.max_requests_per_key and api_key:
         app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
-    return Edge(app_with_limits, endpoints.metrics, paths)
+    return RequestIdMiddleware(app_with_limits, endpoints.metrics, paths)
 
 
 def _cors(origins: Sequence[str]) -> CORSConfig | None:
@@ -204,7 +204,7 @@ def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandle
     @get("/load")
     async def load() -> dict[str, int]:
         """Return the number of requests in flight."""
-        return {"server_load": endpoints.service.num_requests}
+        return {"server_load": endpoints.gateway.num_requests}
 
     return [models, model, health, ready, version, load]
 

@@ -20,7 +20,7 @@ from core.tracing import TraceContext
 from core.wire.sampling import SamplingParams
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
-from router.dispatch.worker_gateway import RouterService
+from router.dispatch.worker_gateway import WorkerGateway
 from router.http.streaming import Answer, EventStream
 from router.images.reader import Hold, ImageReader
 from router.metrics import RouterMetrics
@@ -77,14 +77,14 @@ class Endpoints:
         self,
         *,
         model: ServedModel,
-        service: RouterService,
+        gateway: WorkerGateway,
         metrics: RouterMetrics,
         ids: IdSource,
         config: RouterSection,
         images: ImageReader | None = None,
     ) -> None:
         self.model = model.name
-        self.service = service
+        self.gateway = gateway
         self.metrics = metrics
         self.is_closing = False
         self._defaults = model.defaults
@@ -116,7 +116,7 @@ class Endpoints:
         check_supported(request)
         check_ranges(request)
         options = output_options(request)
-        await self.service.wait_for_route()
+        await self.gateway.wait_for_route()
         return options, self.limits()
 
     async def _generate(
@@ -139,7 +139,7 @@ class Endpoints:
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
         # Last: from here on, workers have to be stopped.
-        generation = await self.service.open(caller.client_id, submissions, caller.trace)
+        generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
         answer = Answer(generation, output, shaper, caller.receive, self._pool)
         try:
             if options.is_stream:
@@ -175,9 +175,9 @@ class Endpoints:
 
     def _choose_weights(self) -> bytes:
         try:
-            return choose_weights(self.service.machine.cluster.workers)
+            return choose_weights(self.gateway.core.membership.workers)
         except NoWorker as error:
-            error.retry_after_s = self.service.retry_after_s
+            error.retry_after_s = self.gateway.retry_after_s
             raise
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ class Endpoints:
         """
         reason = self.not_ready_reason
         if reason is not None:
-            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.service.retry_after_s)
+            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.gateway.retry_after_s)
         return ModelLimits(
-            max_model_len=self.service.machine.max_model_len,
+            max_model_len=self.gateway.core.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
             vocab_size=self._tokenizer.vocab_size,
             defaults=self._defaults,
@@ -211,7 +211,7 @@ class Endpoints:
     @property
     def not_ready_reason(self) -> str | None:
         """What keeps a request from being served now; None if nothing does."""
-        return "the router is shutting down" if self.is_closing else self.service.machine.not_ready_reason
+        return "the router is shutting down" if self.is_closing else self.gateway.core.not_ready_reason
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Serve ``POST /tokenize``. Raises InvalidRequest unless there is either a prompt or messages."""
@@ -219,7 +219,7 @@ class Endpoints:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         check_messages(request.messages or ())
-        max_model_len = self.service.machine.max_model_len
+        max_model_len = self.gateway.core.max_model_len
         if request.prompt is not None:
             text, add_special = request.prompt, request.add_special_tokens is not False
         else:
@@ -232,7 +232,7 @@ class Endpoints:
     async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
         """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary, or too many."""
         self.check_model(request.model)
-        most = max_text_tokens(self.service.machine.max_model_len)
+        most = max_text_tokens(self.gateway.core.max_model_len)
         if len(request.tokens) > most:
             raise InvalidRequest(f"there are {len(request.tokens)} tokens, at most {most} are taken here", param="tokens")
         check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
@@ -255,7 +255,7 @@ class Endpoints:
                 "owned_by": "kvferry",
                 "root": self.model,
                 "parent": None,
-                "max_model_len": self.service.machine.max_model_len or None,  # unknown without a worker
+                "max_model_len": self.gateway.core.max_model_len or None,  # unknown without a worker
                 "permission": [],
             }
         ]

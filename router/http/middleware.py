@@ -18,7 +18,7 @@ _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _STATE_KEY = "kvferry_client_id"
 
 
-class Edge:
+class RequestIdMiddleware:
     """Wraps the application: takes or makes a request id, echoes it, and counts the response."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str], ids: IdSource | None = None) -> None:

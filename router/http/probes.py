@@ -41,7 +41,7 @@ class Probes:
 
     def health(self) -> OpsResponse:
         """Say whether the process does its work."""
-        is_alive = self._endpoints.service.is_alive
+        is_alive = self._endpoints.gateway.is_alive
         return _json(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
 
     def ready(self) -> OpsResponse:

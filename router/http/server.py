@@ -25,7 +25,7 @@ from core.release import package_version
 from core.wire.curve import ClusterKeys
 from core.wire.sockets import warn_if_exposed
 from core.worker.ops_http import OpsServer
-from router.dispatch.worker_gateway import RouterService
+from router.dispatch.worker_gateway import WorkerGateway
 from router.http.app import BodyLimits, create_app
 from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.http.descriptors import connections_within
@@ -60,11 +60,11 @@ class Router:
         self._config = config
         self._model = model
         self._keys = keys
-        self.service = RouterService(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
+        self.gateway = WorkerGateway(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
         self._images = ImageReader(config.images)
         self.endpoints = Endpoints(
             model=model,
-            service=self.service,
+            gateway=self.gateway,
             metrics=metrics,
             ids=ids,
             config=config,
@@ -107,12 +107,12 @@ class Router:
     @property
     def worker_port(self) -> int:
         """The port that workers connect to."""
-        return self.service.worker_port
+        return self.gateway.worker_port
 
     @property
     def worker_address(self) -> str:
         """The bound address for workers."""
-        return self.service.worker_address
+        return self.gateway.worker_address
 
     async def start(self) -> None:
         """Bind all sockets and serve.
@@ -124,7 +124,7 @@ class Router:
         try:
             if self._ops is not None:
                 self.ops_address = await self._ops.start(self._config.ops_host, self._config.ops_port or 0)
-            await self.service.start()
+            await self.gateway.start()
         except ConfigError:
             await self._close_sockets()
             raise
@@ -151,9 +151,9 @@ class Router:
         self.endpoints.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self.service.wait_idle()
+                await self.gateway.wait_idle()
         serving, self._serving = self._serving, None
-        await self.service.stop()
+        await self.gateway.stop()
         if self._server is not None and serving is not None:
             self._server.should_exit = True
             await serving

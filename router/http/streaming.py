@@ -58,7 +58,7 @@ class Answer:
         return ASGIResponse(body=body, media_type="application/json")
 
     async def first(self) -> bytes:
-        """Wait for the first news and return their events; until here an error still has its own status.
+        """Wait for the first updates and return their events; until here an error still has its own status.
 
         Raises:
             RequestFailure: the request failed, or the client left.
@@ -69,7 +69,7 @@ class Answer:
         return events
 
     async def next(self) -> bytes:
-        """Wait for news and return their events, which may be none.
+        """Wait for updates and return their events, which may be none.
 
         Raises:
             RequestFailure: the request failed, or the client left.
@@ -97,7 +97,7 @@ class Answer:
         self._generation.abort("the answer was given up")
 
     async def _deltas(self) -> list[Delta]:
-        """Wait for news; what came before a failure is given out before the failure is raised."""
+        """Wait for updates; what came before a failure is given out before the failure is raised."""
         if self._failure is not None:
             raise RequestFailure(self._failure)
         deltas, stopped, self._failure = self._output.apply(await self._generation.updates())

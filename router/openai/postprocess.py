@@ -1,7 +1,7 @@
 """From the tokens of a request's choices to text: detokenization, stop strings, what is held back, and the counts of ``usage``.
 
 Owns the state of every choice of one HTTP request. Knows nothing of JSON shapes (``router.openai.responses``) or workers. Fed
-by the handlers with the service's updates.
+by the handlers with the gateway's updates.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ class RequestOutput:
         """Return a choice's prompt and its number among that prompt's choices."""
         return divmod(index, self._n)
 
-    def apply(self, news: Iterable[tuple[int, Update]]) -> tuple[list[Delta], list[int], ErrorInfo | None]:
-        """Digest news; return one delta per choice that has any, the choices ended by a stop string, and the error, if any.
+    def apply(self, updates: Iterable[tuple[int, Update]]) -> tuple[list[Delta], list[int], ErrorInfo | None]:
+        """Digest updates; return one delta per choice that has any, the choices ended by a stop string, and the error, if any.
 
         Choices with an error are not finished; nothing must be applied after it.
         """
         deltas: dict[int, Delta] = {}
         stopped: list[int] = []
-        for prompt_index, update in news:
+        for prompt_index, update in updates:
             if update.error is not None:
                 return list(deltas.values()), stopped, update.error
             state = self.prompts[prompt_index]

@@ -18,7 +18,7 @@ from core.config import RouterSection
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
 from core.metrics import WORKER_COUNTERS, WORKER_GAUGES, WorkerMetrics
 from encode.metrics import EncodeMetrics
-from router.dispatch.worker_gateway import RouterService
+from router.dispatch.worker_gateway import WorkerGateway
 from router.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def families(registry):
 def known():
     """Names of the router's and the workers' metrics, without the suffixes of samples."""
     router, worker = CollectorRegistry(), CollectorRegistry()
-    RouterService(RouterSection(), "model", "router", SystemClock(), RouterMetrics(router))
+    WorkerGateway(RouterSection(), "model", "router", SystemClock(), RouterMetrics(router))
     WorkerMetrics(worker, dict.fromkeys([*WORKER_GAUGES, *WORKER_COUNTERS], lambda: 0.0))
     EncodeMetrics(worker)
     p2p = P2PMetrics(worker)

@@ -128,7 +128,7 @@ class FakeWorker:
         self.sends_heartbeats = True
         self._tokenizer = tokenizer
         self._facts = facts
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._context = context
         self._address = address
         self._tasks: set[asyncio.Task[None]] = set()
@@ -193,12 +193,12 @@ class FakeWorker:
 
     async def wait_for(self, wanted: Callable[[RouterMessage], bool]) -> RouterMessage:
         """Return the first received message that is wanted, waiting for it if it has not come yet."""
-        async with asyncio.timeout(DEADLINE_S), self._news:
+        async with asyncio.timeout(DEADLINE_S), self._changed:
             while True:
                 for message in self.received:
                     if wanted(message):
                         return message
-                await self._news.wait()
+                await self._changed.wait()
 
     async def generated(self) -> Generate:
         found = await self.wait_for(lambda message: isinstance(message, Generate))
@@ -219,9 +219,9 @@ class FakeWorker:
                 message = codec.decode_router_frame(await socket.recv())
             except VersionMismatch as refusal:
                 message = refusal
-            async with self._news:
+            async with self._changed:
                 self.received.append(message)
-                self._news.notify_all()
+                self._changed.notify_all()
             if isinstance(message, Abort):
                 self.aborted |= set(message.request_ids)
             if isinstance(message, Generate | EncodeRequest) and not self.script.is_silent:
@@ -352,7 +352,7 @@ class RouterUnderTest:
 
     async def reconnect(self, worker: FakeWorker) -> None:
         """Register a member by a new connection; the old one ends after the router has heard of the new one."""
-        (member,) = [each for each in self.router.service.machine.cluster.members if each.key.engine_id == worker.engine_id]
+        (member,) = [each for each in self.router.gateway.core.membership.members if each.key.engine_id == worker.engine_id]
         old_peer, old_socket = member.peer, worker._socket
         worker.connect()
         await worker.send(worker.registration)
@@ -418,7 +418,7 @@ async def start_router(tiny_tokenizer) -> AsyncIterator[Callable[..., Any]]:
         }
         model = model or ServedModel(name=MODEL, tokenizer=tiny_tokenizer, defaults=sampling)
         router = Router(RouterSection(**{**defaults, **settings}), model, clock=clock)
-        await (router.start() if has_http else router.service.start())
+        await (router.start() if has_http else router.gateway.start())
         started.append(RouterUnderTest(router, tiny_tokenizer, zmq.asyncio.Context(), has_http))
         return started[-1]
 

@@ -91,7 +91,7 @@ async def test_errors_have_their_classes(client, under_test):
 async def test_an_error_in_mid_stream_reaches_the_caller(client, under_test):
     decode = under_test.workers[1]
     decode.script.pause_after = 3
-    under_test.router.service.machine.flows._worker_wait_s = 0.1
+    under_test.router.gateway.core.dispatcher._worker_wait_s = 0.1
     stream = await client.chat.completions.create(model="tiny", messages=USER, stream=True)
     await decode.generated()
     await decode.leave()

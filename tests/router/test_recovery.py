@@ -112,7 +112,7 @@ async def test_a_request_that_comes_as_the_router_thaws_waits_for_its_workers(st
     time.sleep(1.5)  # noqa: ASYNC251 - the router stands still
     async with under_test.client() as client:
         call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "max_tokens": 50}))
-        await under_test.until(lambda: under_test.router.service.machine.is_route_expected)
+        await under_test.until(lambda: under_test.router.gateway.core.is_route_expected)
         for worker in workers:
             worker.connect()
             await worker.send(worker.registration)
@@ -143,7 +143,7 @@ async def test_a_decode_worker_without_room_is_not_the_client_s_business(start_r
     decode.script.error = FULL
     async with under_test.client() as client:
         call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "max_tokens": 50}))
-        await under_test.until(lambda: under_test.router.service.machine.flows.num_waiting == 1)
+        await under_test.until(lambda: under_test.router.gateway.core.dispatcher.num_waiting == 1)
         decode.script.error = None
         response = await call
     assert response.json()["choices"][0]["text"] == "hello world"

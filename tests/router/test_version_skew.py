@@ -19,7 +19,7 @@ from core.worker.actions import AdmissionLimits, EngineLoad, Send, SubmitAbort
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.worker import DecodeHands
-from router.dispatch.core import RefuseVersion, RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.peer_log import PeerLog
 
 LAYOUT = KVLayoutInfo(
@@ -36,19 +36,19 @@ MAX_FRAMES = 10_000  # of one run: a storm ends the test
 class Router:
     def __init__(self, version: int, clock: FakeClock) -> None:
         self.version, self.clock = version, clock
-        self.machine = RouterMachine("tiny", f"router of {version}", LIMITS)
+        self.core = RouterCore("tiny", f"router of {version}", LIMITS)
         self.log = PeerLog(clock)
 
     def receive(self, frame: bytes) -> list[bytes]:
         try:
-            actions = self.machine.on_message(b"w", codec.decode_worker_frame(frame, self.version), self.clock.now())
+            actions = self.core.on_message(b"w", codec.decode_worker_frame(frame, self.version), self.clock.now())
         except ProtocolError as error:
             self.log.bad_frame(b"w", error)
-            actions = self.machine.on_malformed(b"w", error, self.clock.now())
+            actions = self.core.on_malformed(b"w", error, self.clock.now())
         return self.frames_of(actions)
 
     def tick(self) -> list[bytes]:
-        return self.frames_of(self.machine.on_timer(self.clock.now()))
+        return self.frames_of(self.core.on_timer(self.clock.now()))
 
     def frames_of(self, actions) -> list[bytes]:
         sent = [action for action in actions if isinstance(action, Transmit | RefuseVersion)]
@@ -151,7 +151,7 @@ def test_a_worker_is_accepted_once_the_router_speaks_its_version(caplog):
     talk.run(100)
     talk.restart_router(2)
     talk.run(MAX_RETRY_S)
-    assert [worker.key.engine_id for worker in talk.router.machine.cluster.workers] == ["w"]
+    assert [worker.key.engine_id for worker in talk.router.core.membership.workers] == ["w"]
     talk.run(10)
     assert talk.worker.state.num_registered_routers == 1
     assert len(lines(caplog)) == 2
@@ -180,6 +180,6 @@ def test_a_worker_that_answers_every_refusal_is_refused_once_per_interval(caplog
 
 def test_a_member_that_turns_to_another_version_is_dropped():
     talk = Talk(1, 1)
-    assert len(talk.router.machine.cluster.workers) == 1
+    assert len(talk.router.core.membership.workers) == 1
     talk.exchange(to_router=[codec.encode_worker_message(REGISTRATION, 2)])
-    assert talk.router.machine.cluster.workers == []
+    assert talk.router.core.membership.workers == []

@@ -1,4 +1,4 @@
-"""The router's machine and the workers' own state machines and hands, joined by queues; only the engines are played."""
+"""The router's core and the workers' own state machines and hands, joined by queues; only the engines are played."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.worker import DecodeHands
 from prefill.worker import PrefillHands
-from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.request_state import Deliver, Ended
 from router.dispatch.types import Submission
 
@@ -134,7 +134,7 @@ class Cluster:
         limits = RouterLimits(
             heartbeat_interval_s=1.0, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, request_timeout_s=60.0, max_requests=9
         )
-        self.router = RouterMachine("tiny", router_id, limits)
+        self.router = RouterCore("tiny", router_id, limits)
         self.inboxes: dict[str, deque] = {name: deque() for name in self.workers}
 
     def submit(self, request_id: str = "r1", n: int = 1, max_tokens: int = 6) -> None:
@@ -151,8 +151,8 @@ class Cluster:
                 case Deliver(request_id, update):
                     for choice in update.choices:
                         self.output[request_id, choice.index] += choice.token_ids
-                case Ended(flow):
-                    self.ended[flow.request_id] = action
+                case Ended(request):
+                    self.ended[request.request_id] = action
 
     def to_worker(self, name: str) -> None:
         """Let a worker read what the router has sent it."""
@@ -200,8 +200,8 @@ class Cluster:
 
     def assert_idle(self) -> None:
         self.deliver()
-        assert len(self.router.flows) == 0
-        assert [worker.num_inflight for worker in self.router.cluster.workers if worker.num_inflight] == []
+        assert len(self.router.dispatcher) == 0
+        assert [worker.num_inflight for worker in self.router.membership.workers if worker.num_inflight] == []
         for worker in self.workers.values():
             assert worker.state.num_requests == 0
             assert worker.engine.live == {}
@@ -251,7 +251,7 @@ def test_a_stopped_choice_ends_on_the_decode_worker_and_the_others_go_on(when):
     cluster.run()
     assert [cluster.output["r1", index] for index in (0, 2)] == [whole(0), whole(2)]
     assert len(cluster.output["r1", 1]) == num_shown
-    assert cluster.ended["r1"].flow.error is None
+    assert cluster.ended["r1"].request.error is None
     cluster.assert_idle()
 
 
@@ -260,7 +260,7 @@ def test_the_last_choice_that_is_stopped_takes_the_request_along():
     cluster.deliver()
     cluster.stop_choice(0)
     cluster.stop_choice(1)
-    assert cluster.ended["r1"].flow.error is None
+    assert cluster.ended["r1"].request.error is None
     cluster.assert_idle()
 
 
@@ -334,7 +334,7 @@ def test_an_abort_that_crosses_a_refusal_for_lack_of_room():
     cluster.deliver()
     cluster.step("p0")
     cluster.deliver()
-    assert cluster.router.flows.num_waiting == 1
+    assert cluster.router.dispatcher.num_waiting == 1
     cluster.abort()
     cluster.assert_idle()
 
@@ -352,7 +352,7 @@ def test_a_stream_goes_on_where_its_worker_died(num_steps):
     cluster.kill("d0")
     cluster.run()
     assert [cluster.output["r1", index] for index in range(3)] == [whole(0), whole(1), whole(2)]
-    assert cluster.ended["r1"].flow.error is None
+    assert cluster.ended["r1"].request.error is None
     cluster.assert_idle()
 
 

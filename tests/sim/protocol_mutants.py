@@ -31,8 +31,8 @@ from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.runs import silence
-from router.dispatch.dispatcher import Flows
-from router.dispatch.membership import Cluster
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.membership import Membership
 from router.dispatch.progress import WorkerProgress
 from router.dispatch.waiting import Waiting
 
@@ -216,10 +216,10 @@ def release_the_lease_with_its_first_reader(patch: Patch) -> None:
 def do_not_wait_for_a_worker(patch: Patch) -> None:
     real = Waiting.stay
 
-    def stay(self, flow, error, now, *, is_only_busy):
+    def stay(self, request, error, now, *, is_only_busy):
         self._restarts._worker_wait_s = 0.0
         self._restarts._is_supervised.clear()
-        return real(self, flow, error, now, is_only_busy=is_only_busy)
+        return real(self, request, error, now, is_only_busy=is_only_busy)
 
     patch(Waiting, "stay", stay)
 
@@ -234,27 +234,27 @@ def never_take_a_worker_that_has_failed_the_request(patch: Patch) -> None:
 
 
 def end_requests_with_their_first_loss(patch: Patch) -> None:
-    real = Flows._retry
+    real = Dispatcher._retry
 
-    def retry(self, flow, error, now, *, is_gone, is_free=False):
+    def retry(self, request, error, now, *, is_gone, is_free=False):
         self._max_retries = 0
-        return real(self, flow, error, now, is_gone=is_gone, is_free=is_free)
+        return real(self, request, error, now, is_gone=is_gone, is_free=is_free)
 
-    patch(Flows, "_retry", retry)
+    patch(Dispatcher, "_retry", retry)
 
 
 def forget_requests_of_lost_workers(patch: Patch) -> None:
-    patch(Flows, "on_left", returns([]))
+    patch(Dispatcher, "on_left", returns([]))
 
 
 def take_a_replaced_process_back(patch: Patch) -> None:
-    real = Cluster.on_register
+    real = Membership.on_register
 
     def on_register(self, peer, facts, now):
         self._superseded.clear()
         return real(self, peer, facts, now)
 
-    patch(Cluster, "on_register", on_register)
+    patch(Membership, "on_register", on_register)
 
 
 def keep_requests_of_a_router_that_was_replaced(patch: Patch) -> None:

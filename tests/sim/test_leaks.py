@@ -1,4 +1,4 @@
-"""After the last request nothing of any is left, also where no gauge looks: tables, queues, claims."""
+"""After the last request nothing of any is left, also where no gauge looks: tables, queues, in-flight counts."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
 
 
 def tables_of_router(router: SimRouter) -> Iterator[tuple[object, str]]:
-    yield from ((router.machine.flows, name) for name in ("_flows", "_tries", "_waiting"))
-    yield from ((worker, "num_inflight") for worker in router.machine.cluster.workers)
+    yield from ((router.core.dispatcher, name) for name in ("_requests", "_attempts", "_waiting"))
+    yield from ((worker, "num_inflight") for worker in router.core.membership.workers)
 
 
 @pytest.mark.parametrize("kinds", [None, (Fault.ABORT,), (Fault.STALL, Fault.READ_ERROR), (Fault.CUT, Fault.CRASH)], ids=str)

@@ -41,7 +41,7 @@ from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.transport import SimTransport
-from router.dispatch.dispatcher import Flows
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_messages import TokensLost
 
 pytestmark = pytest.mark.slow
@@ -346,11 +346,11 @@ def ignore_lost_connections(patch: Patch) -> None:
 
 
 def drop_a_token_at_replay(patch: Patch) -> None:
-    real = router.dispatch.dispatcher.successor_message
+    real = router.dispatch.dispatcher.resuming_generate
 
-    def successor_message(flow, now):
-        message = real(flow, now)
-        if flow.num_tries == 1:
+    def resuming_generate(request, now):
+        message = real(request, now)
+        if request.num_attempts == 1:
             return message
         choices = [
             msgspec.structs.replace(choice, output_token_ids=choice.output_token_ids[1:] or choice.output_token_ids)
@@ -358,32 +358,32 @@ def drop_a_token_at_replay(patch: Patch) -> None:
         ]
         return msgspec.structs.replace(message, choices=tuple(choices))
 
-    patch(router.dispatch.dispatcher, "successor_message", successor_message)
+    patch(router.dispatch.dispatcher, "resuming_generate", resuming_generate)
 
 
 def deliver_repeated_tokens_again(patch: Patch) -> None:
     real = router.dispatch.worker_messages._check
 
-    def check(flow, item):
-        real(flow, item)
-        flow.output_token_ids[item.index] = flow.output_token_ids[item.index][: item.position]
+    def check(request, item):
+        real(request, item)
+        request.output_token_ids[item.index] = request.output_token_ids[item.index][: item.position]
 
     patch(router.dispatch.worker_messages, "_check", check)
 
 
 def forget_deadlines(patch: Patch) -> None:
-    patch(Flows, "on_timer", returns([]))
+    patch(Dispatcher, "on_timer", returns([]))
     patch(WorkerState, "_expire", returns([]))
 
 
 def end_twice(patch: Patch) -> None:
-    real = Flows.abort
+    real = Dispatcher.abort
 
     def abort(self, request_id, reason, now):
         actions = real(self, request_id, reason, now)
         return actions + actions[-1:]
 
-    patch(Flows, "abort", abort)
+    patch(Dispatcher, "abort", abort)
 
 
 _FROZEN = (Fault.STALL, Fault.FREEZE)
@@ -394,9 +394,9 @@ _LATE = (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE)
 def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
     real = router.dispatch.worker_messages._check
 
-    def check(flow, item):
-        real(flow, item)
-        if item.position > len(flow.output_token_ids[item.index]):
+    def check(request, item):
+        real(request, item)
+        if item.position > len(request.output_token_ids[item.index]):
             raise TokensLost("tokens were lost on the way")
 
     patch(router.dispatch.worker_messages, "_check", check)
@@ -407,15 +407,15 @@ def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
 
 
 def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:
-    real = Flows._keep_or_release_handoff
+    real = Dispatcher._keep_or_release_handoff
 
-    def keep_or_release_handoff(self, flow, decode):
-        handoff, actions = flow.handoff, real(self, flow, decode)
-        if handoff is not None and flow.handoff is None:
-            flow.fallback_reason = "layout"
+    def keep_or_release_handoff(self, request, decode):
+        handoff, actions = request.handoff, real(self, request, decode)
+        if handoff is not None and request.handoff is None:
+            request.fallback_reason = "layout"
         return actions
 
-    patch(Flows, "_keep_or_release_handoff", keep_or_release_handoff)
+    patch(Dispatcher, "_keep_or_release_handoff", keep_or_release_handoff)
 
 
 _RACE = None

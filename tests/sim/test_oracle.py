@@ -155,29 +155,29 @@ def test_stream_that_somebody_could_have_gone_on_with_has_no_cause(run):
     assert run.end("no_worker", 10.5 + run.plan.config.router.worker_wait_s)
 
 
-def try_again_and_again(run: Run, first_hit: int, code: str = "peer_lost") -> list[str]:
-    """Lose as many tries as a request has, to cuts from a try on."""
-    num_tries = run.plan.config.router.max_retries + 1
-    for number in range(num_tries):
+def lose_attempts(run: Run, first_hit: int, code: str = "peer_lost") -> list[str]:
+    """Lose as many attempts as a request has, to cuts from an attempt on."""
+    num_attempts = run.plan.config.router.max_retries + 1
+    for number in range(num_attempts):
         at, name = SUBMITTED + 3 * number, f"prefill-{number % 2}"
         run.attempt(name, at)
         if number >= first_hit:
             run.trouble(Kind.CUT, f"{name} router-0", at + 0.8, 0.1)
-        if number + 1 < num_tries:
+        if number + 1 < num_attempts:
             run.path.setbacks.append(Setback(at + 0.8, name, code))
     return run.end(code, at + 1.5)
 
 
-def test_tries_that_were_all_hit_are_a_cause(run):
-    assert try_again_and_again(run, 0) == []
+def test_attempts_that_were_all_hit_are_a_cause(run):
+    assert lose_attempts(run, 0) == []
 
 
-def test_tries_of_which_one_was_not_hit_are_no_cause(run):
-    assert try_again_and_again(run, 1)
+def test_attempts_of_which_one_was_not_hit_are_no_cause(run):
+    assert lose_attempts(run, 1)
 
 
-def test_tries_that_are_lost_to_engines_without_progress_cost_none(run):
-    assert try_again_and_again(run, 0, "worker_stalled")
+def test_attempts_that_are_lost_to_engines_without_progress_cost_none(run):
+    assert lose_attempts(run, 0, "worker_stalled")
 
 
 def test_client_that_left_may_be_cancelled(run):

@@ -12,7 +12,7 @@ from core.wire.sampling import SamplingParams
 from core.worker.role import EngineFacts
 from decode.worker import DecodeHands
 from prefill.worker import PrefillHands
-from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.request_state import Deliver
 from router.dispatch.types import Submission
 
@@ -42,7 +42,7 @@ class Served:
         self.engine, (self.role, *_) = engine, roles
         facts = EngineFacts(max_model_len=500, eos_token_ids=frozenset())
         self.hands = PrefillHands(facts) if self.role == "prefill" else DecodeHands(facts)
-        self.router = RouterMachine("tiny", "router-1", LIMITS)
+        self.router = RouterCore("tiny", "router-1", LIMITS)
         for role in roles:
             self.router.on_message(role.encode(), registration(role), 0.0)
         self.updates = []

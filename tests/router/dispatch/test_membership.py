@@ -6,7 +6,7 @@ import pytest
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Goodbye, Heartbeat, Refused, Register, Registered
 from router.dispatch.members import WorkerKey
-from router.dispatch.membership import DUPLICATE_ENGINE_ID, MODEL_MISMATCH, NOT_REGISTERED, Cluster, Joined, Left, Reply
+from router.dispatch.membership import DUPLICATE_ENGINE_ID, MODEL_MISMATCH, NOT_REGISTERED, Joined, Left, Membership, Reply
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 
@@ -31,8 +31,8 @@ def heartbeat(engine_id: str = "p0", incarnation: int = 1, **changes) -> Heartbe
 
 
 @pytest.fixture
-def cluster() -> Cluster:
-    return Cluster("tiny", "router-1", heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0)
+def membership() -> Membership:
+    return Membership("tiny", "router-1", heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0)
 
 
 def only(actions, kind):
@@ -47,184 +47,186 @@ def refusal(actions) -> str:
     return reply.message.error.code
 
 
-def test_a_registration_is_answered_and_makes_a_member(cluster):
-    actions = cluster.on_register(b"a", registration(), now=0.0)
+def test_a_registration_is_answered_and_makes_a_member(membership):
+    actions = membership.on_register(b"a", registration(), now=0.0)
     worker = only(actions, Joined).worker
     assert worker.key == WorkerKey("p0", 1)
     reply = only(actions, Reply)
     assert reply == Reply(b"a", Registered(router_id="router-1", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000))
-    assert list(cluster.workers) == [worker]
-    assert cluster.by_peer(b"a") is worker
+    assert list(membership.workers) == [worker]
+    assert membership.by_peer(b"a") is worker
 
 
-def test_a_repeated_registration_is_answered_and_changes_nothing(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    actions = cluster.on_register(b"a", registration(), now=1.0)
+def test_a_repeated_registration_is_answered_and_changes_nothing(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    actions = membership.on_register(b"a", registration(), now=1.0)
     assert [type(action) for action in actions] == [Reply]
-    assert len(list(cluster.workers)) == 1
+    assert len(list(membership.workers)) == 1
 
 
-def test_a_heartbeat_is_answered_and_updates_the_load(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    actions = cluster.on_heartbeat(b"a", heartbeat(num_running=3, num_waiting=1, kv_cache_usage=0.5, is_draining=True), now=1.0)
+def test_a_heartbeat_is_answered_and_updates_the_load(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    actions = membership.on_heartbeat(
+        b"a", heartbeat(num_running=3, num_waiting=1, kv_cache_usage=0.5, is_draining=True), now=1.0
+    )
     assert isinstance(only(actions, Reply).message, Registered)
-    worker = cluster.get(WorkerKey("p0", 1))
+    worker = membership.get(WorkerKey("p0", 1))
     assert worker is not None
     assert (worker.load, worker.kv_cache_usage, worker.is_draining) == (1.0, 0.5, True)
 
 
-def test_our_own_count_makes_load_before_any_heartbeat(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
+def test_our_own_count_makes_load_before_any_heartbeat(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
     worker.num_inflight = 2
     assert worker.load == 0.5
 
 
-def test_a_stranger_s_heartbeat_asks_it_to_register(cluster):
-    actions = cluster.on_heartbeat(b"a", heartbeat(), now=0.0)
+def test_a_stranger_s_heartbeat_asks_it_to_register(membership):
+    actions = membership.on_heartbeat(b"a", heartbeat(), now=0.0)
     assert refusal(actions) == NOT_REGISTERED
     assert only(actions, Reply).message.error.retryable
 
 
-def test_a_worker_of_another_model_is_refused_with_both_names(cluster):
-    actions = cluster.on_register(b"a", registration(model="huge"), now=0.0)
+def test_a_worker_of_another_model_is_refused_with_both_names(membership):
+    actions = membership.on_register(b"a", registration(model="huge"), now=0.0)
     assert refusal(actions) == MODEL_MISMATCH
     message = only(actions, Reply).message.error.message
     assert "'tiny'" in message
     assert "'huge'" in message
-    assert not list(cluster.workers)
+    assert not list(membership.workers)
 
 
-def test_silence_ends_membership_after_the_timeout_not_before(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    cluster.on_heartbeat(b"a", heartbeat(), now=2.0)
-    assert cluster.on_timer(now=7.0) == []
-    left = only(cluster.on_timer(now=7.1), Left)
+def test_silence_ends_membership_after_the_timeout_not_before(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    membership.on_heartbeat(b"a", heartbeat(), now=2.0)
+    assert membership.on_timer(now=7.0) == []
+    left = only(membership.on_timer(now=7.1), Left)
     assert "no heartbeat for 5.1 s" in left.reason
-    assert cluster.by_peer(b"a") is None
+    assert membership.by_peer(b"a") is None
 
 
-def test_the_router_s_own_stall_is_no_silence_of_the_workers(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    assert cluster.on_timer(now=0.0) == []
-    assert cluster.on_timer(now=20.0) == []  # 1 s of silence is counted, 19 s are the router's
-    assert cluster.on_timer(now=21.0) == []
-    assert cluster.on_timer(now=24.0) == []  # late by 2 s again: 3 s of silence are counted so far
-    assert cluster.on_timer(now=25.0) == []
-    assert cluster.on_timer(now=26.0) == []
-    assert "no heartbeat" in only(cluster.on_timer(now=26.1), Left).reason
+def test_the_router_s_own_stall_is_no_silence_of_the_workers(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    assert membership.on_timer(now=0.0) == []
+    assert membership.on_timer(now=20.0) == []  # 1 s of silence is counted, 19 s are the router's
+    assert membership.on_timer(now=21.0) == []
+    assert membership.on_timer(now=24.0) == []  # late by 2 s again: 3 s of silence are counted so far
+    assert membership.on_timer(now=25.0) == []
+    assert membership.on_timer(now=26.0) == []
+    assert "no heartbeat" in only(membership.on_timer(now=26.1), Left).reason
 
 
-def test_a_router_that_always_ticks_late_still_drops_the_dead(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    ends = [now for now in range(0, 100, 10) if cluster.on_timer(now=float(now))]
+def test_a_router_that_always_ticks_late_still_drops_the_dead(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    ends = [now for now in range(0, 100, 10) if membership.on_timer(now=float(now))]
     assert ends == [60]
 
 
-def test_a_worker_heard_after_a_stall_is_not_seen_in_the_future(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
-    cluster.on_timer(now=0.0)
-    cluster.on_heartbeat(b"a", heartbeat(), now=20.0)
-    cluster.on_timer(now=20.0)
+def test_a_worker_heard_after_a_stall_is_not_seen_in_the_future(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    membership.on_timer(now=0.0)
+    membership.on_heartbeat(b"a", heartbeat(), now=20.0)
+    membership.on_timer(now=20.0)
     assert worker.last_seen == 20.0
 
 
-def test_any_message_counts_as_a_sign_of_life(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
-    cluster.touch(worker, now=4.0)
-    assert cluster.on_timer(now=8.0) == []
+def test_any_message_counts_as_a_sign_of_life(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    membership.touch(worker, now=4.0)
+    assert membership.on_timer(now=8.0) == []
 
 
-def test_goodbye_is_an_orderly_end(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    assert only(cluster.on_goodbye(Goodbye(engine_id="p0", incarnation=1)), Left).is_orderly
-    assert not list(cluster.workers)
-    assert cluster.on_goodbye(Goodbye(engine_id="p0", incarnation=1)) == []
+def test_goodbye_is_an_orderly_end(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    assert only(membership.on_goodbye(Goodbye(engine_id="p0", incarnation=1)), Left).is_orderly
+    assert not list(membership.workers)
+    assert membership.on_goodbye(Goodbye(engine_id="p0", incarnation=1)) == []
 
 
-def test_the_goodbye_of_an_older_incarnation_is_ignored(cluster):
-    cluster.on_register(b"a", registration(incarnation=2), now=0.0)
-    assert cluster.on_goodbye(Goodbye(engine_id="p0", incarnation=1)) == []
-    assert len(list(cluster.workers)) == 1
+def test_the_goodbye_of_an_older_incarnation_is_ignored(membership):
+    membership.on_register(b"a", registration(incarnation=2), now=0.0)
+    assert membership.on_goodbye(Goodbye(engine_id="p0", incarnation=1)) == []
+    assert len(list(membership.workers)) == 1
 
 
-def test_a_new_incarnation_replaces_the_old_one_at_once(cluster):
-    cluster.on_register(b"a", registration(incarnation=1), now=0.0)
-    actions = cluster.on_register(b"b", registration(incarnation=2), now=0.1)
+def test_a_new_incarnation_replaces_the_old_one_at_once(membership):
+    membership.on_register(b"a", registration(incarnation=1), now=0.0)
+    actions = membership.on_register(b"b", registration(incarnation=2), now=0.1)
     assert only(actions, Left).worker.key == WorkerKey("p0", 1)
     assert only(actions, Joined).worker.key == WorkerKey("p0", 2)
     assert [type(action) for action in actions] == [Left, Joined, Reply]
-    assert cluster.get(WorkerKey("p0", 1)) is None
-    assert cluster.by_peer(b"a") is None
+    assert membership.get(WorkerKey("p0", 1)) is None
+    assert membership.by_peer(b"a") is None
 
 
-def test_a_replaced_process_that_still_lives_is_refused_for_good(cluster):
-    cluster.on_register(b"a", registration(incarnation=1), now=0.0)
-    cluster.on_register(b"b", registration(incarnation=2), now=0.1)
-    assert refusal(cluster.on_heartbeat(b"a", heartbeat(incarnation=1), now=0.2)) == DUPLICATE_ENGINE_ID
-    assert refusal(cluster.on_register(b"a", registration(incarnation=1), now=0.3)) == DUPLICATE_ENGINE_ID
-    assert [worker.key.incarnation for worker in cluster.workers] == [2]
+def test_a_replaced_process_that_still_lives_is_refused_for_good(membership):
+    membership.on_register(b"a", registration(incarnation=1), now=0.0)
+    membership.on_register(b"b", registration(incarnation=2), now=0.1)
+    assert refusal(membership.on_heartbeat(b"a", heartbeat(incarnation=1), now=0.2)) == DUPLICATE_ENGINE_ID
+    assert refusal(membership.on_register(b"a", registration(incarnation=1), now=0.3)) == DUPLICATE_ENGINE_ID
+    assert [worker.key.incarnation for worker in membership.workers] == [2]
 
 
-def test_a_worker_that_timed_out_may_come_back(cluster):
-    cluster.on_register(b"a", registration(), now=0.0)
-    cluster.on_timer(now=10.0)
-    assert refusal(cluster.on_heartbeat(b"a", heartbeat(), now=10.1)) == NOT_REGISTERED
-    assert only(cluster.on_register(b"a", registration(), now=10.2), Joined)
+def test_a_worker_that_timed_out_may_come_back(membership):
+    membership.on_register(b"a", registration(), now=0.0)
+    membership.on_timer(now=10.0)
+    assert refusal(membership.on_heartbeat(b"a", heartbeat(), now=10.1)) == NOT_REGISTERED
+    assert only(membership.on_register(b"a", registration(), now=10.2), Joined)
 
 
-def test_a_new_connection_of_a_busy_worker_loses_its_requests_but_not_its_membership(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
+def test_a_new_connection_of_a_busy_worker_loses_its_requests_but_not_its_membership(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
     worker.num_inflight = 1
-    actions = cluster.on_heartbeat(b"b", heartbeat(), now=1.0)
+    actions = membership.on_heartbeat(b"b", heartbeat(), now=1.0)
     left = only(actions, Left)
     assert left.is_back
-    assert cluster.get(worker.key) is worker
+    assert membership.get(worker.key) is worker
     assert worker.peer == b"b"
 
 
-def test_a_new_connection_of_an_idle_worker_loses_nothing(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
-    actions = cluster.on_register(b"b", registration(), now=1.0)
+def test_a_new_connection_of_an_idle_worker_loses_nothing(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    actions = membership.on_register(b"b", registration(), now=1.0)
     assert [type(action) for action in actions] == [Reply]
     assert worker.peer == b"b"
 
 
-def test_two_connections_of_one_worker_do_not_flap(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
-    cluster.on_register(b"b", registration(), now=0.1)
+def test_two_connections_of_one_worker_do_not_flap(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    membership.on_register(b"b", registration(), now=0.1)
     worker.num_inflight = 1
     for peer in (b"a", b"b", b"a"):
-        actions = cluster.on_heartbeat(peer, heartbeat(), now=1.0)
+        actions = membership.on_heartbeat(peer, heartbeat(), now=1.0)
         assert [type(action) for action in actions] == [Reply]
 
 
-def test_a_worker_that_reconnects_often_is_not_remembered_by_every_connection(cluster):
-    worker = only(cluster.on_register(b"0", registration(), now=0.0), Joined).worker
+def test_a_worker_that_reconnects_often_is_not_remembered_by_every_connection(membership):
+    worker = only(membership.on_register(b"0", registration(), now=0.0), Joined).worker
     for number in range(1, 10):
-        cluster.on_heartbeat(b"%d" % number, heartbeat(), now=1.0)
-    known = [number for number in range(10) if cluster.by_peer(b"%d" % number) is worker]
+        membership.on_heartbeat(b"%d" % number, heartbeat(), now=1.0)
+    known = [number for number in range(10) if membership.by_peer(b"%d" % number) is worker]
     assert known == [8, 9]
     assert worker.peer == b"9"
-    cluster.on_broken(worker, "gone")
-    assert cluster.by_peer(b"8") is cluster.by_peer(b"9") is None
+    membership.on_broken(worker, "gone")
+    assert membership.by_peer(b"8") is membership.by_peer(b"9") is None
 
 
-def test_a_connection_that_changes_its_name_leaves_the_old_one(cluster):
-    cluster.on_register(b"a", registration("p0"), now=0.0)
-    actions = cluster.on_register(b"a", registration("p1"), now=0.1)
+def test_a_connection_that_changes_its_name_leaves_the_old_one(membership):
+    membership.on_register(b"a", registration("p0"), now=0.0)
+    actions = membership.on_register(b"a", registration("p1"), now=0.1)
     assert only(actions, Left).worker.key.engine_id == "p0"
-    assert [worker.key.engine_id for worker in cluster.workers] == ["p1"]
-    assert cluster.by_peer(b"a") is not None
+    assert [worker.key.engine_id for worker in membership.workers] == ["p1"]
+    assert membership.by_peer(b"a") is not None
 
 
-def test_a_broken_worker_is_dropped_once(cluster):
-    worker = only(cluster.on_register(b"a", registration(), now=0.0), Joined).worker
-    assert only(cluster.on_broken(worker, "it sent garbage"), Left).reason == "it sent garbage"
-    assert cluster.on_broken(worker, "it sent garbage") == []
+def test_a_broken_worker_is_dropped_once(membership):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    assert only(membership.on_broken(worker, "it sent garbage"), Left).reason == "it sent garbage"
+    assert membership.on_broken(worker, "it sent garbage") == []
 
 
-def test_superseded_incarnations_are_forgotten_in_the_end(cluster):
+def test_superseded_incarnations_are_forgotten_in_the_end(membership):
     for incarnation in range(1, 1030):
-        cluster.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now=0.0)
-    assert refusal(cluster.on_heartbeat(b"z", heartbeat(incarnation=1), now=0.0)) == NOT_REGISTERED
-    assert refusal(cluster.on_heartbeat(b"z", heartbeat(incarnation=1000), now=0.0)) == DUPLICATE_ENGINE_ID
+        membership.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now=0.0)
+    assert refusal(membership.on_heartbeat(b"z", heartbeat(incarnation=1), now=0.0)) == NOT_REGISTERED
+    assert refusal(membership.on_heartbeat(b"z", heartbeat(incarnation=1000), now=0.0)) == DUPLICATE_ENGINE_ID

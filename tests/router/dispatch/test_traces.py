@@ -21,7 +21,7 @@ async def traced(start_router):
     """Return a router with tracing on, one pair of workers, and what reads the ended spans."""
     under_test = await start_router(has_http=False)
     tracer, spans = memory_tracer(SystemClock())
-    under_test.router.service.trace_with(tracer)
+    under_test.router.gateway.trace_with(tracer)
     return under_test, await under_test.pair(), spans
 
 
@@ -73,7 +73,7 @@ async def test_without_a_context_a_trace_begins_here_and_holds_all_prompts(trace
 async def test_a_retry_is_a_leg_of_its_own_and_is_told(start_router):
     under_test = await start_router(has_http=False)
     tracer, spans = memory_tracer(SystemClock())
-    under_test.router.service.trace_with(tracer)
+    under_test.router.gateway.trace_with(tracer)
     error = ErrorInfo(code="engine_dead", message="?", http_status=503, retryable=True)
     await under_test.add("prefill", script=under_test.script(error=error))
     await under_test.add("decode", script=under_test.script())
@@ -89,7 +89,7 @@ async def test_a_retry_is_a_leg_of_its_own_and_is_told(start_router):
 async def test_a_refused_request_and_one_that_fails_end_their_spans_with_the_reason(start_router):
     under_test = await start_router(has_http=False, max_requests=1)
     tracer, spans = memory_tracer(SystemClock())
-    under_test.router.service.trace_with(tracer)
+    under_test.router.gateway.trace_with(tracer)
     error = ErrorInfo(code="internal_error", message="a bug", http_status=500)
     await under_test.pair(error=error)
     assert (await complete(under_test, {"prompt": ["a", "b"]})).status_code == 429
@@ -98,7 +98,7 @@ async def test_a_refused_request_and_one_that_fails_end_their_spans_with_the_rea
     found = spans()
     assert found["kvferry.request"].status.description == "internal_error: a bug"
     assert found["kvferry.leg.prefill"].status.description == "internal_error"
-    assert under_test.router.service._traces._open == {}
+    assert under_test.router.gateway._traces._open == {}
 
 
 async def test_without_tracing_the_workers_are_told_nothing(served):

@@ -16,7 +16,7 @@ from core.wire.codec import WIRE_VERSION, encode_worker_message
 from core.wire.messages import ErrorInfo, Generate, Goodbye, PrefillDone, Refused, Registered, Rejected, RequestFailed, Tokens
 from router.dispatch.core import Transmit
 from router.dispatch.frame_reader import FrameReader
-from router.dispatch.worker_gateway import RouterService
+from router.dispatch.worker_gateway import WorkerGateway
 from router.metrics import RouterMetrics
 
 WRONG = ErrorInfo.of(ProtocolError("?"))
@@ -105,12 +105,12 @@ class Flood:
 
 async def test_a_flood_of_messages_is_no_pause_of_the_router():
     clock = FakeClock()
-    service = RouterService(RouterSection(), "m", "router-0", clock, RouterMetrics(CollectorRegistry()))
+    gateway = WorkerGateway(RouterSection(), "m", "router-0", clock, RouterMetrics(CollectorRegistry()))
     reader = FrameReader(Flood(clock), clock, lambda parts: None)
-    pauses = service.machine.cluster.pauses
+    pauses = gateway.core.membership.pauses
     pauses.on_tick(clock.now())
-    clock.advance(service._tick_s)
-    await service._do_what_is_due(reader)
+    clock.advance(gateway._tick_s)
+    await gateway._do_what_is_due(reader)
     assert pauses.lateness_s == 0.0
     assert not pauses.is_settling(clock.now()), "else nobody would be judged for as long as it lasts"
 
@@ -129,9 +129,9 @@ async def test_messages_of_workers_that_never_registered_are_refused(served):
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=3))
 @settings(max_examples=200, deadline=None)
 def test_no_bytes_of_a_worker_are_a_bug_of_ours(frames):
-    service = RouterService(RouterSection(), "tiny", "router-1", SystemClock(), RouterMetrics(CollectorRegistry()))
-    service._guard = lambda handle, *args: handle(*args)  # without the net that catches bugs
-    service._on_parts([b"peer", *frames])
+    gateway = WorkerGateway(RouterSection(), "tiny", "router-1", SystemClock(), RouterMetrics(CollectorRegistry()))
+    gateway._guard = lambda handle, *args: handle(*args)  # without the net that catches bugs
+    gateway._on_parts([b"peer", *frames])
 
 
 async def test_a_bug_in_one_step_is_logged_and_the_router_lives_on(served, monkeypatch, caplog):
@@ -139,9 +139,9 @@ async def test_a_bug_in_one_step_is_logged_and_the_router_lives_on(served, monke
         raise RuntimeError("bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.router.service.machine.cluster, "on_heartbeat", boom)
+        patch.setattr(served.router.gateway.core.membership, "on_heartbeat", boom)
         await served.until(lambda: "router_bug" in caplog.text)
-    assert served.router.service.is_alive
+    assert served.router.gateway.is_alive
     assert (await complete(served)).status_code == 200
 
 
@@ -150,23 +150,23 @@ async def test_a_bug_in_a_request_s_step_is_its_answer(served, monkeypatch, capl
     def boom(*args):
         raise RuntimeError("bug")
 
-    service = served.router.service
+    gateway = served.router.gateway
     with monkeypatch.context() as patch:
-        patch.setattr(service.machine.flows, place, boom)
+        patch.setattr(gateway.core.dispatcher, place, boom)
         response = await complete(served)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "router_bug" in caplog.text
-    assert (service.num_requests, len(service.machine.flows)) == (0, 0)
+    assert (gateway.num_requests, len(gateway.core.dispatcher)) == (0, 0)
     assert (await complete(served)).status_code == 200
 
 
 async def test_a_request_that_a_bug_has_cut_off_from_the_machine_is_answered_too(served, monkeypatch):
-    service = served.router.service
+    gateway = served.router.gateway
     with monkeypatch.context() as patch:
-        patch.setattr(service, "_on_ended", lambda *args: 1 / 0)
+        patch.setattr(gateway, "_on_ended", lambda *args: 1 / 0)
         assert (await complete(served)).status_code in (200, 500)  # the answer may be whole before the bug strikes
-    await served.until(lambda: service.num_requests == 0)
-    await asyncio.wait_for(service.wait_idle(), 5)
+    await served.until(lambda: gateway.num_requests == 0)
+    await asyncio.wait_for(gateway.wait_idle(), 5)
     assert (await complete(served)).status_code == 200
 
 
@@ -186,7 +186,7 @@ async def test_a_worker_that_says_goodbye_gets_no_more_requests(start_router):
     under_test = await start_router(has_http=False)
     first, second = await under_test.add("aggregated"), await under_test.add("aggregated")
     await first.leave()
-    await under_test.until(lambda: len(list(under_test.router.service.machine.cluster.workers)) == 1)
+    await under_test.until(lambda: len(list(under_test.router.gateway.core.membership.workers)) == 1)
     for _ in range(3):
         assert (await complete(under_test)).status_code == 200
     assert first.messages(Generate) == []
@@ -240,19 +240,19 @@ async def test_a_worker_that_reconnects_keeps_its_membership_and_starts_its_requ
     assert (await call).status_code == 200
     await worker.aborts(request_id)
     assert [message.request_id for message in worker.messages(Generate)] == [request_id, f"{request_id}.2"]
-    assert len(list(under_test.router.service.machine.cluster.workers)) == 1
+    assert len(list(under_test.router.gateway.core.membership.workers)) == 1
 
 
 async def test_a_message_that_cannot_be_sent_shows_that_a_worker_is_gone(start_router):
     under_test = await start_router(has_http=False)
     worker = await under_test.add("aggregated")
-    service = under_test.router.service
-    (member,) = service.machine.cluster.workers
+    gateway = under_test.router.gateway
+    (member,) = gateway.core.membership.workers
     worker.disconnect()
 
     def is_noticed() -> bool:
-        service._perform([Transmit(member.peer, Registered(router_id="probe"))])
-        return not list(service.machine.cluster.workers)
+        gateway._perform([Transmit(member.peer, Registered(router_id="probe"))])
+        return not list(gateway.core.membership.workers)
 
     await under_test.until(is_noticed)
     assert "no worker has registered" in (await complete(under_test)).text
@@ -278,7 +278,7 @@ async def test_spreads_requests_over_workers(start_router):
     assert [len(worker.messages(Generate)) for worker in under_test.workers] == [4, 4, 4, 4]
 
 
-# ---- life of the service -----------------------------------------------------------------------------------------------------
+# ---- life of the gateway -----------------------------------------------------------------------------------------------------
 
 
 async def test_stopping_aborts_what_is_in_flight(start_router):

@@ -124,7 +124,7 @@ async def test_a_stop_string_ends_the_text_and_the_workers_work(served):
     choice = body["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hell", "stop", "o w")
     assert body["usage"]["completion_tokens"] == 7
-    await served.until(lambda: served.router.service.num_requests == 0)
+    await served.until(lambda: served.router.gateway.num_requests == 0)
 
 
 async def test_a_stop_string_aborts_decode(start_router):
@@ -154,7 +154,7 @@ async def test_an_answer_that_cannot_be_prepared_leaves_nothing_running(served, 
 
     monkeypatch.setattr(f"router.http.endpoints.{part}", boom)
     error_of(await post(served, "/v1/completions", prompt="p"), 500)
-    assert served.router.service.num_requests == 0
+    assert served.router.gateway.num_requests == 0
     assert served.workers[0].messages(Generate) == []
 
 
@@ -298,7 +298,7 @@ async def test_too_many_requests_are_a_429(start_router):
     response = await post(under_test, "/v1/completions", prompt=["a", "b", "c"])
     assert error_of(response, 429)["type"] == "rate_limit_error"
     assert response.headers["retry-after"] == "1"
-    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
 
 
 async def test_a_worker_s_refusal_keeps_its_status_and_code(served):
@@ -375,7 +375,7 @@ async def test_a_bug_is_a_500_that_tells_nothing(served, monkeypatch):
     def boom(*args):
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(served.router.service, "open", boom)
+    monkeypatch.setattr(served.router.gateway, "open", boom)
     response = await post(served, "/v1/completions", prompt="x")
     assert error_of(response, 500)["code"] == "internal_error"
     assert "secret" not in response.text

@@ -24,12 +24,12 @@ async def test_one_key_cannot_take_the_places_of_another(start_router):
     under_test = await start_router(has_http=False, api_key="busy,calm", max_requests_per_key=2)
     await under_test.pair(is_silent=True)
     calls = [asyncio.create_task(complete(under_test, "busy")) for _ in range(2)]
-    await under_test.until(lambda: under_test.router.service.num_requests == 2)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 2)
     refused = await complete(under_test, "busy")
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["code"] == "overloaded"
     calls.append(asyncio.create_task(complete(under_test, "calm")))
-    await under_test.until(lambda: under_test.router.service.num_requests == 3)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 3)
     async with under_test.client() as client:
         assert (await client.get("/v1/models", headers=key("busy"))).status_code == 200
     for call in calls:
@@ -41,7 +41,7 @@ async def test_a_key_has_one_bound_however_its_scheme_is_written(start_router):
     under_test = await start_router(has_http=False, api_key="busy", max_requests_per_key=1)
     await under_test.pair(is_silent=True)
     call = asyncio.create_task(complete(under_test, "busy"))
-    await under_test.until(lambda: under_test.router.service.num_requests == 1)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 1)
     async with under_test.client() as client:
         headers = {"authorization": "bearer  busy"}
         refused = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
@@ -83,12 +83,12 @@ async def test_prompt_beyond_the_operator_s_limit_is_refused(start_router, path,
 async def test_a_request_that_would_be_too_late_hears_when_to_come_back(start_router):
     under_test = await start_router(has_http=False)
     prefill, _ = await under_test.pair(is_silent=True)
-    queues = under_test.router.service.machine.queues
-    (worker,) = (worker for worker in under_test.router.service.machine.cluster.workers if worker.role == "prefill")
+    wait_estimates = under_test.router.gateway.core.wait_estimates
+    (worker,) = (worker for worker in under_test.router.gateway.core.membership.workers if worker.role == "prefill")
     queued = Generate(request_id="past", prompt_token_ids=(1,), sampling=SamplingParams())
     now = SystemClock().now()
-    queues.on_sent(worker.key, queued, now - 1e6)
-    queues.on_first_token("past", now)  # a pace at which whatever is queued takes for ever
+    wait_estimates.on_sent(worker.key, queued, now - 1e6)
+    wait_estimates.on_first_token("past", now)  # a pace at which whatever is queued takes for ever
     async with under_test.client() as client:
         waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
         await prefill.generated()

@@ -99,7 +99,7 @@ async def test_body_that_does_not_arrive_is_told_408(impatient):
     head, _, body = (await read_to_end(reader)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    assert impatient.router.service.num_requests == 0
+    assert impatient.router.gateway.num_requests == 0
     writer.close()
 
 
@@ -141,7 +141,7 @@ async def test_stream_that_nobody_reads_ends_with_its_request(start_router):
     generate = await decode.generated()
     decode.script.pause_after = 3999  # the end never comes: only the client's fate can end the request
     await decode.aborts(generate.request_id)
-    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
     client.close()
 
 

@@ -306,7 +306,7 @@ async def test_prompts_of_one_request_are_started_in_turns(start_router):
 
     async def other():
         while True:
-            seen.append(under_test.router.service.num_requests)
+            seen.append(under_test.router.gateway.num_requests)
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())

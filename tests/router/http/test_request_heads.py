@@ -79,7 +79,7 @@ async def test_requests_that_are_sent_ahead_are_bounded(strict):
     answer = await exchange(strict, ask + body + (GET + b"\r\n") * (MAX_PIPELINED + 1))
     assert answer == b""
     assert strict.metric("kvferry_http_connections_cut_total", reason="pipeline") == 1
-    await strict.until(lambda: strict.router.service.num_requests == 0)
+    await strict.until(lambda: strict.router.gateway.num_requests == 0)
 
 
 async def test_large_body_is_not_taken_for_a_head(strict):

@@ -135,7 +135,7 @@ async def test_a_bug_in_the_timer_ends_the_process_and_answers_everyone(start_ro
     under_test = await start_router(has_http=False)
     router = under_test.router
     told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-    await router.service.stop()
+    await router.gateway.stop()
     serving = asyncio.create_task(_serve(router, told.set_result))
     await told
     prefill, _ = await under_test.pair(is_silent=True)
@@ -147,7 +147,7 @@ async def test_a_bug_in_the_timer_ends_the_process_and_answers_everyone(start_ro
         call = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await prefill.generated()
         for name in ("on_timer", "fail") if is_all_broken else ("on_timer",):
-            monkeypatch.setattr(router.service.machine, name, broken)
+            monkeypatch.setattr(router.gateway.core, name, broken)
         async with asyncio.timeout(5):
             assert await serving == 1
         assert (await call).status_code == 503
@@ -158,7 +158,7 @@ async def test_a_signal_gives_requests_the_configured_time_and_no_more(start_rou
     under_test = await start_router(has_http=False, drain_timeout_s=0.05)
     router = under_test.router
     told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-    await router.service.stop()
+    await router.gateway.stop()
     serving = asyncio.create_task(_serve(router, told.set_result))
     await told
     prefill, _ = await under_test.pair(is_silent=True)
@@ -175,7 +175,7 @@ async def test_a_second_signal_does_not_wait_for_requests(tiny_tokenizer, start_
     under_test = await start_router(has_http=False)
     router = under_test.router
     told: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-    await router.service.stop()
+    await router.gateway.stop()
     serving = asyncio.create_task(_serve(router, told.set_result))
     await told
     prefill, _ = await under_test.pair(is_silent=True)

@@ -43,7 +43,7 @@ async def test_report_names_the_versions_of_router_and_workers(start_router):
 
 
 async def test_report_tells_workers_that_are_full_from_those_that_take_nothing(served):
-    prefill, decode = served.router.service.machine.cluster.workers
+    prefill, decode = served.router.gateway.core.membership.workers
     prefill.note_failure(ErrorInfo.of(Overloaded("no room")))
     decode.note_failure(ErrorInfo.of(EngineDead("it died")))
     report = status_of(served.router.endpoints, "1.0")

@@ -11,7 +11,7 @@ from core.clock import SystemClock
 from core.config import RouterSection
 from core.wire.curve import derive_keys
 from core.wire.sockets import AsyncContext, SocketOptions, dealer_socket
-from router.dispatch.worker_gateway import RouterService
+from router.dispatch.worker_gateway import WorkerGateway
 from router.metrics import RouterMetrics
 
 KEY = derive_keys("the key of the cluster, which is long enough")
@@ -19,17 +19,17 @@ OTHER_KEY = derive_keys("the key of another cluster, as long as that")
 
 
 @pytest.fixture
-async def service():
+async def gateway():
     registry = CollectorRegistry()
     config = RouterSection(worker_address="tcp://127.0.0.1:0")
-    found = RouterService(config, "tiny", "router", SystemClock(), RouterMetrics(registry), KEY)
+    found = WorkerGateway(config, "tiny", "router", SystemClock(), RouterMetrics(registry), KEY)
     await found.start()
     yield found, registry
     await found.stop()
 
 
-async def test_worker_with_another_key_is_counted_each_time_and_logged_once(service, caplog):
-    router, registry = service
+async def test_worker_with_another_key_is_counted_each_time_and_logged_once(gateway, caplog):
+    router, registry = gateway
     context = AsyncContext()
     strangers = [dealer_socket(context, SocketOptions(max_message_bytes=1 << 20, keys=OTHER_KEY)) for _ in range(3)]
     for stranger in strangers:

@@ -168,11 +168,11 @@ async def test_tokens_that_come_with_a_failure_are_shown_before_it(start_router,
         call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}))
         request_id = (await worker.generated()).request_id
         wrong = Tokens(request_id, 7, 1, (72,))  # there is no such choice
-        generation = under_test.router.service._listeners[request_id].generation
-        (member,) = under_test.router.service.machine.cluster.workers
+        generation = under_test.router.gateway._listeners[request_id].generation
+        (member,) = under_test.router.gateway.core.membership.workers
         for item in (Tokens(request_id, 0, 0, (71,)), wrong):  # both before the handler gets its turn
-            under_test.router.service._perform(under_test.router.service.machine.on_message(member.peer, [item], 0.0))
-        assert len(generation._news) == 2
+            under_test.router.gateway._perform(under_test.router.gateway.core.on_message(member.peer, [item], 0.0))
+        assert len(generation._updates) == 2
         events = sse_events((await call).text)
     assert [("choices" in event, "error" in event) for event in events] == [(True, False), (False, True)]
 
@@ -195,7 +195,7 @@ async def test_leaving_before_the_first_token_aborts_prefill(start_router, is_st
     prefill, decode = await under_test.pair(is_silent=True)
     await leave_during(under_test, prefill.generated, "/v1/completions", prompt="p", stream=is_stream)
     await prefill.aborts((await prefill.generated()).request_id)
-    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
     assert decode.messages(Generate) == decode.messages(Abort) == []
     await under_test.until(lambda: under_test.metric("kvferry_request_failure_total", code="cancelled") == 1)
 
@@ -208,7 +208,7 @@ async def test_leaving_during_the_handoff_aborts_decode_and_releases_the_lease(s
     request_id = (await decode.generated()).request_id
     await decode.aborts(request_id)
     await prefill.wait_for(lambda message: message == Release(transfer_ids=(f"transfer-{request_id}",)))
-    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
 
 
 async def test_leaving_in_mid_stream_aborts_decode(start_router):
@@ -221,7 +221,7 @@ async def test_leaving_in_mid_stream_aborts_decode(start_router):
         lines = response.aiter_lines()
         await read_until(lines, "hel")
     await decode.aborts((await decode.generated()).request_id)
-    await under_test.until(lambda: under_test.router.service.num_requests == 0)
+    await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
 
 
 async def test_leaving_aborts_every_prompt_of_the_request(start_router):
@@ -277,4 +277,4 @@ async def test_many_streams_at_once_each_get_their_own_text(start_router, sse_ev
     async with httpx.AsyncClient(base_url=under_test.url, limits=httpx.Limits(max_connections=64), timeout=20) as client:
         texts = await asyncio.gather(*[one(client, number) for number in range(64)])
     assert texts == ["hello world"[: 1 + number % 12] for number in range(64)]
-    assert under_test.router.service.num_requests == 0
+    assert under_test.router.gateway.num_requests == 0

@@ -29,21 +29,21 @@ def choice(tiny_tokenizer):
     return lambda **options: _choice(tiny_tokenizer, OutputOptions(**options))
 
 
-def news(*token_ids: int, reason=None, stop=None, logprobs=None) -> ChoiceUpdate:
+def tokens(*token_ids: int, reason=None, stop=None, logprobs=None) -> ChoiceUpdate:
     return ChoiceUpdate(0, tuple(token_ids), logprobs, reason, stop)
 
 
 def test_tokens_become_text(choice, spell):
     text = choice()
-    assert text.push(news(*spell("hel")), 0).text == "hel"
-    last = text.push(news(*spell("lo"), reason="length"), 0)
+    assert text.push(tokens(*spell("hel")), 0).text == "hel"
+    last = text.push(tokens(*spell("lo"), reason="length"), 0)
     assert (last.text, last.finish_reason, last.stop_reason) == ("lo", "length", None)
     assert text.num_tokens == 5
 
 
 def test_end_of_sequence_is_counted_and_not_shown(choice, spell):
     text = choice(skip_special_tokens=False)
-    delta = text.push(news(*spell("a"), EOS, reason="stop", stop=EOS), 0)
+    delta = text.push(tokens(*spell("a"), EOS, reason="stop", stop=EOS), 0)
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("a", "stop", None)
     assert delta.token_ids == [*spell("a"), EOS]
     assert text.num_tokens == 2
@@ -52,46 +52,46 @@ def test_end_of_sequence_is_counted_and_not_shown(choice, spell):
 def test_a_stop_token_of_the_client_is_hidden_and_named(choice, spell):
     (stop,) = spell("z")
     text = choice(stop_token_ids=frozenset({stop}))
-    delta = text.push(news(*spell("az"), reason="stop", stop=stop), 0)
+    delta = text.push(tokens(*spell("az"), reason="stop", stop=stop), 0)
     assert (delta.text, delta.stop_reason) == ("a", stop)
 
 
 def test_a_stop_token_can_be_shown(choice, spell):
     (stop,) = spell("z")
     text = choice(stop_token_ids=frozenset({stop}), include_stop_str=True)
-    assert text.push(news(*spell("az"), reason="stop", stop=stop), 0).text == "az"
+    assert text.push(tokens(*spell("az"), reason="stop", stop=stop), 0).text == "az"
 
 
 def test_characters_are_held_back_until_they_are_whole(choice, spell):
     first, second, third = spell("€")
     text = choice()
-    assert text.push(news(first), 0).text == ""
-    assert text.push(news(second), 0).text == ""
-    assert text.push(news(third), 0).text == "€"
+    assert text.push(tokens(first), 0).text == ""
+    assert text.push(tokens(second), 0).text == ""
+    assert text.push(tokens(third), 0).text == "€"
 
 
 def test_tokens_start_where_their_character_does(choice, spell):
     text = choice()
-    first = text.push(news(*spell("a€")), 0)
+    first = text.push(tokens(*spell("a€")), 0)
     assert first.offsets == [0, 1, 1, 1]
-    assert text.push(news(*spell("bc"), EOS, reason="stop", stop=EOS), 0).offsets == [2, 3, 4]
+    assert text.push(tokens(*spell("bc"), EOS, reason="stop", stop=EOS), 0).offsets == [2, 3, 4]
 
 
 def test_prompt_alone_has_no_output(choice, spell):
     text = choice(echo=True, is_echo_only=True)
-    delta = text.push(news(*spell("x"), reason="length", logprobs=(TokenLogprobs(spell("x"), (-1.0,), 1),)), 0)
+    delta = text.push(tokens(*spell("x"), reason="length", logprobs=(TokenLogprobs(spell("x"), (-1.0,), 1),)), 0)
     assert (delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) == ("", [], [], "length")
     assert text.num_tokens == 0
 
 
 def test_a_broken_character_is_shown_at_the_end(choice, spell):
     text = choice()
-    assert text.push(news(spell("€")[0], reason="length"), 0).text == "\ufffd"
+    assert text.push(tokens(spell("€")[0], reason="length"), 0).text == "\ufffd"
 
 
 def test_a_stop_string_ends_the_choice_and_cuts_what_follows(choice, spell):
     text = choice(stop=("END",))
-    delta = text.push(news(*spell("abENDcd")), 0)
+    delta = text.push(tokens(*spell("abENDcd")), 0)
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("ab", "stop", "END")
     assert delta.token_ids == list(spell("abEND"))
     assert text.num_tokens == 5
@@ -100,24 +100,24 @@ def test_a_stop_string_ends_the_choice_and_cuts_what_follows(choice, spell):
 
 def test_the_start_of_a_stop_string_is_held_back_and_given_out_when_it_is_none(choice, spell):
     text = choice(stop=("END",))
-    assert text.push(news(*spell("aEN")), 0).text == "a"
-    assert text.push(news(*spell("x")), 0).text == "ENx"
-    assert text.push(news(*spell("E"), reason="length"), 0).text == "E"
+    assert text.push(tokens(*spell("aEN")), 0).text == "a"
+    assert text.push(tokens(*spell("x")), 0).text == "ENx"
+    assert text.push(tokens(*spell("E"), reason="length"), 0).text == "E"
 
 
 def test_a_stop_string_can_be_shown(choice, spell):
-    assert choice(stop=("END",), include_stop_str=True).push(news(*spell("abENDcd")), 0).text == "abEND"
+    assert choice(stop=("END",), include_stop_str=True).push(tokens(*spell("abENDcd")), 0).text == "abEND"
 
 
 def test_stop_strings_are_not_looked_for_before_the_minimum(choice, spell):
     text = choice(stop=("b",), min_tokens=3)
-    delta = text.push(news(*spell("abcdb")), 0)
+    delta = text.push(tokens(*spell("abcdb")), 0)
     assert (delta.text, delta.finish_reason) == ("abcd", "stop")
 
 
 def test_logprobs_stay_beside_their_tokens(choice, spell):
     entries = tuple(TokenLogprobs((token,), (-1.0,), 1) for token in spell("abEND"))
-    delta = choice(stop=("E",), logprobs=0).push(news(*spell("abEND"), logprobs=entries), 0)
+    delta = choice(stop=("E",), logprobs=0).push(tokens(*spell("abEND"), logprobs=entries), 0)
     assert delta.token_ids == list(spell("abE"))
     assert delta.logprobs == list(entries[:3])
 

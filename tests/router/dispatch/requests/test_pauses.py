@@ -31,13 +31,13 @@ def test_a_live_worker_that_comes_by_many_connections_costs_no_retry(make_bench,
     bench = pair_decoding(make_bench)
     freeze(bench, seconds)
     if tick_is_first:
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
     peer = "d0"
     for number in range(5):
-        bench.do(bench.machine.on_unreachable(peer.encode(), bench.now))
+        bench.do(bench.core.on_unreachable(peer.encode(), bench.now))
         peer = f"d0-{number}"
         bench.receive(peer, Heartbeat(engine_id="d0", incarnation=1))
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
     newest = bench.generated(peer)
     bench.tokens(2, 52, peer=peer, request_id=newest.request_id, finish_reason="length")
     assert bench.output() == [50, 51, 52]
@@ -49,7 +49,7 @@ def test_a_worker_that_gave_up_its_silent_router_costs_no_retry(make_bench, seco
     bench = pair_decoding(make_bench)
     freeze(bench, seconds)
     bench.fails("d0", SILENT)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     bench.tokens(2, 52, request_id="r1.2", finish_reason="length")
     assert bench.output() == [50, 51, 52]
 
@@ -68,20 +68,20 @@ def test_nobody_is_judged_by_what_it_said_before_the_pause(make_bench, seconds):
     bench = pair_decoding(make_bench)
     bench.heartbeat("d0", stalled_ms=60_000.0)
     freeze(bench, seconds)
-    bench.do(bench.machine.on_timer(bench.now))
-    assert not bench.machine.cluster.by_peer(b"d0").is_closed
+    bench.do(bench.core.on_timer(bench.now))
+    assert not bench.core.membership.by_peer(b"d0").is_closed
 
 
 def test_a_worker_whose_connection_is_gone_gets_nothing_until_it_is_back(make_bench):
     bench = make_bench("p0", "d0", "d1")
     bench.tick(0.0)
     freeze(bench, 12.0)
-    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    bench.do(bench.core.on_unreachable(b"d0", bench.now))
     bench.submit()
     bench.prefill_done()
     assert bench.generated("d1").request_id == "r1"
     bench.receive("d0-again", Heartbeat(engine_id="d0", incarnation=1))
-    assert not bench.machine.cluster.by_peer(b"d0-again").is_closed
+    assert not bench.core.membership.by_peer(b"d0-again").is_closed
 
 
 def test_a_stream_leaves_a_worker_whose_connection_is_gone_at_once(make_bench):
@@ -90,20 +90,20 @@ def test_a_stream_leaves_a_worker_whose_connection_is_gone_at_once(make_bench):
     bench.submit()
     bench.prefill_done()
     freeze(bench, 12.0)
-    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_unreachable(b"d0", bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     assert bench.generated("d1").request_id == "r1.2"
 
 
 def test_a_worker_that_died_meanwhile_is_dropped_when_all_has_settled(make_bench):
     bench = pair_decoding(make_bench)
     freeze(bench, 12.0)
-    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
+    bench.do(bench.core.on_unreachable(b"d0", bench.now))
     frozen_until = bench.now
-    while bench.machine.cluster.by_peer(b"d0") is not None:
+    while bench.core.membership.by_peer(b"d0") is not None:
         bench.now += 1.0
         bench.heartbeat("p0")
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
     assert 4.0 <= bench.now - frozen_until <= 7.0
 
 
@@ -113,8 +113,8 @@ def test_a_router_that_is_always_late_drops_a_silent_worker(make_bench, gap_s):
     for _ in range(100):
         freeze(bench, gap_s)
         bench.heartbeat("p0")
-        bench.do(bench.machine.on_timer(bench.now))
-    assert [member.key.engine_id for member in bench.machine.cluster.members] == ["p0"]
+        bench.do(bench.core.on_timer(bench.now))
+    assert [member.key.engine_id for member in bench.core.membership.members] == ["p0"]
 
 
 @pytest.mark.parametrize("gap_s", [0.25, 0.75, 2.0, 4.0])
@@ -124,13 +124,13 @@ def test_a_router_that_is_always_late_leaves_a_stalled_worker(make_bench, gap_s)
         freeze(bench, gap_s)
         bench.heartbeat("p0")
         bench.heartbeat("d0", stalled_ms=1e3 * gap_s * (number + 1))
-        bench.do(bench.machine.on_timer(bench.now))
-    stalled = [member.key.engine_id for member in bench.machine.cluster.members if member.is_closed]
+        bench.do(bench.core.on_timer(bench.now))
+    stalled = [member.key.engine_id for member in bench.core.membership.members if member.is_closed]
     assert stalled == ["d0"]
 
 
 def test_a_router_that_pauses_now_and_then_is_settled_between(make_bench):
-    pauses = make_bench("p0", "d0").machine.cluster.pauses
+    pauses = make_bench("p0", "d0").core.membership.pauses
     now = 0.0
     pauses.on_tick(now)
     for _ in range(9):
@@ -145,8 +145,8 @@ def test_a_router_that_pauses_now_and_then_is_settled_between(make_bench):
 
 def test_without_a_pause_a_dead_connection_is_a_dead_worker_at_once(make_bench):
     bench = pair_decoding(make_bench, max_retries=2)
-    bench.do(bench.machine.on_unreachable(b"d0", bench.now))
-    assert bench.machine.cluster.by_peer(b"d0") is None
+    bench.do(bench.core.on_unreachable(b"d0", bench.now))
+    assert bench.core.membership.by_peer(b"d0") is None
 
 
 def test_a_process_that_was_taken_for_lost_and_lives_has_cost_no_retry(make_bench):
@@ -155,7 +155,7 @@ def test_a_process_that_was_taken_for_lost_and_lives_has_cost_no_retry(make_benc
     bench.prefill_done()
     for number in range(3):
         peer = "d0" if not number else f"d0-{number}"
-        bench.do(bench.machine.on_unreachable(peer.encode(), bench.now))
+        bench.do(bench.core.on_unreachable(peer.encode(), bench.now))
         register = {"engine_id": "d0"}
         bench.join(f"d0-{number + 1}", **register)
     assert bench.error() is None
@@ -178,7 +178,7 @@ def test_hand_to_and_fro_without_a_token_ends(make_bench):
 def test_the_routers_own_limit_does_not_count_its_pause(make_bench):
     bench = pair_decoding(make_bench, request_timeout_s=50.0)
     freeze(bench, 60.0)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     assert bench.ended == {}
     bench.tick(bench.now + 51.0)
     assert bench.error().code == "deadline_exceeded"
@@ -187,16 +187,16 @@ def test_the_routers_own_limit_does_not_count_its_pause(make_bench):
 def test_a_deadline_that_the_client_has_set_holds_all_the_same(make_bench):
     bench = make_bench("p0", "d0")
     bench.tick(0.0)
-    bench.do(bench.machine.submit(bench.submission(timeout_s=50.0), bench.now))
+    bench.do(bench.core.submit(bench.submission(timeout_s=50.0), bench.now))
     freeze(bench, 60.0)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     assert bench.error().code == "deadline_exceeded"
 
 
 def test_a_worker_whose_deadline_did_not_know_of_the_pause_costs_no_retry(make_bench):
     bench = pair_decoding(make_bench, request_timeout_s=50.0)
     freeze(bench, 60.0)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     bench.fails("d0", LATE)
     assert bench.generated("d0").request_id == "r1.2"
     assert bench.generated("d0").deadline_ms > 40_000
@@ -207,8 +207,8 @@ def test_a_request_that_waits_for_a_worker_does_not_wait_during_the_pause(make_b
     bench.leave("d0")
     bench.tick(5.0)
     freeze(bench, 60.0)
-    bench.do(bench.machine.on_timer(bench.now))
-    assert bench.machine.flows.num_waiting == 1
+    bench.do(bench.core.on_timer(bench.now))
+    assert bench.core.dispatcher.num_waiting == 1
     bench.join("d1")
     assert bench.generated("d1").request_id == "r1.2"
 
@@ -218,7 +218,7 @@ def test_the_pace_of_prompts_is_not_judged_by_the_pause(make_bench):
     bench.tick(0.0)
     bench.submit("r1")
     freeze(bench, 60.0)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     bench.prefill_done("r1")
     bench.submit("r2")
-    assert bench.machine.queues.wait_s(bench.machine.cluster.by_peer(b"p0").key, bench.now) < 2.0
+    assert bench.core.wait_estimates.wait_s(bench.core.membership.by_peer(b"p0").key, bench.now) < 2.0

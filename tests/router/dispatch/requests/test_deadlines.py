@@ -6,12 +6,12 @@ from core.errors import ContextTooLong, DeadlineUnreachable
 from core.wire.messages import Abort, ChoiceStart, Generate
 from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
-from router.dispatch.wait_estimate import PromptQueues
+from router.dispatch.wait_estimate import WaitEstimates
 
 P0, P1 = WorkerKey("p0", 1), WorkerKey("p1", 1)
 
 
-class Bench(PromptQueues):
+class Bench(WaitEstimates):
     """Queues that are fed with prompts of so many tokens."""
 
     def send(self, name, num_tokens, at, worker=P0, **fields):
@@ -112,10 +112,10 @@ def make_router(make_bench):
     def make(*workers):
         bench = make_bench(*workers, max_requests=100)
         for number, worker in enumerate(name for name in workers if name[0] in "pa"):
-            key = next(member.key for member in bench.machine.cluster.workers if member.key.engine_id == worker)
+            key = next(member.key for member in bench.core.membership.workers if member.key.engine_id == worker)
             message = Generate(request_id=f"past{number}", prompt_token_ids=(1,) * 10, sampling=SamplingParams())
-            bench.machine.queues.on_sent(key, message, -1.0)
-            bench.machine.queues.on_first_token(f"past{number}", 0.0)
+            bench.core.wait_estimates.on_sent(key, message, -1.0)
+            bench.core.wait_estimates.on_first_token(f"past{number}", 0.0)
         return bench
 
     return make
@@ -123,7 +123,7 @@ def make_router(make_bench):
 
 def refusal(bench, **fields):
     with pytest.raises(DeadlineUnreachable) as refused:
-        bench.machine.submit(bench.submission("late", **fields), bench.now)
+        bench.core.submit(bench.submission("late", **fields), bench.now)
     return refused.value
 
 
@@ -133,9 +133,9 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_with_the_reason_and
     error = refusal(bench, timeout_s=2.0)
     assert (error.code, error.http_status, error.retryable, error.retry_after_s) == ("deadline_unreachable", 503, True, 3)
     assert "may take 2 s, but the prompts before it take about 5.0 s more" in error.message
-    assert len(bench.machine.flows) == 1
-    bench.do(bench.machine.submit(bench.submission("patient", timeout_s=6.0), bench.now))
-    bench.do(bench.machine.submit(bench.submission("any"), bench.now))  # the router's own 60 s
+    assert len(bench.core.dispatcher) == 1
+    bench.do(bench.core.submit(bench.submission("patient", timeout_s=6.0), bench.now))
+    bench.do(bench.core.submit(bench.submission("any"), bench.now))  # the router's own 60 s
 
 
 def test_without_a_time_of_its_own_a_request_has_the_router_s(make_router):
@@ -153,9 +153,9 @@ def test_what_was_done_or_given_up_meanwhile_is_not_waited_for(make_router):
     refusal(bench, timeout_s=7.0)
     bench.now = 5.0
     bench.prefill_done("r1")
-    bench.do(bench.machine.submit(bench.submission("r3", timeout_s=7.0), bench.now))
-    bench.do(bench.machine.abort("r2", "client", bench.now))
-    bench.do(bench.machine.submit(bench.submission("r4", timeout_s=1.5), bench.now))
+    bench.do(bench.core.submit(bench.submission("r3", timeout_s=7.0), bench.now))
+    bench.do(bench.core.abort("r2", "client", bench.now))
+    bench.do(bench.core.submit(bench.submission("r4", timeout_s=1.5), bench.now))
 
 
 def test_a_worker_that_would_be_too_late_is_left_out_if_another_is_not(make_router):
@@ -168,7 +168,7 @@ def test_a_worker_that_would_be_too_late_is_left_out_if_another_is_not(make_rout
     assert queued == {"p0", "p1"}
     free = ({"p0", "p1"} - {busy}).pop()
     for number in range(4):
-        bench.do(bench.machine.submit(bench.submission(f"hurried{number}", timeout_s=4.0, prompt=1), bench.now))
+        bench.do(bench.core.submit(bench.submission(f"hurried{number}", timeout_s=4.0, prompt=1), bench.now))
         assert bench.sent[-1][0] == free
 
 
@@ -177,12 +177,12 @@ def test_an_aggregated_worker_s_queue_counts_until_the_first_token(make_router):
     bench.submit("r1", prompt=50)
     refusal(bench, timeout_s=2.0)
     bench.tokens(0, 5, request_id="r1", peer="a0")
-    bench.do(bench.machine.submit(bench.submission("r2", timeout_s=2.0), bench.now))
+    bench.do(bench.core.submit(bench.submission("r2", timeout_s=2.0), bench.now))
 
 
 def test_a_request_ends_when_its_own_time_is_over(make_router):
     bench = make_router("p0", "d0")
-    bench.do(bench.machine.submit(bench.submission("r1", timeout_s=3.0), bench.now))
+    bench.do(bench.core.submit(bench.submission("r1", timeout_s=3.0), bench.now))
     assert bench.generated("p0").deadline_ms == 3000
     bench.tick(3.0)
     assert bench.error("r1").message == "the request took longer than 3 s"
@@ -190,12 +190,12 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
 
 def test_the_shortest_wait_is_told(make_router):
     bench = make_router("p0", "p1", "d0")
-    workers = bench.machine.cluster.workers
+    workers = bench.core.membership.workers
     bench.submit("r1", prompt=50)
-    assert bench.machine.queues.shortest_wait_s(workers, 0.0) == 0.0
+    assert bench.core.wait_estimates.shortest_wait_s(workers, 0.0) == 0.0
     bench.submit("r2", prompt=30)
-    assert bench.machine.queues.shortest_wait_s(workers, 0.0) == pytest.approx(3.0)
-    assert bench.machine.queues.shortest_wait_s((), 0.0) == 0.0
+    assert bench.core.wait_estimates.shortest_wait_s(workers, 0.0) == pytest.approx(3.0)
+    assert bench.core.wait_estimates.shortest_wait_s((), 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_a_busy_worker_that_cannot_serve_the_request_is_no_obstacle(make_router)
     bench.submit("r1", prompt=50)
     for name in ("p1", "d1"):
         bench.join(name, model_fingerprint=b"new")
-    bench.do(bench.machine.submit(bench.submission("r2", timeout_s=2.0, model_fingerprint=b"new"), bench.now))
+    bench.do(bench.core.submit(bench.submission("r2", timeout_s=2.0, model_fingerprint=b"new"), bench.now))
     assert bench.sent[-1][0] == "p1"
-    bench.do(bench.machine.submit(bench.submission("text", timeout_s=2.0), bench.now))
+    bench.do(bench.core.submit(bench.submission("text", timeout_s=2.0), bench.now))
     assert bench.sent[-1][0] == "p1"
 
 
@@ -232,17 +232,17 @@ def test_a_request_that_fits_nobody_hears_why_and_not_when_to_come_back(make_rou
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     with pytest.raises(ContextTooLong):
-        bench.machine.submit(bench.submission("long", timeout_s=2.0, prompt=200), bench.now)
+        bench.core.submit(bench.submission("long", timeout_s=2.0, prompt=200), bench.now)
 
 
 def test_a_worker_that_fits_nobody_begins_nothing_soon(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     bench.join("p1", model_fingerprint=b"new")
-    assert bench.machine.queues.shortest_wait_s(bench.machine.cluster.workers, 0.0) == pytest.approx(5.0)
+    assert bench.core.wait_estimates.shortest_wait_s(bench.core.membership.workers, 0.0) == pytest.approx(5.0)
 
 
 def test_nobody_at_all_is_no_matter_of_time(make_bench):
     bench = make_bench()
     with pytest.raises(Exception, match="no worker has registered"):
-        bench.machine.submit(bench.submission("r1", timeout_s=0.001), bench.now)
+        bench.core.submit(bench.submission("r1", timeout_s=0.001), bench.now)

@@ -30,7 +30,7 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.membership import DUPLICATE_ENGINE_ID
 from router.dispatch.request_state import Deliver, Ended
 from router.dispatch.types import Submission
@@ -173,7 +173,7 @@ class Histories(RuleBasedStateMachine):
             max_retries=3,
             worker_wait_s=8.0,
         )
-        self.machine = RouterMachine("tiny", "router-1", limits)
+        self.core = RouterCore("tiny", "router-1", limits)
         self.now = 0.0
         self.workers = {name: FakeWorker(name) for name in ROLES}
         self.inboxes = {worker.peer: worker.inbox for worker in self.workers.values()}
@@ -181,7 +181,7 @@ class Histories(RuleBasedStateMachine):
         self.stopped: set[tuple[str, int]] = set()  # choices that ended by a stop string
         self.output: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[str, ErrorInfo | None] = {}
-        self.tries: dict[str, str] = {}  # request → its newest id on the wire
+        self.attempts: dict[str, str] = {}  # request → its newest id on the wire
         self.generated: set[tuple[str, bool]] = set()  # (id on the wire, is prefill leg)
         self.num_faults = 0
         self.excused: set[str] = set()  # handoffs that only their lease can end
@@ -190,34 +190,34 @@ class Histories(RuleBasedStateMachine):
     # ---- harness -----------------------------------------------------------------------------------------------------
 
     def do(self, actions) -> None:
-        """Carry out actions as ``RouterService`` does: those that follow from peers found gone come last."""
+        """Carry out actions as ``WorkerGateway`` does: those that follow from peers found gone come last."""
         queue = list(actions)
         for action in queue:  # grows while it is walked
             match action:
                 case Transmit(peer, message):
                     if isinstance(message, Generate):
-                        self.note_try(message)
+                        self.note_attempt(message)
                     if peer.decode() in self.inboxes:
                         self.inboxes[peer.decode()].append(message)
                     else:
-                        queue += self.machine.on_unreachable(peer, self.now)
+                        queue += self.core.on_unreachable(peer, self.now)
                 case Deliver(request_id, update):
-                    assert request_id not in self.ended, "news after the end"
+                    assert request_id not in self.ended, "an update after the end"
                     for choice in update.choices:
                         self.output[request_id, choice.index] += choice.token_ids
-                case Ended(flow):
-                    assert flow.request_id not in self.ended, "a request ended twice"
-                    self.ended[flow.request_id] = flow.error
+                case Ended(request):
+                    assert request.request_id not in self.ended, "a request ended twice"
+                    self.ended[request.request_id] = request.error
 
-    def note_try(self, message: Generate) -> None:
+    def note_attempt(self, message: Generate) -> None:
         leg = (message.request_id, message.handoff)
         assert leg not in self.generated, "an id on the wire was used twice"
         self.generated.add(leg)
-        self.tries[message.request_id.partition(".")[0]] = message.request_id
+        self.attempts[message.request_id.partition(".")[0]] = message.request_id
 
     def to_router(self, worker: FakeWorker) -> None:
         peer, message = worker.outbox.popleft()
-        self.do(self.machine.on_message(peer.encode(), message, self.now))
+        self.do(self.core.on_message(peer.encode(), message, self.now))
 
     def reconnect(self, worker: FakeWorker) -> None:
         """Give a worker a new connection; what was under way to it is lost."""
@@ -252,7 +252,7 @@ class Histories(RuleBasedStateMachine):
         self.output.update({(request_id, index): [] for index in range(n)})
         self.sizes[request_id] = n
         try:
-            self.do(self.machine.submit(wanted, self.now))
+            self.do(self.core.submit(wanted, self.now))
         except KVFerryError:
             del self.sizes[request_id]
 
@@ -261,11 +261,11 @@ class Histories(RuleBasedStateMachine):
         """Let a client leave, or find a stop string."""
         shown = sorted(key for key, output in self.output.items() if output and key[0] not in self.ended)
         if is_abort and self.sizes:
-            self.do(self.machine.abort(data.draw(st.sampled_from(sorted(self.sizes))), "client", self.now))
+            self.do(self.core.abort(data.draw(st.sampled_from(sorted(self.sizes))), "client", self.now))
         elif shown:
             key = data.draw(st.sampled_from(shown))
             self.stopped.add(key)
-            self.do(self.machine.finish_choice(*key, self.now))
+            self.do(self.core.finish_choice(*key, self.now))
 
     # ---- workers at work ---------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class Histories(RuleBasedStateMachine):
             if worker.is_up:
                 worker.heartbeat()
                 self.flush(worker)
-        self.do(self.machine.on_timer(self.now))
+        self.do(self.core.on_timer(self.now))
 
     # ---- what holds --------------------------------------------------------------------------------------------------
 
@@ -452,10 +452,10 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        assert len(self.machine.flows) == len(self.sizes) - len(self.ended)
-        for worker in self.machine.cluster.workers:
+        assert len(self.core.dispatcher) == len(self.sizes) - len(self.ended)
+        for worker in self.core.membership.workers:
             assert worker.num_inflight >= 0
-            if not len(self.machine.flows):
+            if not len(self.core.dispatcher):
                 assert worker.num_inflight == 0
 
     def teardown(self) -> None:
@@ -471,7 +471,7 @@ class Histories(RuleBasedStateMachine):
             for wire_id in worker.jobs.keys() - self.lost_aborts:
                 request_id = wire_id.partition(".")[0]
                 assert request_id not in self.ended, "a worker was left with a request that has ended"
-                assert self.tries[request_id] == wire_id, "a worker was left with a try that was given up"
+                assert self.attempts[request_id] == wire_id, "a worker was left with an attempt that was given up"
         for _ in range(60):
             self.time_passes(0.25)
             self.go_on(is_told=True)

@@ -46,11 +46,11 @@ def test_only_live_choices_are_replayed_each_from_its_own_position(make_bench):
     bench.leave("d0")
     starts = [(choice.index, choice.output_token_ids) for choice in bench.generated("d1").choices]
     assert starts == [(1, (51, 61)), (2, (52, 62, 63))]
-    assert bench.machine.cluster.by_peer(b"d1").num_inflight == 2
+    assert bench.core.membership.by_peer(b"d1").num_inflight == 2
     bench.tokens(2, 71, index=1, peer="d1", request_id="r1.2", finish_reason="stop")
     bench.tokens(3, 72, index=2, peer="d1", request_id="r1.2", finish_reason="length")
     assert [bench.output(index=index) for index in range(3)] == [[50, 60], [51, 61, 71], [52, 62, 63, 72]]
-    assert bench.ended["r1"].flow.finish_reasons == ["stop", "stop", "length"]
+    assert bench.ended["r1"].request.finish_reasons == ["stop", "stop", "length"]
     bench.assert_idle()
 
 
@@ -115,7 +115,7 @@ def test_a_gap_that_comes_again_and_again_ends_the_request(make_bench):
     bench.assert_idle()
 
 
-def test_late_tokens_of_a_lost_try_are_not_mistaken_for_the_present_one(make_bench):
+def test_late_tokens_of_a_lost_attempt_are_not_mistaken_for_the_present_one(make_bench):
     bench = make_bench("p0", "d0")
     bench.submit()
     bench.prefill_done()
@@ -134,7 +134,7 @@ def test_a_silent_worker_is_replaced_within_the_heartbeat_timeout(make_bench):
     bench.now = 5.2
     bench.heartbeat("p0")
     bench.heartbeat("d1")
-    bench.do(bench.machine.on_timer(5.2))
+    bench.do(bench.core.on_timer(5.2))
     assert "decode worker d0 was lost: no heartbeat" in bench.retries[0].error.message
     assert bench.generated("d1").request_id == "r1.2"
 
@@ -151,7 +151,7 @@ def test_logprobs_of_the_second_worker_continue_those_of_the_first(make_bench):
     assert told == entries
 
 
-def test_the_report_says_how_often_and_keeps_what_the_first_try_cost(make_bench):
+def test_the_report_says_how_often_and_keeps_what_the_first_attempt_cost(make_bench):
     bench = make_bench("p0", "d0", "d1", "d2")
     bench.submit()
     bench.prefill_done()
@@ -165,4 +165,4 @@ def test_the_report_says_how_often_and_keeps_what_the_first_try_cost(make_bench)
     assert report.cost == loaded
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 1, 1)
     assert [retried.successor.engine_id for retried in bench.retries] == ["d1", "d2"]
-    assert bench.ended["r1"].flow.retried == ["replay"]
+    assert bench.ended["r1"].request.retried == ["replay"]

@@ -44,7 +44,7 @@ def test_a_prefill_worker_that_goes_or_refuses_is_replaced_without_the_client_s_
     bench.prefill_done("r1.2", "p1")
     bench.tokens(1, 51, request_id="r1.2", finish_reason="length")
     assert bench.output() == [50, 51]
-    assert bench.ended["r1"].flow.error is None
+    assert bench.ended["r1"].request.error is None
     assert bench.kinds() == ["prefill"]
     bench.assert_idle()
 
@@ -139,7 +139,7 @@ def test_a_worker_that_refused_gets_nothing_until_its_next_heartbeat(make_bench)
     assert bench.generated("p0").request_id == "r3"
 
 
-def test_the_result_of_a_try_that_was_given_up_is_released(make_bench):
+def test_the_result_of_an_attempt_that_was_given_up_is_released(make_bench):
     bench = make_bench("p0", "p1", "d0")
     bench.submit()
     bench.receive("p0-again", Heartbeat(engine_id="p0", incarnation=1))
@@ -166,9 +166,9 @@ def test_a_worker_alone_on_a_new_connection_drops_what_was_lost_and_starts_again
 def test_an_unreachable_worker_is_dropped_once(make_bench):
     bench = make_bench("a0")
     bench.submit()
-    bench.do(bench.machine.on_unreachable(b"a0", 0.0))
-    assert bench.machine.flows.num_waiting == 1
-    assert bench.machine.on_unreachable(b"a0", 0.0) == []
+    bench.do(bench.core.on_unreachable(b"a0", 0.0))
+    assert bench.core.dispatcher.num_waiting == 1
+    assert bench.core.on_unreachable(b"a0", 0.0) == []
 
 
 # ---- between the first token and the decode worker's ---------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_losing_the_prefill_worker_after_the_first_token_leaves_the_request_alon
     pair.leave("p0")
     pair.tick(25.0)
     pair.tokens(1, 51, finish_reason="length")
-    assert pair.ended["r1"].flow.error is None
+    assert pair.ended["r1"].request.error is None
     assert pair.retries == []
     pair.assert_idle()
 
@@ -190,7 +190,7 @@ def test_a_prefill_worker_s_failure_after_the_first_token_is_not_the_client_s_bu
     pair.prefill_done()
     pair.fails("p0", BROKEN)
     pair.tokens(1, 51, finish_reason="length")
-    assert pair.ended["r1"].flow.error is None
+    assert pair.ended["r1"].request.error is None
 
 
 @pytest.mark.parametrize("how", ["leaves", "drains"])
@@ -203,9 +203,9 @@ def test_a_reserved_decode_worker_that_goes_is_replaced(make_bench, how):
         bench.heartbeat("d0", is_draining=True)
     bench.prefill_done()
     assert bench.to("d0", Generate) == []
-    assert bench.generated("d1").request_id == "r1", "it is still the first try"
+    assert bench.generated("d1").request_id == "r1", "it is still the first attempt"
     bench.tokens(1, 51, peer="d1", finish_reason="length")
-    assert bench.ended["r1"].flow.error is None
+    assert bench.ended["r1"].request.error is None
     bench.assert_idle()
 
 
@@ -251,7 +251,7 @@ def test_every_choice_has_to_begin_again_on_the_next_worker_before_the_lease_is_
     bench.tokens(1, 60, index=0)
     bench.leave("d0")
     bench.tokens(1, 70, index=1, peer="d1", request_id="r1.2")
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
 
 
@@ -274,12 +274,12 @@ def test_refusals_after_the_first_token_are_not_counted_as_retries(make_bench):
     for refusal, request_id in ((FULL, "r1.2"), (DRAINING, "r1.3")):
         bench.fails("d0", refusal, request_id)
         bench.heartbeat("d0")
-        bench.do(bench.machine.on_timer(0.0))
+        bench.do(bench.core.on_timer(0.0))
     bench.tokens(1, 51, request_id="r1.4", usage=Usage(kv_transfer=TransferUsage()))
     report = bench.updates["r1"][-1].handoff
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 0, 2)
     bench.tokens(2, 52, request_id="r1.4", finish_reason="length")
-    assert bench.ended["r1"].flow.retried == ["prefill"]
+    assert bench.ended["r1"].request.retried == ["prefill"]
 
 
 def test_a_request_with_a_token_waits_for_room_and_keeps_its_lease(make_bench):
@@ -287,14 +287,14 @@ def test_a_request_with_a_token_waits_for_room_and_keeps_its_lease(make_bench):
     bench.submit()
     bench.prefill_done()
     bench.fails("d0", FULL)
-    assert bench.machine.flows.num_waiting == 1
+    assert bench.core.dispatcher.num_waiting == 1
     assert "r1" not in bench.ended
     for now in range(1, 40):
         bench.now = float(now)
         bench.heartbeat("p0")
         bench.heartbeat("d0")
-        bench.machine.cluster.by_peer(b"d0").is_refusing = True
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.core.membership.by_peer(b"d0").is_refusing = True
+        bench.do(bench.core.on_timer(bench.now))
     assert len(bench.to("p0", Renew)) == 3
     bench.tick(41.0)
     assert bench.generated("d0").kv_handoff == bench.handoff()
@@ -312,8 +312,8 @@ def test_a_request_that_waits_for_room_ends_at_its_deadline(make_bench):
         bench.now = float(now)
         bench.heartbeat("p0")
         bench.heartbeat("d0")
-        bench.machine.cluster.by_peer(b"d0").is_refusing = True
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.core.membership.by_peer(b"d0").is_refusing = True
+        bench.do(bench.core.on_timer(bench.now))
     assert bench.error().code == "deadline_exceeded"
     assert bench.to("p0", Release)
     bench.assert_idle()
@@ -411,7 +411,7 @@ def test_a_pair_that_falls_silent_together_is_lost_whichever_is_missed_first(mak
     bench.prefill_done()
     for bench.now in range(1, 7):
         bench.heartbeat("d1")
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
     bench.tokens(1, 51, peer="d1", request_id="r1.2", usage=Usage(kv_transfer=TransferUsage()))
     assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "peer_lost"
 

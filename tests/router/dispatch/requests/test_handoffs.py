@@ -23,7 +23,7 @@ def test_a_request_goes_to_prefill_then_to_decode_and_ends(pair):
     pair.tokens(1, 51)
     pair.tokens(2, 52, finish_reason="length")
     assert pair.output() == [50, 51, 52]
-    assert pair.ended["r1"].flow.error is None
+    assert pair.ended["r1"].request.error is None
     assert pair.to("p0", Release) == []
     assert pair.to("p0", Abort) == pair.to("d0", Abort) == []
     pair.assert_idle()
@@ -42,7 +42,7 @@ def test_a_connector_without_transports_hands_over_by_what_both_workers_share(ma
     bench.tokens(1, 51)
     bench.tokens(2, 52, finish_reason="length")
     assert bench.output() == [50, 51, 52]
-    assert bench.ended["r1"].flow.error is None
+    assert bench.ended["r1"].request.error is None
     bench.assert_idle()
 
 
@@ -66,7 +66,7 @@ def test_a_request_that_ends_at_its_first_token_needs_no_decode_worker(pair):
     pair.prefill_done(choices=(PrefillChoice(index=0, token_id=50, finish_reason="length"),), kv_handoff=None)
     assert pair.to("d0", Generate) == []
     assert pair.output() == [50]
-    assert pair.ended["r1"].flow.finish_reasons == ["length"]
+    assert pair.ended["r1"].request.finish_reasons == ["length"]
     pair.assert_idle()
 
 
@@ -110,6 +110,6 @@ def test_tokens_of_one_frame_make_one_update_per_request(make_bench):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail", None])
 def test_the_failure_policy_travels_on_both_legs(pair, policy):
-    pair.do(pair.machine.submit(pair.submission(kv_load_failure_policy=policy), 0.0))
+    pair.do(pair.core.submit(pair.submission(kv_load_failure_policy=policy), 0.0))
     pair.prefill_done()
     assert [pair.generated(name).kv_load_failure_policy for name in ("p0", "d0")] == [policy, policy]

@@ -104,7 +104,7 @@ def test_a_worker_busy_with_something_unknown_is_told_to_stop(make_bench):
 def test_late_tokens_of_an_ended_request_cause_nothing(make_bench):
     bench = make_bench("a0")
     bench.submit()
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     before = len(bench.sent)
     bench.now = 1.9
     bench.tokens(0, 1, peer="a0")
@@ -114,7 +114,7 @@ def test_late_tokens_of_an_ended_request_cause_nothing(make_bench):
 def test_a_worker_that_did_not_get_its_abort_is_told_again(make_bench):
     bench = make_bench("a0")
     bench.submit()
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     for bench.now in (2.0, 2.1, 3.9, 4.0):
         bench.tokens(0, 1, peer="a0")
     assert [message.reason for message in bench.to("a0", Abort)] == ["client", "unknown", "unknown"]
@@ -122,15 +122,15 @@ def test_a_worker_that_did_not_get_its_abort_is_told_again(make_bench):
 
 def test_a_malformed_frame_drops_its_worker_and_fails_its_requests_at_once(pair):
     pair.submit()
-    pair.do(pair.machine.on_malformed(b"p0", ProtocolError("malformed frame: x"), 0.0))
+    pair.do(pair.core.on_malformed(b"p0", ProtocolError("malformed frame: x"), 0.0))
     assert pair.generated("d0").request_id == "r1.2"
     assert pair.to("p0", Refused)[-1].error.code == ProtocolError.code
 
 
 def test_a_malformed_frame_of_a_stranger_is_refused(pair):
-    pair.do(pair.machine.on_malformed(b"x", ProtocolError("malformed frame: x"), 0.0))
+    pair.do(pair.core.on_malformed(b"x", ProtocolError("malformed frame: x"), 0.0))
     assert pair.to("x", Refused)
-    assert pair.machine.not_ready_reason is None
+    assert pair.core.not_ready_reason is None
 
 
 def test_a_frame_that_a_worker_could_not_read_fails_what_it_never_answered(pair):

@@ -40,7 +40,7 @@ def submit(bench, *images: bytes, request_id: str = "r1", **fields) -> None:
         media_places=tuple(f"messages[0].content[{index}]" for index in range(len(images))),
         **fields,
     )
-    bench.do(bench.machine.submit(submission, bench.now))
+    bench.do(bench.core.submit(submission, bench.now))
 
 
 def asked(bench, name: str = "e0") -> EncodeRequest:
@@ -62,7 +62,7 @@ def test_embeddings_are_made_first_and_named_to_both_legs(bench):
     assert [feature.identifier for feature in message.mm_features] == [CAT, DOG]
     assert message.media == (b"cat", b"dog")
     assert not bench.to("p0", Generate)
-    assert bench.machine.flows.count(Phase.ENCODE) == 1
+    assert bench.core.dispatcher.count(Phase.ENCODE) == 1
     done(bench, CAT, DOG)
     bench.prefill_done()
     for name in ("p0", "d0"):
@@ -96,7 +96,7 @@ def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_t
     for name, weights in (("p1", b"new"), ("d1", b"new"), ("p2", b"w"), ("d2", b"w")):
         bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=weights)
     submit(bench, CAT, model_fingerprint=b"w")
-    reserved = bench.machine.flows._flows["r1"].prefill.engine_id
+    reserved = bench.core.dispatcher._requests["r1"].prefill.engine_id
     bench.leave(reserved)
     done(bench, CAT)
     assert bench.generated({"p0": "p2", "p2": "p0"}[reserved]).ec_sources
@@ -105,7 +105,7 @@ def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_t
 
 def test_a_request_with_images_does_not_begin_where_everything_is_refused_by_now(bench):
     submit(bench, CAT)
-    assert bench.machine.flows._flows["r1"].prefill.engine_id == "p0"
+    assert bench.core.dispatcher._requests["r1"].prefill.engine_id == "p0"
     bench.fails("p0", ErrorInfo.of(EngineDead("it died")), "an earlier one")
     bench.join("p1", ec_connector="shared", host_id="here")
     done(bench, CAT)
@@ -273,7 +273,7 @@ def test_a_bad_image_that_a_prefill_worker_finds_is_named_as_the_client_did(make
 
 def test_an_abort_reaches_the_encode_workers(bench):
     submit(bench, CAT)
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     assert [abort.request_ids for abort in bench.to("e0", Abort)] == [("r1",)]
     assert not bench.to("p0", Abort)
     bench.assert_idle()
@@ -311,7 +311,7 @@ def test_with_no_prefill_worker_left_a_decode_worker_embeds_and_serves_alone(ben
     assert alone.media
 
 
-def test_a_second_try_uses_the_embeddings_of_the_first(bench):
+def test_a_second_attempt_uses_the_embeddings_of_the_first(bench):
     bench.join("p1", ec_connector="shared", host_id="here")
     submit(bench, CAT)
     done(bench, CAT)
@@ -330,4 +330,4 @@ def test_embeddings_that_nobody_asked_for_are_not_passed_on(bench):
 def test_encode_workers_alone_make_no_route(make_bench):
     bench = make_bench()
     bench.join_encoder("e0")
-    assert bench.machine.not_ready_reason == "no worker has registered"
+    assert bench.core.not_ready_reason == "no worker has registered"

@@ -1,4 +1,4 @@
-"""A router machine whose workers are played by hand: what it sends, tells and ends is collected."""
+"""A router core whose workers are played by hand: what it sends, tells and ends is collected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from router.dispatch.core import RouterLimits, RouterMachine, Transmit
+from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
 from router.dispatch.types import Submission
 
@@ -30,7 +30,7 @@ ROLES = {"p": "prefill", "d": "decode", "a": "aggregated"}
 
 
 class Bench:
-    """A machine with workers whose connections have the workers' names; the first letter is the role."""
+    """A router core with workers whose connections have the workers' names; the first letter is the role."""
 
     def __init__(self, *workers: str, **limits) -> None:
         defaults = {
@@ -41,7 +41,7 @@ class Bench:
             "max_retries": 2,
             "worker_wait_s": 10.0,
         }
-        self.machine = RouterMachine("tiny", "router-1", RouterLimits(**{**defaults, **limits}))
+        self.core = RouterCore("tiny", "router-1", RouterLimits(**{**defaults, **limits}))
         self.now = 0.0
         self.sent: list[tuple[str, object]] = []
         self.updates: dict[str, list] = {}
@@ -86,16 +86,16 @@ class Bench:
     def tick(self, until: float) -> None:
         """Let time pass; every worker sends its heartbeats."""
         for _ in self._seconds(until):
-            for worker in list(self.machine.cluster.members):
+            for worker in list(self.core.membership.members):
                 self.receive(
                     worker.peer.decode(), Heartbeat(engine_id=worker.key.engine_id, incarnation=worker.key.incarnation)
                 )
-            self.do(self.machine.on_timer(self.now))
+            self.do(self.core.on_timer(self.now))
 
     def wait(self, until: float) -> None:
         """Let time pass in which no worker says anything."""
         for _ in self._seconds(until):
-            self.do(self.machine.on_timer(self.now))
+            self.do(self.core.on_timer(self.now))
 
     def _seconds(self, until: float) -> Iterator[None]:
         while self.now + 1.0 < until:
@@ -106,14 +106,14 @@ class Bench:
 
     def submit(self, request_id: str = "r1", n: int = 1, prompt: int = 10, **sampling) -> None:
         params = SamplingParams(seed=7, **{"max_tokens": 20, **sampling})
-        self.do(self.machine.submit(self.submission(request_id, n=n, prompt=prompt, sampling=params), self.now))
+        self.do(self.core.submit(self.submission(request_id, n=n, prompt=prompt, sampling=params), self.now))
 
     def submission(self, request_id: str = "r1", *, prompt: int = 10, **fields) -> Submission:
         defaults = {"sampling": SamplingParams(seed=7, max_tokens=20)}
         return Submission(request_id=request_id, prompt_token_ids=tuple(range(prompt)), **{**defaults, **fields})
 
     def receive(self, peer: str, message) -> None:
-        self.do(self.machine.on_message(peer.encode(), message, self.now))
+        self.do(self.core.on_message(peer.encode(), message, self.now))
 
     def prefill_done(self, request_id: str = "r1", peer: str = "p0", n: int = 1, **changes) -> None:
         done = PrefillDone(
@@ -154,7 +154,7 @@ class Bench:
                 case Transmit(peer, message):
                     self.sent.append((peer.decode(), message))
                 case Deliver(request_id, update):
-                    assert request_id not in self.ended, "news after the end"
+                    assert request_id not in self.ended, "an update after the end"
                     self.updates.setdefault(request_id, []).append(update)
                 case EncodeEnded():
                     assert action.request_id not in self.ended, "images after the end"
@@ -162,9 +162,9 @@ class Bench:
                 case Retried():
                     assert action.request_id not in self.ended, "a retry after the end"
                     self.retries.append(action)
-                case Ended(flow):
-                    assert flow.request_id not in self.ended, "two ends"
-                    self.ended[flow.request_id] = action
+                case Ended(request):
+                    assert request.request_id not in self.ended, "two ends"
+                    self.ended[request.request_id] = action
 
     def to(self, peer: str, kind: type) -> list:
         return [message for name, message in self.sent if name == peer and isinstance(message, kind)]
@@ -184,8 +184,8 @@ class Bench:
         return [retried.kind for retried in self.retries]
 
     def assert_idle(self) -> None:
-        assert len(self.machine.flows) == 0
-        assert [member.num_inflight for member in self.machine.cluster.members if member.num_inflight] == []
+        assert len(self.core.dispatcher) == 0
+        assert [member.num_inflight for member in self.core.membership.members if member.num_inflight] == []
 
 
 @pytest.fixture

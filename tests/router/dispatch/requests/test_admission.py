@@ -15,7 +15,7 @@ def test_requests_beyond_the_limit_are_refused(make_bench):
         bench.submit(f"r{number}")
     with pytest.raises(Overloaded):
         bench.submit("r3")
-    bench.do(bench.machine.abort("r0", "client", 0.0))
+    bench.do(bench.core.abort("r0", "client", 0.0))
     bench.submit("r3")
 
 
@@ -40,10 +40,10 @@ def test_phases_are_counted(pair):
     pair.submit("r1")
     pair.submit("r2")
     pair.prefill_done("r2")
-    flows = pair.machine.flows
-    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 1, "decode": 0}
+    dispatcher = pair.core.dispatcher
+    assert {phase.value: dispatcher.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 1, "decode": 0}
     pair.tokens(1, 51, request_id="r2")
-    assert {phase.value: flows.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 0, "decode": 1}
+    assert {phase.value: dispatcher.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 0, "decode": 1}
 
 
 @pytest.mark.parametrize("full", ["p0", "d0"])
@@ -55,7 +55,7 @@ def test_a_request_is_refused_before_anything_is_computed_if_no_worker_of_a_role
     with pytest.raises(Overloaded):
         bench.submit("r2")
     assert [message.request_id for message in bench.to("p0", Generate)] == ["r1"]
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     bench.submit("r3")
 
 
@@ -80,7 +80,7 @@ def test_a_worker_that_names_no_limit_may_hold_any_number_of_choices(make_bench)
     bench.join("a1", max_num_choices=0)
     bench.submit(n=9)
     assert bench.generated("a1").n == 9
-    bench.machine.cluster.by_peer(b"a1").is_refusing = True
+    bench.core.membership.by_peer(b"a1").is_refusing = True
     with pytest.raises(Overloaded):
         bench.submit("r2", n=9)
 
@@ -109,8 +109,8 @@ def test_a_choice_that_ends_by_its_text_leaves_its_place_to_others(make_bench):
     bench.prefill_done("r1", n=2)
     with pytest.raises(Overloaded):
         bench.submit("r2")
-    bench.do(bench.machine.finish_choice("r1", 0, 0.0))
-    (worker,) = [worker for worker in bench.machine.cluster.workers if worker.role == "decode"]
+    bench.do(bench.core.finish_choice("r1", 0, 0.0))
+    (worker,) = [worker for worker in bench.core.membership.workers if worker.role == "decode"]
     assert worker.num_inflight == 1
     bench.tokens(1, 60, request_id="r1", index=0, finish_reason="length")  # was under way
     assert worker.num_inflight == 1
@@ -118,7 +118,7 @@ def test_a_choice_that_ends_by_its_text_leaves_its_place_to_others(make_bench):
     assert worker.num_inflight == 2
     bench.tokens(1, 60, request_id="r1", index=1, finish_reason="stop")
     assert worker.num_inflight == 1
-    bench.do(bench.machine.abort("r2", "client", 0.0))
+    bench.do(bench.core.abort("r2", "client", 0.0))
     bench.assert_idle()
 
 
@@ -152,7 +152,7 @@ def test_a_decode_worker_serves_alone_once_its_prefill_worker_is_lost(make_bench
     bench.submit(n=2)
     alone = bench.generated("d0")
     assert (alone.handoff, alone.kv_handoff, alone.choices, alone.n) == (False, None, (), 2)
-    assert bench.machine.not_ready_reason is None
+    assert bench.core.not_ready_reason is None
     usage = Usage(num_cached_tokens=4)
     for index in range(2):
         bench.tokens(0, 50 + index, index=index, usage=usage, finish_reason="length")
@@ -166,7 +166,7 @@ def test_a_decode_worker_does_not_serve_alone_before_there_was_a_prefill_worker(
     bench = make_bench("d0")
     with pytest.raises(NoWorker, match="no prefill worker"):
         bench.submit()
-    assert bench.machine.not_ready_reason is not None
+    assert bench.core.not_ready_reason is not None
 
 
 def test_a_decode_worker_serves_alone_if_the_only_prefill_worker_is_one_that_it_cannot_read(make_bench):
@@ -175,7 +175,7 @@ def test_a_decode_worker_serves_alone_if_the_only_prefill_worker_is_one_that_it_
     bench.leave("p0")
     bench.submit()
     assert not bench.generated("d0").handoff
-    assert bench.machine.not_ready_reason is None
+    assert bench.core.not_ready_reason is None
 
 
 def test_a_decode_worker_that_could_never_read_anybody_does_not_serve_alone(make_bench):
@@ -194,16 +194,16 @@ def test_a_prefill_worker_that_takes_nothing_counts_as_lost(make_bench, how):
         for bench.now in (1.0, 2.0, 3.0, 4.0):
             bench.heartbeat("p0", stalled_ms=bench.now * 1000.0)
             bench.heartbeat("d0")
-            bench.do(bench.machine.on_timer(bench.now))
+            bench.do(bench.core.on_timer(bench.now))
     else:
-        bench.machine.cluster.by_peer(b"p0").closed_because = "dead"
+        bench.core.membership.by_peer(b"p0").closed_because = "dead"
     bench.submit()
     assert not bench.generated("d0").handoff
 
 
 def test_a_prefill_worker_that_is_full_is_not_passed_by(make_bench):
     bench = make_bench("p0", "d0")
-    bench.machine.cluster.by_peer(b"p0").is_refusing = True
+    bench.core.membership.by_peer(b"p0").is_refusing = True
     with pytest.raises(Overloaded):
         bench.submit()
 

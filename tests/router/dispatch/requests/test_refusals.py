@@ -32,9 +32,9 @@ def test_the_next_client_hears_that_the_worker_takes_nothing_and_why_until_its_h
     with pytest.raises(NoWorker, match=f"no decode worker .*: {error.message}") as refused:
         pair.submit("r2")
     assert (refused.value.http_status, refused.value.retryable) == (503, True)
-    assert error.message in pair.machine.not_ready_reason
+    assert error.message in pair.core.not_ready_reason
     pair.heartbeat("d0")
-    assert pair.machine.not_ready_reason is None
+    assert pair.core.not_ready_reason is None
     pair.submit("r2")
     assert pair.generated("p0").request_id == "r2"
 
@@ -51,7 +51,7 @@ def test_a_worker_that_refuses_for_lack_of_room_is_full_until_its_heartbeat(pair
     with pytest.raises(Overloaded) as refused:
         pair.submit("r2")
     assert (refused.value.http_status, refused.value.retryable) == (429, True)
-    assert pair.machine.not_ready_reason is None
+    assert pair.core.not_ready_reason is None
     pair.heartbeat("d0")
     pair.submit("r2")
 
@@ -69,7 +69,7 @@ def test_an_aggregated_worker_that_takes_nothing_is_no_route(make_bench, error):
     bench = make_bench("a0")
     bench.submit("r1")
     bench.fails("a0", error)
-    assert (bench.machine.flows.num_waiting, bench.updates) == (1, {}), "a successor may come"
+    assert (bench.core.dispatcher.num_waiting, bench.updates) == (1, {}), "a successor may come"
     with pytest.raises(NoWorker, match=error.message):
         bench.submit("r2")
 
@@ -77,7 +77,7 @@ def test_an_aggregated_worker_that_takes_nothing_is_no_route(make_bench, error):
 def test_a_refusal_of_a_request_that_has_ended_counts_as_well(make_bench):
     bench = make_bench("a0")
     bench.submit("r1")
-    bench.do(bench.machine.abort("r1", "client", 0.0))
+    bench.do(bench.core.abort("r1", "client", 0.0))
     bench.fails("a0", DEAD)
     with pytest.raises(NoWorker, match=f"no worker takes requests: {DEAD.message}"):
         bench.submit("r2")
@@ -88,7 +88,7 @@ def test_what_was_reserved_at_a_worker_that_takes_nothing_goes_elsewhere(make_be
     bench = make_bench("p0", "d0", "d1")
     for request_id in ("r1", "r2", "r3"):
         bench.submit(request_id)
-    assert [bench.machine.flows._flows[name].decode.engine_id for name in ("r1", "r2", "r3")] == ["d0", "d1", "d0"]
+    assert [bench.core.dispatcher._requests[name].decode.engine_id for name in ("r1", "r2", "r3")] == ["d0", "d1", "d0"]
     bench.prefill_done("r1")
     bench.fails("d0", error, "r1")
     bench.prefill_done("r3")

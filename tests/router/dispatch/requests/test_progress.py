@@ -14,15 +14,15 @@ def stall(bench, name: str = "d0", seconds: int = 4, **told) -> None:
     """Let so many heartbeats of a worker say that its engine stands still; the others go on."""
     for _ in range(seconds):
         bench.now += 1.0
-        for member in list(bench.machine.cluster.members):
+        for member in list(bench.core.membership.members):
             other = member.key.engine_id
             bench.stalled[other] = bench.stalled.get(other, 0.0) + 1000.0 if other == name else 0.0
             bench.heartbeat(other, **({"stalled_ms": bench.stalled[other], **told} if other == name else {}))
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
 
 
 def standing(bench, name: str = "d0") -> Standing:
-    return bench.machine.cluster.by_peer(name.encode()).progress.standing
+    return bench.core.membership.by_peer(name.encode()).progress.standing
 
 
 def decoding(make_bench, *workers: str, **limits):
@@ -78,7 +78,7 @@ def test_an_answer_says_more_than_the_heartbeat_before_it(make_bench):
     bench.now += 1.0
     bench.heartbeat("d0", stalled_ms=3000.0)
     bench.tokens(2, 52)
-    bench.do(bench.machine.on_timer(bench.now))
+    bench.do(bench.core.on_timer(bench.now))
     assert standing(bench) is Standing.SERVING
 
 
@@ -89,7 +89,7 @@ def test_a_process_that_stood_still_as_a_whole_is_not_stalled(make_bench):
     for stalled_ms in (4000.0, 300.0, 400.0):
         bench.now += 0.5
         bench.heartbeat("d0", stalled_ms=stalled_ms)
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
         assert standing(bench) is Standing.SERVING
 
 
@@ -98,7 +98,7 @@ def test_a_worker_whose_clock_jumps_is_judged_by_the_routers(make_bench):
     for number in range(8):
         bench.now += 0.25
         bench.heartbeat("d0", stalled_ms=9000.0 * (number + 1))
-        bench.do(bench.machine.on_timer(bench.now))
+        bench.do(bench.core.on_timer(bench.now))
     assert standing(bench) is Standing.SERVING
 
 
@@ -135,7 +135,7 @@ def test_a_request_reserved_at_a_stalled_worker_waits_for_it_beyond_worker_wait_
     stall(bench)
     bench.prefill_done()
     stall(bench, seconds=10)
-    assert bench.machine.flows.num_waiting == 1
+    assert bench.core.dispatcher.num_waiting == 1
     bench.tick(bench.now + 1.0)
     assert bench.generated("d0").kv_handoff is not None
 
@@ -143,7 +143,7 @@ def test_a_request_reserved_at_a_stalled_worker_waits_for_it_beyond_worker_wait_
 def test_a_request_that_stalls_every_worker_ends(make_bench):
     bench = decoding(make_bench, "p0", *(f"d{number}" for number in range(6)), max_retries=1)
     for number in range(1, 6):
-        name = bench.machine.flows._flows["r1"].decode.engine_id if "r1" not in bench.ended else "d0"
+        name = bench.core.dispatcher._requests["r1"].decode.engine_id if "r1" not in bench.ended else "d0"
         stall(bench, name)
         assert number < 4 or "r1" in bench.ended
     assert bench.error().code == "worker_stalled"
@@ -167,7 +167,7 @@ def start(bench, name: str) -> str:
     """Start a request and return its decode worker."""
     bench.submit(name)
     bench.prefill_done(name)
-    return bench.machine.flows._flows[name].decode.engine_id
+    return bench.core.dispatcher._requests[name].decode.engine_id
 
 
 def test_a_worker_on_probation_gets_one_request_at_a_time_until_one_succeeds(make_bench):
@@ -202,7 +202,7 @@ def test_each_stall_in_a_row_doubles_the_back_off(make_bench):
     waits = []
     for _ in range(4):
         waits.append(0)
-        while bench.machine.cluster.by_peer(b"d0").is_reserve:
+        while bench.core.membership.by_peer(b"d0").is_reserve:
             bench.tick(bench.now + 1.0)
             waits[-1] += 1
         stall(bench)
@@ -216,10 +216,10 @@ def test_the_log_is_told_of_stalls_and_returns(make_bench):
     bench.now += 1.0
     bench.heartbeat("p0")
     bench.heartbeat("d0", stalled_ms=4000.0)
-    (stalled,) = bench.machine.on_timer(bench.now)
+    (stalled,) = bench.core.on_timer(bench.now)
     assert isinstance(stalled, Stalled)
     assert stalled.worker.why_closed == "worker d0 has stalled: its engine makes no progress for 3.0 s"
     with pytest.raises(NoWorker, match=r"no decode worker is available.*stalled"):
         bench.submit()
     bench.heartbeat("d0")
-    assert [type(action) for action in bench.machine.on_timer(bench.now)] == [Resumed]
+    assert [type(action) for action in bench.core.on_timer(bench.now)] == [Resumed]
