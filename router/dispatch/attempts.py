@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from router.dispatch.request_state import RequestState
 
-_MAX_REMEMBERED = 4096  # names of attempts that are over
-_ABORT_AGAIN_S = 2.0  # a worker that still sends tokens so long after an abort has not got it
+_MAX_REMEMBERED = 4096  # names of ended attempts
+_ABORT_AGAIN_S = 2.0  # a worker that still sends tokens this long after an abort did not receive it
 
 
 class Attempts:
-    """The present attempts of all requests. Times are seconds of the router's clock."""
+    """The current attempts of all requests. Times are seconds of the router's clock."""
 
     def __init__(self) -> None:
         self._requests: dict[str, RequestState] = {}
@@ -25,32 +25,32 @@ class Attempts:
         return len(self._requests)
 
     def get(self, wire_id: str) -> RequestState | None:
-        """Return the request whose present attempt has this name."""
+        """Return the request whose current attempt has this name."""
         return self._requests.get(wire_id)
 
     def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
-        """Return the ids of the requests whose present attempts have these names, each once."""
+        """Return the ids of the requests whose current attempts have these names, each once."""
         return list(dict.fromkeys(self._requests[wire_id].request_id for wire_id in wire_ids if wire_id in self._requests))
 
     def begin(self, request: RequestState) -> None:
-        """Know a request by the name of its present attempt. Idempotent."""
+        """Register the name of a request's current attempt. Idempotent."""
         self._requests[request.wire_id] = request
 
     def begin_next(self, request: RequestState, now: float) -> None:
-        """End the present attempt of a request, and give it a new name."""
+        """End the current attempt of a request and begin the next one under a new name."""
         self.end(request, now)
         request.num_attempts += 1
         self.begin(request)
 
     def end(self, request: RequestState, now: float) -> None:
-        """Let the name of a request's present attempt mean nothing any more."""
+        """Forget the name of a request's current attempt; late messages about it are ignored."""
         del self._requests[request.wire_id]
         self._note_abort(request.wire_id, now)
 
     def take_abort(self, wire_id: str, now: float) -> bool:
-        """Say whether who is at work on something that nobody waits for is to be told, which is noted.
+        """Return True, and record it, if the worker should get an abort for this stale attempt.
 
-        What was under way when it was told is no news.
+        Tokens that were in flight when the last abort was sent cause no second one.
         """
         aborted_at = self._aborted_at.get(wire_id)
         if aborted_at is not None and now < aborted_at + _ABORT_AGAIN_S:

@@ -1,7 +1,7 @@
-"""The whole router without I/O: membership and dispatcher behind one door.
+"""The whole router without I/O: membership and dispatcher behind one interface.
 
-Owns the order in which the two state machines see an event. ``router.dispatch.worker_gateway`` runs it on real sockets, the
-simulation under a virtual clock: messages and times go in, actions come out.
+Owns the order in which the two state machines handle an event. Messages and times go in, actions come out; the worker gateway
+runs it on real sockets, the simulation on a virtual clock.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from router.dispatch.wait_estimate import WaitEstimates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """What the router's state machines need of the configuration; seconds and requests."""
+    """The settings that the state machines need."""
 
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     request_timeout_s: float
     max_requests: int
     max_retries: int = 2  # per request
-    worker_wait_s: float = 10.0  # how long a request that has begun waits for a worker to go on with it
+    worker_wait_s: float = 10.0  # how long a started request waits for a worker that can continue it
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
 
     @classmethod
     def of(cls, config: RouterSection) -> RouterLimits:
-        """Return the limits that a router is configured with."""
+        """Return the limits of a configuration."""
         return cls(
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
@@ -64,7 +64,7 @@ class RouterLimits:
 
     @property
     def tick_s(self) -> float:
-        """How long the router may sleep between two calls of ``on_timer``."""
+        """The longest time between two calls of ``on_timer``."""
         return min(self.heartbeat_interval_s, self.heartbeat_timeout_s) / 4
 
 
@@ -78,7 +78,7 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class RefuseVersion:
-    """Send a frame that is of no version (``core.wire.version``) to a connection."""
+    """Send a version refusal, whose format all versions share (``core.wire.version``), to a connection."""
 
     peer: bytes
     frame: bytes
@@ -107,28 +107,28 @@ class RouterCore:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that the longest route holds, 0 if there is none."""
+        """The longest context of any route, in tokens; 0 without a route."""
         return max_model_len(self.membership.workers)
 
     @property
     def not_ready_reason(self) -> str | None:
-        """What is missing to serve a request; None if nothing is."""
+        """Why no request can be served; None if requests can be served."""
         return why_not_ready(self.membership.workers)
 
     @property
     def is_route_expected(self) -> bool:
-        """True if no request has a route now, but a worker that this router's own pause has cut off may be back in a moment."""
+        """True if there is no route now, but a worker that lost its connection in this router's own pause may soon be back."""
         return self.not_ready_reason is not None and any(worker.cut_peer is not None for worker in self.membership.workers)
 
     def retry_after_s(self, now: float) -> int:
-        """Return when a client that finds no route had better come again."""
+        """Return after how many seconds a client that found no route should retry."""
         self.dispatcher.restarts.look(self.membership.workers, now)
         return self.dispatcher.restarts.retry_after_s(now)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def on_message(self, peer: bytes, message: WorkerMessage | list[Tokens], now: float) -> list[Action]:
-        """Handle what a worker sent."""
+        """Handle a message of a worker."""
         match message:
             case Register() | RegisterEncoder():
                 return self._after(self.membership.on_register(peer, message, now), now)
@@ -148,7 +148,7 @@ class RouterCore:
         return self._resolve(self._on_encoder_message(sender, message, now), now)
 
     def requests_of(self, message: WorkerMessage | list[Tokens]) -> list[str]:
-        """Return the requests that a message is about, by their ids inside the router."""
+        """Return the router's ids of the requests that a message concerns."""
         match message:
             case PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
                 return self.dispatcher.find_requests([message.request_id])
@@ -158,7 +158,7 @@ class RouterCore:
                 return []
 
     def on_malformed(self, peer: bytes, error: ProtocolError, now: float) -> list[Action]:
-        """Refuse a frame. A worker that sent it has lost us something: its requests fail now, not at their deadline."""
+        """Refuse a frame. If a member sent it, a message is lost: its requests move on now, not at their deadline."""
         sender = self.membership.by_peer(peer)
         actions: list[Action] = []
         if sender is not None:
@@ -170,12 +170,12 @@ class RouterCore:
         return [*actions, _refuse(peer, refusal)]
 
     def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
-        """Give up the worker behind a connection that no longer takes messages."""
+        """Drop the worker whose connection no longer accepts messages."""
         worker = self.membership.by_peer(peer)
         return self._after(self.membership.on_unreachable(worker, now), now) if worker is not None else []
 
     def greet_all(self) -> list[Action]:
-        """Say something harmless to every worker: a connection that is gone shows when a message cannot be sent."""
+        """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""
         return [Transmit(worker.peer, self.membership.welcome) for worker in self.membership.members]
 
     # ---- clients -----------------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ class RouterCore:
             raise
 
     def abort(self, request_id: str, reason: str, now: float) -> list[Action]:
-        """End a request in whatever phase it is."""
+        """End a request in any phase."""
         return self._resolve(self.dispatcher.abort(request_id, reason, now), now)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
-        """End a request that this router cannot go on with."""
+        """End a request that this router cannot continue."""
         return self._resolve(self.dispatcher.fail(request_id, error, now), now)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
@@ -203,11 +203,11 @@ class RouterCore:
         return self._resolve(self.dispatcher.fail_attempt(wire_id, error, now), now)
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
-        """Note that a choice ended by its text."""
+        """End a choice at a stop string."""
         return self._resolve(self.dispatcher.finish_choice(request_id, index, now), now)
 
     def on_timer(self, now: float) -> list[Action]:
-        """Do what is due: dead workers, deadlines, renewals. Call it several times per heartbeat."""
+        """Handle what is due: silent workers, deadlines, renewals. Call it several times per heartbeat."""
         changes = self.membership.on_timer(now)
         if self.membership.pauses.lateness_s:
             self.dispatcher.on_pause(self.membership.pauses.lateness_s)
@@ -231,7 +231,7 @@ class RouterCore:
                     self.wait_estimates.on_first_token(item.request_id, now)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
-                return []  # it embeds nothing for others
+                return []  # only encode workers answer encode requests
 
     def _on_encoder_message(self, sender: Encoder, message: _RequestMessage, now: float) -> list[DispatchAction]:
         match message:
@@ -242,10 +242,10 @@ class RouterCore:
             case EncodeFailed() | RequestFailed():
                 return self.dispatcher.on_encode_failed(sender, message, now)
             case _:
-                return []  # it generates nothing
+                return []  # encode workers generate no tokens
 
     def _after(self, actions: Sequence[MembershipAction], now: float) -> list[Action]:
-        """Let the dispatcher see who came and left before anyone acts on it."""
+        """Resolve the actions of the membership, and pass joins and losses to the dispatcher, losses first."""
         result: list[Action] = []
         for action in actions:
             if isinstance(action, Reply):
@@ -261,7 +261,7 @@ class RouterCore:
         return result
 
     def _resolve(self, actions: Sequence[DispatchAction], now: float) -> list[Action]:
-        """Replace worker names by their connections; what would go to a worker that has left is dropped."""
+        """Replace worker keys by their connections, and drop messages to workers that have left."""
         result: list[Action] = []
         for action in actions:
             if not isinstance(action, Send):

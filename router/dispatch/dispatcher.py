@@ -1,20 +1,19 @@
-"""The life of all requests between the workers: a synchronous state machine without I/O.
+"""Moves all requests between the workers: a synchronous state machine without I/O.
 
-Owns which worker has which request, what is to be aborted, renewed or released, who takes over from a worker that fails, and
-what the client is told. Knows nothing of text (``router.openai.postprocess``), HTTP or sockets. Worker frames come in as
-messages; actions go out and ``router.dispatch.core`` passes them on. A request always ends with exactly one ``Ended``, and a
-failure is delivered before it.
+Owns which worker has which request, when to abort, renew or release, which worker takes over after a failure, and the updates
+for the client. Works in token ids. Worker messages go in, actions come out. A request ends with exactly one ``Ended``, and its
+error is delivered before that.
 
-What becomes of a request whose worker is lost, makes no progress, or fails it in a way that another may not:
+A request is retried if its worker is lost, makes no progress, or fails it with an error that another worker may not have:
 
-| the client has       | it goes on                                                                                     |
-|----------------------|------------------------------------------------------------------------------------------------|
-| nothing yet          | from the beginning: on another pair, or a worker that serves alone                             |
-| the first token      | on another decode worker with the same handoff, or without one if its prefill worker is lost |
-| more                 | on another decode worker, which computes prompt and output so far: a *replay*                  |
+| the client has   | the request continues                                                                                |
+|------------------|------------------------------------------------------------------------------------------------------|
+| no token         | from the beginning, on another pair or on a worker that serves alone                                 |
+| the first token  | on another decode worker with the same handoff, or by recomputation if the prefill worker was lost   |
+| more tokens      | on another decode worker, which recomputes prompt and output so far: a *replay*                      |
 
-If nobody can take it, it stays with a worker that has only stalled, and waits for a successor of one that was lost
-(``router.dispatch.waiting``). What costs it one of its retries, and what does not, is said by ``router.dispatch.retries``.
+If no other worker can take it, it stays with a worker that has only stalled, and waits for the successor of a lost one
+(``router.dispatch.waiting``). ``router.dispatch.retries`` decides which failures cost one of its retries.
 """
 
 from __future__ import annotations
@@ -107,21 +106,21 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many requests wait for a worker."""
+        """The number of requests that wait for a worker."""
         return len(self._waiting)
 
     def find_requests(self, wire_ids: Iterable[str]) -> list[str]:
-        """Return the ids of the requests whose present attempts have these names on the wire, each once."""
+        """Return the ids of the requests whose current attempts have these names on the wire, each once."""
         return self._attempts.find_requests(wire_ids)
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, now: float, avoid: frozenset[WorkerKey] = frozenset()) -> list[DispatchAction]:
-        """Start a request, at workers in ``avoid`` only if nobody else is there.
+        """Start a request, on workers in ``avoid`` only as a last resort.
 
         Raises:
-            Overloaded: this router has as many requests as it may have, or every worker that could take it is full.
-            NoWorker: no route takes it at the moment.
+            Overloaded: this router has reached its limit of requests, or every worker that could take it is full.
+            NoWorker: no route takes it now.
             ContextTooLong: no route can hold prompt and output.
             InvalidRequest: no route can hold so many choices.
         """
@@ -134,12 +133,12 @@ class Dispatcher:
         return self._start(request, route, now)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
-        """End a request whose message cannot be sent to anybody; unknown ids are ignored."""
+        """End a request whose message cannot be sent to any worker; unknown ids are ignored."""
         request = self._attempts.get(wire_id)
         return self._fail(request, error, now) if request is not None else []
 
     def abort(self, request_id: str, reason: str, now: float) -> list[DispatchAction]:
-        """End a request in whatever phase it is; unknown ids are ignored."""
+        """End a request in any phase; unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -147,12 +146,12 @@ class Dispatcher:
         return self._fail_with(request, error, now, reason=reason)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
-        """End a request that this router cannot go on with; unknown ids are ignored."""
+        """End a request that this router cannot continue; unknown ids are ignored."""
         request = self._requests.get(request_id)
         return self._fail(request, error, now) if request is not None else []
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[DispatchAction]:
-        """Note that a choice ended by its text (a stop string), which no worker can know."""
+        """End a choice at a stop string; workers know only tokens and cannot find it."""
         request = self._requests.get(request_id)
         if request is None or request.finish_reasons[index] is not None:
             return []
@@ -166,10 +165,10 @@ class Dispatcher:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def on_prefill_done(self, sender: Worker, message: PrefillDone, now: float) -> list[DispatchAction]:
-        """Deliver the first tokens and hand the request over to a decode worker."""
+        """Deliver the first tokens and send the request to a decode worker."""
         request = self._attempts.get(message.request_id)
         if request is None or request.phase is not Phase.PREFILL or request.prefill != sender.key:
-            # Crossed with an abort or a retry: nobody will read the handoff.
+            # It crossed an abort or a retry: no worker will read the handoff.
             return [*_release(sender.key, message.kv_handoff)]
         request.handoff = message.kv_handoff
         problem = find_prefill_done_problem(message, sender, request)
@@ -197,7 +196,7 @@ class Dispatcher:
             except TokensLost as error:
                 if request.request_id in updates:
                     actions.append(Deliver(request.request_id, updates.pop(request.request_id)))
-                is_free = self._membership.pauses.is_settling(now)  # then the router may not have taken them in time
+                is_free = self._membership.pauses.is_settling(now)  # then this router may have received them too late
                 actions += self._retry(request, ErrorInfo.of(error), now, is_gone=False, is_free=is_free)
             except ProtocolError as error:
                 updates.pop(request.request_id, None)
@@ -216,7 +215,7 @@ class Dispatcher:
         return actions
 
     def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[DispatchAction]:
-        """Go on elsewhere, or tell the client. A prefill worker's failure counts only until the first token."""
+        """Retry on another worker, or fail the request. A prefill worker's failure counts only before the first token."""
         error = message.error
         sender.note_failure(error)
         request = self._attempts.get(message.request_id)
@@ -225,12 +224,12 @@ class Dispatcher:
         is_pause = retries.is_blameless(error) or retries.is_premature(request, error, now)
         if is_pause or retries.is_worth_a_retry(error):
             return self._retry(request, error, now, is_gone=True, is_free=is_pause)
-        if request.is_leg_handed_over and request.prefill is not None:  # the client wanted the error
+        if request.is_leg_handed_over and request.prefill is not None:  # under the policy "fail"
             self._pairs.note((request.prefill, sender.key), fallback_reason(error.code), now)
         return self._fail_with(request, name_image(request.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
-        """Fail what the worker may have been sent in vain: requests of which it has not shown a token."""
+        """Fail the requests that the rejected message may have been about: those without a token from this worker."""
         if isinstance(sender, Encoder):
             waiting = [
                 request for request in self._requests.values() if request.encoding and sender.key in request.encoding.waiting
@@ -241,7 +240,7 @@ class Dispatcher:
         return [action for request in affected for action in self._fail_with(request, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
-        """Let the requests of a lost worker go on without it."""
+        """Continue the requests of a lost worker on others."""
         key = left.worker.key
         if not left.is_back:
             self._pairs.forget(key)
@@ -249,7 +248,7 @@ class Dispatcher:
         return [action for request in affected for action in self._lose(request, left, now)]
 
     def on_joined(self, member: Member, now: float) -> list[DispatchAction]:
-        """Let requests that wait go on. A process that is back has not failed: what its loss has cost is given back."""
+        """Place waiting requests. A process that returns has not failed: requests get back the retries that its loss cost."""
         if isinstance(member, Worker):
             self.restarts.on_joined(member, now)
         for request in self._requests.values():
@@ -257,7 +256,7 @@ class Dispatcher:
         return self.place_waiting(now)
 
     def on_pause(self, lateness_s: float) -> None:
-        """The router stood still for so long: requests get that time back, but for what their clients have set themselves."""
+        """Extend deadlines by a pause of the router of this many seconds, except those that clients set."""
         self._waiting.pardon(lateness_s)
         for request in self._requests.values():
             if request.encoding is not None:
@@ -267,7 +266,7 @@ class Dispatcher:
                 request.pardoned_s += lateness_s
 
     def on_timer(self, now: float) -> list[DispatchAction]:
-        """End requests that are out of time; keep handoffs alive until they are accepted; try those that wait again."""
+        """End requests at their deadline, renew the leases of handoffs, and place waiting requests."""
         self.restarts.look(self._membership.workers, now)
         actions: list[DispatchAction] = []
         for request in list(self._requests.values()):
@@ -290,13 +289,13 @@ class Dispatcher:
         return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
-        """Give requests that wait to workers that have room by now; call it when there may be some."""
+        """Give waiting requests to workers that have room now."""
         return [action for request in self._waiting.requests() for action in self._go_on(request, now)]
 
-    # ---- the two legs ------------------------------------------------------------------------------------------------
+    # ---- prefill and decode legs -------------------------------------------------------------------------------------
 
     def _start(self, request: RequestState, route: Route, now: float) -> list[DispatchAction]:
-        """Give a request to a pair, or to an aggregated worker, from its beginning; its images first to who embeds them."""
+        """Start a request on a route, from its beginning: first at encode workers if it has images for them."""
         request.prefill = route.prefill.key if route.prefill else None
         request.decode = route.decode.key
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
@@ -310,22 +309,22 @@ class Dispatcher:
         return [*encodes] if encodes else [self._begin_prompt(request, now)]
 
     def _begin_prompt(self, request: RequestState, now: float) -> Send:
-        """Give the request to the first worker of its route."""
+        """Send the prompt to the first worker of the route."""
         request.phase = Phase.PREFILL if request.prefill else Phase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
         return Send(request.current, new_generate(request, now))
 
     def _go_on(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Give a request that has no worker to one, from where it is, or let it wait."""
+        """Continue a request without a worker from its current output, or let it wait."""
         return self._hand_over(request, now) if request.num_output_tokens else self._start_again(request, now)
 
     def _start_again(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Begin from the start: the client has nothing yet."""
+        """Start a request again from its beginning, before its first token."""
         try:
             route = self._placement.route(request, now)
         except (NoWorker, Overloaded) as error:
             if request.setback is not None and request.setback.code == Overloaded.code:
-                return self._fail_with(request, request.setback, now)  # it was never let in
+                return self._fail_with(request, request.setback, now)  # no worker has admitted it
             return self._wait(request, error, now)
         except RequestError as error:
             return self._fail_with(request, request.setback or ErrorInfo.of(error), now)
@@ -333,7 +332,7 @@ class Dispatcher:
         return self._start(request, route, now)
 
     def _hand_over(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Give a request with its output so far to a decode worker, or let it wait for one."""
+        """Send a request with its output so far to a decode worker, or let it wait for one."""
         if request.phase is not Phase.HANDOFF and request.handoff is not None:
             request.renew_at = now + _renew_interval(request.handoff)
         request.phase = Phase.HANDOFF
@@ -349,7 +348,7 @@ class Dispatcher:
         return [*actions, Send(decode.key, resuming_generate(request, now))]
 
     def _keep_or_release_handoff(self, request: RequestState, decode: Worker) -> list[Send]:
-        """Release the handoff if the worker that goes on cannot read it."""
+        """Release the handoff if the chosen decode worker cannot read it."""
         if request.handoff is None:
             return []
         problem = why_not_read(self._membership.get(request.prefill), decode)
@@ -361,7 +360,7 @@ class Dispatcher:
         return releases
 
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:
-        """Keep a request until somebody can go on with it; end it if nobody has come for too long."""
+        """Let a request wait for a worker; end it if it has waited too long."""
         is_only_busy = isinstance(error, Overloaded) or self._placement.may_resume(request)
         too_long = self._waiting.stay(request, error, now, is_only_busy=is_only_busy)
         return self._fail(request, too_long, now) if too_long is not None else []
@@ -369,13 +368,13 @@ class Dispatcher:
     # ---- the encode leg ----------------------------------------------------------------------------------------------
 
     def on_encode_done(self, sender: Encoder, message: EncodeDone, now: float) -> list[DispatchAction]:
-        """Note where embeddings lie, and go on with the request if that was all it waited for."""
+        """Record the sources of embeddings, and send the prompt if this was the last answer."""
         request = self._attempts.get(message.request_id)
         ended = self._encode_legs.on_done(request, sender.key, message) if request is not None else None
         return self._after_encode(request, ended, now) if request is not None and ended is not None else []
 
     def on_encode_failed(self, sender: Encoder, message: EncodeFailed | RequestFailed, now: float) -> list[DispatchAction]:
-        """Go on without these embeddings; only an image that nobody could embed ends the request."""
+        """Continue without these embeddings; only an invalid image ends the request."""
         error = message.error
         sender.note_failure(error)
         request = self._attempts.get(message.request_id)
@@ -387,13 +386,13 @@ class Dispatcher:
         return self._after_encode(request, ended, now)
 
     def _after_encode(self, request: RequestState, ended: EncodeEnded, now: float) -> list[DispatchAction]:
-        """Begin with the prompt once nobody is waited for."""
+        """Send the prompt once all encode workers have answered."""
         if request.phase is not Phase.ENCODE or (request.encoding is not None and request.encoding.waiting):
             return [ended]
         return [ended, *self._end_encode_leg(request, now)]
 
     def _end_encode_leg(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Begin with the prompt: on the reserved route, or on another if its workers have left meanwhile."""
+        """Send the prompt on the reserved route, or on another one if a reserved worker is no longer available."""
         request.accounts.encode_s = now - request.arrival
         workers = [self._membership.get(key) for key in (request.prefill, request.decode) if key is not None]
         if workers and all(worker is not None and not worker.is_closed for worker in workers):
@@ -402,10 +401,10 @@ class Dispatcher:
         request.prefill = request.decode = None
         return self._start_again(request, now)
 
-    # ---- setbacks ----------------------------------------------------------------------------------------------------
+    # ---- retries -----------------------------------------------------------------------------------------------------
 
     def _lose(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
-        """Let a worker go that the request counts on, now or later."""
+        """Continue a request without a lost worker that had it or was reserved for it."""
         key = left.worker.key
         if request.phase is Phase.ENCODE:
             return self._lose_while_encoding(request, left, now)
@@ -413,13 +412,13 @@ class Dispatcher:
             role = "prefill" if request.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
             return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=left.is_back)
-        if request.decode == key and not left.is_back:  # another one is chosen when the prompt is computed
+        if request.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
             request.decode = None
             self._inflight.free(request, key)
-        return []  # a decode worker finds out by itself whether it still needs the prefill worker
+        return []  # the decode worker detects by itself whether it still needs the lost prefill worker
 
     def _lose_while_encoding(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
-        """Wait no more for a lost encode worker; a lost worker of the route is replaced when its turn comes."""
+        """Stop waiting for a lost encode worker; a lost worker of the route is replaced after the encode leg."""
         key = left.worker.key
         ended = self._encode_legs.give_up(request, key, PeerUnreachable.code)
         if ended is not None:
@@ -429,7 +428,7 @@ class Dispatcher:
         return []
 
     def _leave_unresponsive(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Take a request from a worker of which nothing can be expected now, if another one can go on with it."""
+        """Move a request away from a worker that makes no progress, if another one can take it."""
         worker = self._membership.get(request.current)
         why = worker.why_unresponsive if worker is not None else ""
         if not why or not self._placement.can_move(request, now):
@@ -439,10 +438,10 @@ class Dispatcher:
     def _retry(
         self, request: RequestState, error: ErrorInfo, now: float, *, is_gone: bool, is_free: bool = False
     ) -> list[DispatchAction]:
-        """Go on with a request that its present worker has failed: elsewhere, or once there is somebody; or end it.
+        """Retry a request after its current worker failed it, or let it wait, or end it if its retries are used up.
 
-        ``is_gone`` says that the worker holds the request no more, and need not be told; ``is_free`` that neither it nor the
-        request is at fault.
+        With ``is_gone`` the worker no longer has the request and gets no abort. With ``is_free`` neither the worker nor the
+        request is at fault, and the retry costs no budget.
         """
         failed = request.current
         assert failed is not None, f"{request.request_id} has no worker that could have failed it"
@@ -468,7 +467,7 @@ class Dispatcher:
         return actions + next_actions
 
     def _begin_attempt(self, request: RequestState, error: ErrorInfo, now: float) -> None:
-        """Give the request a new name on the wire, and let go of the workers that it had."""
+        """Begin the next attempt, and release the workers of the last one."""
         self._attempts.begin_next(request, now)
         request.setback = error
         request.shown.clear()
@@ -477,10 +476,10 @@ class Dispatcher:
             request.prefill = None
         self._inflight.free_all(request)
 
-    # ---- ends --------------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _unexpected(self, sender: Worker, wire_id: str, now: float) -> list[DispatchAction]:
-        """Stop a worker that is at work on something nobody waits for."""
+        """Abort a stale attempt at a worker that still sends tokens of it."""
         if not self._attempts.take_abort(wire_id, now):
             return []
         return [Send(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
@@ -491,13 +490,13 @@ class Dispatcher:
     def _fail_with(
         self, request: RequestState, error: ErrorInfo, now: float, *, gone: WorkerKey | None = None, reason: str = ""
     ) -> list[DispatchAction]:
-        """Stop every leg but the one that is ``gone``, and tell the client."""
+        """End a request with an error; ``gone`` no longer has it and gets no abort."""
         request.error = error
         stops = [action for action in self._stop_workers(request, reason or error.code) if action.worker != gone]
         return [*stops, Deliver(request.request_id, Update(error=error)), self._end(request, now)]
 
     def _stop_workers(self, request: RequestState, reason: str) -> list[Send]:
-        """Abort the leg that has the request; release a handoff that nobody may have read."""
+        """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
         aborts = [Send(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
         return [*aborts, *self._encode_legs.aborts(request, reason), *_release(request.prefill, request.handoff)]
@@ -515,4 +514,4 @@ def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]
 
 
 def _renew_interval(handoff: KVHandoff) -> float:
-    return handoff.lease_ms / 3000  # a third of the lease in seconds: two renewals may get lost
+    return handoff.lease_ms / 3000  # a third of the lease, in seconds, so two renewals may be lost

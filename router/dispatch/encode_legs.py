@@ -1,9 +1,8 @@
-"""The encode leg of requests with images: who embeds what, and what is known of it. A synchronous state machine without I/O.
+"""The encode leg of requests with images: which encode worker embeds which image. A synchronous state machine without I/O.
 
-Owns which encode worker has which images of a request, and where an image was embedded last, so that it is not embedded again
-elsewhere. Knows nothing of prefill and decode: ``router.dispatch.dispatcher`` asks it to begin, tells it what happens, and
-goes on with the request when nobody is waited for any more. Whoever computes the prompt has the images as well, and embeds
-what nobody else has.
+Owns the assignment of a request's images to encode workers, and which worker embedded an image last, so that the next request
+with this image goes to the same worker. The worker that computes the prompt receives the images too, and embeds those that no
+encode worker has embedded.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ class EncodeLegs:
         self._membership = membership
         self._inflight = inflight
         self._timeout_s = timeout_s
-        self._known: OrderedDict[bytes, WorkerKey] = OrderedDict()  # identifier → who embedded it last; oldest use first
+        self._known: OrderedDict[bytes, WorkerKey] = (
+            OrderedDict()
+        )  # identifier → the worker that embedded it last; oldest use first
 
     def begin(self, request: RequestState, reader: Worker, now: float) -> list[Send]:
-        """Give the images of a request to encode workers whose embeddings ``reader`` can load; nothing if there is none."""
+        """Assign the images of a request to encode workers whose embeddings ``reader`` can load; [] if there are none."""
         if request.encoding is not None or not request.submission.mm_features:
-            return []  # a second attempt uses what the first one knows
+            return []  # later attempts use the embeddings of the first
         shares = self._share(request.submission.mm_features, reader)
         request.encoding = Encoding(deadline=min(request.deadline, now + self._timeout_s))
         sends = []
@@ -44,7 +45,7 @@ class EncodeLegs:
         return sends
 
     def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
-        """Note where embeddings lie; None if this worker is not waited for."""
+        """Record the sources of embeddings; return None if the request does not wait for this worker."""
         wanted = self._stop_waiting(request, key)
         if wanted is None:
             return None
@@ -55,12 +56,12 @@ class EncodeLegs:
         return EncodeEnded(request.request_id, key, "done", len(wanted), message.num_cached)
 
     def give_up(self, request: RequestState, key: WorkerKey, code: str) -> EncodeEnded | None:
-        """Wait for a worker no more, whatever ``code`` says has happened; None if it is not waited for."""
+        """Stop waiting for a worker with the outcome ``code``; return None if the request does not wait for it."""
         wanted = self._stop_waiting(request, key)
         return EncodeEnded(request.request_id, key, code, len(wanted)) if wanted is not None else None
 
     def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | Send]:
-        """Wait for nobody any more, and tell those who are at work."""
+        """Stop waiting for all encode workers of a request, and abort their work."""
         actions: list[EncodeEnded | Send] = list(self.aborts(request, code))
         for key in list(request.encoding.waiting) if request.encoding else ():
             ended = self.give_up(request, key, code)
@@ -68,7 +69,7 @@ class EncodeLegs:
         return actions
 
     def aborts(self, request: RequestState, reason: str) -> list[Send]:
-        """Return what stops those who are at work on a request."""
+        """Return the aborts for all encode workers that the request waits for."""
         waiting = request.encoding.waiting if request.encoding else ()
         return [Send(key, Abort(request_ids=(request.wire_id,), reason=reason)) for key in waiting]
 
@@ -85,7 +86,7 @@ class EncodeLegs:
             self._known.popitem(last=False)
 
     def _share(self, features: Sequence[MMFeature], reader: Worker) -> list[tuple[Encoder, list[MMFeature]]]:
-        """Divide the images among encode workers: to the one that knows an image, else to the least loaded."""
+        """Divide the images among encode workers: each goes to the worker that embedded it last, else to the least loaded."""
         encoders = [encoder for encoder in self._membership.encoders if _fits(encoder, reader)]
         shares: dict[WorkerKey, list[MMFeature]] = {encoder.key: [] for encoder in encoders}
         for feature in {feature.identifier: feature for feature in features}.values():
@@ -98,9 +99,9 @@ class EncodeLegs:
 def choose_encoder(
     encoders: Iterable[Encoder], shares: Mapping[WorkerKey, Sequence[MMFeature]], known: WorkerKey | None, host_id: str
 ) -> Encoder | None:
-    """Return who embeds one image more beside its share so far; None if all are full.
+    """Return the encode worker that takes one more image in addition to its share; None if all are full.
 
-    The worker that has embedded it before comes first, then those on the reader's host, and of them the least loaded.
+    The worker that embedded the image before (``known``) comes first, then workers on the reader's host, then the least loaded.
     """
 
     def cost(encoder: Encoder) -> tuple[bool, bool, float, int]:
@@ -113,7 +114,7 @@ def choose_encoder(
 
 
 def _fits(encoder: Encoder, reader: Worker) -> bool:
-    """Say whether a worker can load what an encode worker offers."""
+    """Return True if a worker can load the embeddings of an encode worker."""
     return (
         not encoder.is_closed
         and encoder.facts.ec_connector == reader.facts.ec_connector
@@ -122,7 +123,7 @@ def _fits(encoder: Encoder, reader: Worker) -> bool:
 
 
 def _message(request: RequestState, features: Sequence[MMFeature], now: float) -> EncodeRequest:
-    """Return what asks for some images; the files of the others stay out."""
+    """Return the request to embed ``features``, with only the image files that they need."""
     wanted = {feature.media_index for feature in features}
     assert request.encoding is not None
     return EncodeRequest(

@@ -1,7 +1,6 @@
-"""Reads the workers' socket, and says when all that has come is handled.
+"""Reads the workers' socket, and reports when all received messages are handled.
 
-Owns the order of reading: one task takes messages, so they are handled in the order in which they came.
-``router.dispatch.worker_gateway`` gives the socket and handles the messages.
+One task receives, so messages are handled in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import zmq
 from core.clock import Clock
 from core.wire.sockets import AsyncSocket
 
-_FRAMES_PER_TURN = 64  # after so many frames in a row, HTTP gets its turn
+_FRAMES_PER_TURN = 64  # in a row, before the event loop serves HTTP again
 
 
 class FrameReader:
@@ -24,10 +23,10 @@ class FrameReader:
         self._socket = socket
         self._clock = clock
         self._handle = handle
-        self._next_parts: asyncio.Future[list[bytes]] | None = None  # what ``run`` waits for, or is handling
+        self._next_parts: asyncio.Future[list[bytes]] | None = None  # the message that ``run`` awaits or handles
 
     async def run(self) -> None:
-        """Read until cancelled. The only place that receives."""
+        """Receive and handle messages until cancelled."""
         num_frames = 0
         while True:
             self._next_parts = asyncio.ensure_future(self._socket.recv_multipart())
@@ -37,17 +36,17 @@ class FrameReader:
                 await asyncio.sleep(0)
 
     async def catch_up(self, limit_s: float) -> None:
-        """Return when all that has come is handled; under load, where there may always be more, after ``limit_s``."""
+        """Return when all received messages are handled, or after ``limit_s``: under load there may always be more."""
         ends_at = self._clock.now() + limit_s
-        while self._has_unread and self._clock.now() < ends_at:  # noqa: ASYNC110 - a socket, which another task reads
+        while self._has_unread and self._clock.now() < ends_at:  # noqa: ASYNC110 - another task reads the socket
             await asyncio.sleep(0)
 
     @property
     def _has_unread(self) -> bool:
-        """Whether a message has come that is not handled.
+        """True if a received message is not handled yet.
 
-        ZeroMQ signals that a socket has become readable once, and asking it takes the signal away from ``run``. ``get`` wakes
-        ``run`` if there is something to read; ``poll`` does not, and the message would lie unread until the next one.
+        ZeroMQ signals once that a socket has become readable, and a query takes this signal away from ``run``. ``get`` wakes
+        ``run`` if a message can be read. ``poll`` does not, and the message would stay unread until the next one arrives.
         """
         has_taken_one = self._next_parts is not None and self._next_parts.done()
         return has_taken_one or bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)

@@ -1,6 +1,7 @@
-"""What the router knows of one process of the cluster: what it says of itself, its load, and whether it takes requests.
+"""What the router knows of one process of the cluster: its registration, its load, and whether it takes requests.
 
-Owns the types. ``router.dispatch.membership`` says who is a member, ``router.dispatch.policy`` who suits a request.
+Owns the types. ``router.dispatch.membership`` decides which processes are members, ``router.dispatch.policy`` which of them
+suit a request.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from core.errors import EngineDead, NoWorker, Overloaded
 from core.wire.messages import ErrorInfo, Register, RegisterEncoder, Role
 from router.dispatch.progress import Standing, WorkerProgress
 
-_CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died: room has nothing to do with it
+_CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died, however much room it has
 
 
 class WorkerKey(NamedTuple):
-    """One process of one instance."""
+    """One process: a worker's name and the incarnation of its process."""
 
     engine_id: str
     incarnation: int
@@ -27,16 +28,16 @@ class WorkerKey(NamedTuple):
 class Member(ABC):
     """A live process of the cluster as the router sees it.
 
-    ``num_inflight`` is what it has of this router's own requests (choices, or images); the dispatcher moves it.
-    ``is_refusing`` holds from a refusal for lack of room until the next heartbeat, which tells how things are, and so does
-    ``closed_because`` from a failure by which it said, and why, that it takes nothing at all. ``cut_peer`` is a connection that
-    was found gone while the router itself had stood still: the process may live, and come back by another one.
+    ``num_inflight`` counts choices or images of this router's own requests. ``is_refusing`` is set by a refusal for lack of
+    room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears both.
+    ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
+    return on another connection.
     """
 
     key: WorkerKey
-    peer: bytes  # ZeroMQ identity that messages to it are addressed to
+    peer: bytes  # the ZeroMQ identity that messages are sent to
     last_seen: float
-    peers: list[bytes] = field(default_factory=list)  # the connections it was heard on first most recently, oldest first
+    peers: list[bytes] = field(default_factory=list)  # its latest connections, oldest first
     is_draining: bool = False
     is_refusing: bool = False
     closed_because: str = ""
@@ -52,53 +53,53 @@ class Member(ABC):
     @property
     @abstractmethod
     def role(self) -> Role:
-        """What the process does."""
+        """The role of the process."""
 
     @property
     @abstractmethod
     def num_slots(self) -> int:
-        """How much of what it holds it works on at a time, or may hold where that is not said."""
+        """How many choices it computes at a time, or how many images it may hold."""
 
     @property
     @abstractmethod
     def transports(self) -> tuple[str, ...]:
-        """How others read what it has."""
+        """How other workers read its data."""
 
     @property
     @abstractmethod
     def version(self) -> str:
-        """The release that it runs, for people; empty if it does not say."""
+        """The release it runs, for display; empty if it does not report one."""
 
     @abstractmethod
     def has_room(self, count: int) -> bool:
-        """Say whether it would admit so much more, as far as is known here."""
+        """Return True if it would admit ``count`` more, as far as this router knows."""
 
     @property
     def why_unresponsive(self) -> str:
-        """Why nothing can be expected of it at the moment, although it is a member; empty if something can."""
+        """Why this member makes no progress now: its connection is lost, or it has stalled. Empty if it makes progress."""
         if self.cut_peer is not None:
             return f"worker {self.key.engine_id} is cut off: its connection is gone"
         return f"worker {self.key.engine_id} has stalled: {self.progress.why}" if self.progress.why else ""
 
     @property
     def is_reserve(self) -> bool:
-        """Whether it gets requests only where nobody else could serve: it is on probation, and its one request is out."""
+        """True if it gets requests only as a last resort: it is on probation and backs off, or has a request already."""
         progress = self.progress
         return progress.standing is Standing.PROBATION and (progress.is_backing_off or self.num_inflight > 0)
 
     @property
     def why_closed(self) -> str:
-        """Why it takes no new requests, whatever room it has; empty if it does."""
+        """Why it takes no new requests, however much room it has; empty if it takes them."""
         draining = f"worker {self.key.engine_id} is draining" if self.is_draining else ""
         return self.closed_because or draining or self.why_unresponsive
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no new requests, whatever room it has."""
+        """True if it takes no new requests, however much room it has."""
         return bool(self.why_closed)
 
     def note_failure(self, error: ErrorInfo) -> None:
-        """Note what its failure of one request, if anything, says of all others."""
+        """Record whether this failure of one request means that the worker would refuse others too."""
         if error.code == Overloaded.code:
             self.is_refusing = True
         elif error.code in _CLOSED:
@@ -106,7 +107,7 @@ class Member(ABC):
 
     @property
     def num_held(self) -> int:
-        """What it holds: our own count is never late, the heartbeat's includes that of other routers."""
+        """The larger of this router's own count, which is current, and the heartbeat's, which covers all routers."""
         return max(self.num_inflight, self.num_running + self.num_waiting)
 
 
@@ -114,8 +115,8 @@ class Member(ABC):
 class Worker(Member):
     """A prefill, decode or aggregated worker; it holds choices.
 
-    ``may_serve_alone``: a decode worker of a cluster in which there has been a prefill worker that it can read. Before one has
-    registered, the cluster is still starting, or its workers do not fit together.
+    ``may_serve_alone`` is set on a decode worker once a prefill worker that it can read from has registered. Before that, the
+    cluster is still starting, or its workers do not fit together.
     """
 
     facts: Register
@@ -123,17 +124,17 @@ class Worker(Member):
 
     @property
     def role(self) -> Role:
-        """What the worker does."""
+        """The registered role."""
         return self.facts.role
 
     @property
     def num_slots(self) -> int:
-        """Choices in its batch."""
+        """The most choices in one batch."""
         return self.facts.max_num_seqs
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Of KV blocks."""
+        """How decode workers read its KV blocks."""
         return self.facts.transports
 
     @property
@@ -147,12 +148,12 @@ class Worker(Member):
         return self.num_held / self.num_slots
 
     def may_hold(self, num_choices: int) -> bool:
-        """Say whether so many choices would fit if it had no others."""
+        """Return True if this many choices would fit in an idle worker."""
         limit = self.facts.max_num_choices
         return not limit or num_choices <= limit
 
     def has_room(self, count: int) -> bool:
-        """Say whether it would admit so many choices more, as far as is known here."""
+        """Return True if it would admit this many more choices, as far as this router knows."""
         limit = self.facts.max_num_choices
         return not self.is_refusing and (not limit or self.num_held + count <= limit)
 
@@ -165,17 +166,17 @@ class Encoder(Member):
 
     @property
     def role(self) -> Role:
-        """What the worker does."""
+        """Always encode."""
         return "encode"
 
     @property
     def num_slots(self) -> int:
-        """Images that it holds at most."""
+        """The most images it may hold."""
         return self.facts.max_num_images
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The connector that embeddings are read by."""
+        """The connector through which embeddings are read."""
         return (self.facts.ec_connector,)
 
     @property
@@ -184,5 +185,5 @@ class Encoder(Member):
         return self.facts.version
 
     def has_room(self, count: int) -> bool:
-        """Say whether it would admit so many images more, as far as is known here."""
+        """Return True if it would admit this many more images, as far as this router knows."""
         return not self.is_refusing and self.num_held + count <= self.num_slots

@@ -1,11 +1,10 @@
 """Which workers are alive, and which of them make progress: a synchronous state machine without I/O.
 
-Owns registration, heartbeats, timeouts, restarts and duplicates. Knows nothing of requests (``router.dispatch.dispatcher``) or
-of which worker suits one (``router.dispatch.policy``). ``router.dispatch.core`` feeds it messages and carries out its actions.
-Nobody is judged, as silent, stalled or unreachable, while the router itself has just stood still (``router.dispatch.pauses``).
+Owns registration, heartbeats, timeouts, restarts and duplicates. No worker is judged silent, stalled or unreachable shortly
+after a pause of the router itself (``router.dispatch.pauses``).
 
-A worker is known by (engine_id, incarnation). A new incarnation of a name replaces the one before it at once: whatever the old
-process was doing is lost. If the old process turns out to be alive, two processes share a name: the older is refused for good.
+A worker is identified by (engine_id, incarnation). A new incarnation of a name replaces the old one at once, and the old
+process's requests are lost. If the old process is still alive, two processes share a name; the older one is refused for good.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
 
-_MAX_PEERS = 2  # connections of one worker: the present one, and the one before, which may still carry something
+_MAX_PEERS = 2  # connections per worker: the current one, and the last one, which may still deliver messages
 _MAX_MET_PREFILLS = 64
-_MAX_SUPERSEDED = 1024  # remembered incarnations; forgetting one costs a flap between two workers of one name
+_MAX_SUPERSEDED = 1024  # remembered incarnations; if one is forgotten, two workers of one name may replace each other once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The worker may be given requests from now on."""
+    """The worker takes requests from now on."""
 
     worker: Member
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Whatever the worker was doing is lost. ``is_orderly`` if it said goodbye, ``is_back`` if it is still a member."""
+    """The worker's requests are lost. ``is_orderly`` after a goodbye; ``is_back`` if it reconnected and is still a member."""
 
     worker: Member
     reason: str
@@ -64,7 +63,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The worker's engine makes no progress: it gets nothing until that returns."""
+    """The worker's engine makes no progress; it gets no requests until it resumes."""
 
     worker: Member
 
@@ -82,8 +81,8 @@ MembershipAction = Reply | Joined | Left | Stalled | Resumed
 class Membership:
     """The workers that this router may use.
 
-    ``model`` is the name that clients use; a worker of another model is refused. ``welcome`` is what a member is told. Times
-    are seconds of one monotonic clock.
+    ``model`` is the name that clients use; workers with another model are refused. ``welcome`` answers registrations and
+    heartbeats. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
@@ -96,41 +95,41 @@ class Membership:
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
         )
         self._members: dict[str, Member] = {}  # by engine_id
-        self._met_prefills: dict[tuple[object, ...], Worker] = {}  # one of each kind that differs in what it can hand over
+        self._met_prefills: dict[tuple[object, ...], Worker] = {}  # one per combination of facts that handoffs depend on
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
 
     @property
     def members(self) -> Iterable[Member]:
-        """All live processes in the order of their first registration, draining ones included."""
+        """All live processes in the order of their first registration, including draining ones."""
         return self._members.values()
 
     @property
     def workers(self) -> list[Worker]:
-        """Those among them that serve requests."""
+        """The members that serve requests."""
         return [member for member in self._members.values() if isinstance(member, Worker)]
 
     @property
     def encoders(self) -> list[Encoder]:
-        """Those among them that embed images."""
+        """The members that embed images."""
         return [member for member in self._members.values() if isinstance(member, Encoder)]
 
     def member(self, key: WorkerKey | None) -> Member | None:
-        """Return a member if this very process is still one."""
+        """Return the member with this key; None if the process has left or was replaced."""
         member = self._members.get(key.engine_id) if key else None
         return member if member is not None and member.key == key else None
 
     def get(self, key: WorkerKey | None) -> Worker | None:
-        """Return the worker if this very process is still a member."""
+        """Return the prefill, decode or aggregated worker with this key; None if the process has left or was replaced."""
         member = self.member(key)
         return member if isinstance(member, Worker) else None
 
     def by_peer(self, peer: bytes) -> Member | None:
-        """Return the member that a connection belongs to."""
+        """Return the member to which a connection belongs."""
         return self._by_peer.get(peer)
 
     def on_register(self, peer: bytes, facts: Register | RegisterEncoder, now: float) -> list[MembershipAction]:
-        """Take the worker in, again, or not at all. Always answers."""
+        """Register a worker, or refresh or refuse its registration. Always answers."""
         key = WorkerKey(facts.engine_id, facts.incarnation)
         if facts.model != self._model:
             message = f"this router serves {self._model!r}, the worker {facts.engine_id} has {facts.model!r}"
@@ -157,7 +156,7 @@ class Membership:
         return [*actions, Reply(peer, self.welcome)]
 
     def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[MembershipAction]:
-        """Note the worker's load and answer, so that it knows this router lives. A refusal asks an unknown one to register."""
+        """Record the worker's load, and answer to show that this router is alive. An unknown worker is asked to register."""
         key = WorkerKey(heartbeat.engine_id, heartbeat.incarnation)
         worker = self.member(key)
         if worker is None:
@@ -176,18 +175,18 @@ class Membership:
         return [*actions, Reply(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:
-        """Let a worker go."""
+        """Remove a worker that leaves in order."""
         worker = self.member(WorkerKey(goodbye.engine_id, goodbye.incarnation))
         return [self._remove(worker, "it said goodbye", is_orderly=True)] if worker else []
 
     def on_broken(self, worker: Member, reason: str) -> list[MembershipAction]:
-        """Drop a worker that cannot be reached or breaks the protocol; it may register again."""
+        """Drop a worker that is unreachable or violates the protocol; it may register again."""
         return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
 
     def on_unreachable(self, worker: Member, now: float) -> list[MembershipAction]:
-        """Drop a worker whose connection is gone.
+        """Drop a worker whose connection is lost.
 
-        If the router has stood still, the worker may just have given the connection up: it has time to come by another one.
+        After a pause of the router, the worker may have closed the connection itself; it gets time to open another one.
         """
         if not self.pauses.is_settling(now):
             return self.on_broken(worker, "its connection is gone")
@@ -195,10 +194,10 @@ class Membership:
         return []
 
     def on_timer(self, now: float) -> list[MembershipAction]:
-        """Drop the workers that have been silent for too long, and note which make no progress.
+        """Drop workers that were silent for too long, and find those that stalled or resumed.
 
-        A tick counts as one heartbeat interval of silence at most. If more has passed since the one before, this router
-        stood still: what the workers said meanwhile may lie unread, and is no silence of theirs.
+        A tick counts as at most one heartbeat interval of silence. After a longer gap this router was paused, and messages of
+        the workers may still be unread.
         """
         lateness = self.pauses.on_tick(now)
         for worker in self._members.values() if lateness else ():
@@ -210,7 +209,7 @@ class Membership:
         return actions if self.pauses.is_settling(now) else actions + self._judge(now)
 
     def _judge(self, now: float) -> list[MembershipAction]:
-        """Drop the workers that have not come back by another connection; note who has stalled, or makes progress again."""
+        """Drop workers that lost their connection and have not returned; find those that stalled or resumed."""
         actions: list[MembershipAction] = []
         for worker in list(self._members.values()):
             if worker.cut_peer is not None:
@@ -221,11 +220,11 @@ class Membership:
         return actions
 
     def touch(self, worker: Member, now: float) -> None:
-        """Count any message as a sign of life."""
+        """Record that a message of the worker arrived."""
         worker.last_seen = now
 
     def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[MembershipAction]:
-        """Note a sign of life; on a new connection, what the old one still carried may be lost."""
+        """Record a message of the worker. On a new connection, messages of the old one may be lost, and so its requests."""
         worker.last_seen = now
         if peer != worker.cut_peer:
             worker.cut_peer = None
@@ -253,7 +252,7 @@ class Membership:
                 worker.may_serve_alone = any(mismatch(prefill, worker) is None for prefill in self._met_prefills.values())
 
     def _forget_peer(self, worker: Member, peer: bytes) -> None:
-        if self._by_peer.get(peer) is worker:  # another one may have been heard on the connection since
+        if self._by_peer.get(peer) is worker:  # another worker may use the connection by now
             del self._by_peer[peer]
 
     def _supersede(self, worker: Member) -> Left:
@@ -276,7 +275,7 @@ def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, 
 
 
 def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:
-    """Note what a member says of itself anew; False if the process turns out to do something else."""
+    """Update a member's registration; return False if its kind of role has changed."""
     if isinstance(member, Worker) and isinstance(facts, Register):
         member.facts = facts
         return True

@@ -1,8 +1,8 @@
-"""Which pairs of workers fail to hand over, again and again: learned from what decode workers report.
+"""Pairs of prefill and decode worker whose handoffs keep failing, learned from the reports of decode workers.
 
-A network may let a prefill worker be reached by the router and not by one decode worker; then every handoff of the pair waits
-for its deadline. Owns a penalty per pair: two failures make it bad, penalties decay, so that the pair is tried again later, and
-a handoff that is loaded clears it. Times come in; knows nothing of requests.
+The router may reach a prefill worker that one decode worker cannot reach; every handoff of such a pair waits for its deadline.
+Owns a penalty per pair. Two failures make a pair bad. Penalties decay, so the pair is used again later, and a handoff that
+loads clears the penalty. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PairHealth:
         self._penalties: dict[Pair, tuple[float, float]] = {}  # (penalty, when)
 
     def learn(self, request: RequestState, cost: TransferUsage | None, now: float) -> None:
-        """Learn from the first report of a leg that was handed over."""
+        """Learn from the first report of an attempt with a handoff."""
         if cost is None or not request.is_leg_handed_over or request.judged_attempt == request.num_attempts:
             return
         if request.prefill is not None and request.decode is not None:
@@ -37,20 +37,20 @@ class PairHealth:
             self.note((request.prefill, request.decode), cost.fallback_reason, now)
 
     def note(self, pair: Pair, reason: str, now: float) -> None:
-        """Learn how a handoff ended: ``reason`` is why blocks were not loaded, empty if they were."""
+        """Record how a handoff ended: ``reason`` is why blocks were not loaded, empty if they were."""
         if reason in _UNREACHABLE:
             self._penalties[pair] = (min(_MAX_PENALTY, self._penalty(pair, now) + 1.0), now)
         elif not reason:
             self._penalties.pop(pair, None)
 
     def bad(self, now: float) -> frozenset[Pair]:
-        """Return the pairs to avoid while there are others."""
+        """Return the pairs to avoid while others are available."""
         if not self._penalties:
             return frozenset()
         return frozenset(pair for pair in self._penalties if self._penalty(pair, now) >= _BAD_FROM)
 
     def forget(self, worker: WorkerKey) -> None:
-        """A worker has left; its successor is another peer."""
+        """Forget the pairs of a worker that has left; the process that replaces it starts without penalties."""
         for pair in [pair for pair in self._penalties if worker in pair]:
             del self._penalties[pair]
 

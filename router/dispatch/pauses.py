@@ -1,32 +1,33 @@
-"""When the router itself stood still: what happened to others meanwhile lies unread, and proves nothing.
+"""Pauses of the router process itself, found as gaps between ticks of its timer.
 
-Owns the gaps between ticks. Knows nothing of workers; ``router.dispatch.membership`` judges nobody while this is unsettled.
+Messages of workers stay unread during a pause, so their silence proves nothing. ``router.dispatch.membership`` judges no worker
+until the router has settled again.
 """
 
 from __future__ import annotations
 
 _LEAST_PAUSE_S = 1.0  # a shorter gap breaks no connection
-_MAX_SETTLES = 3  # times ``settle_s`` without judging anyone; a router that pauses on and on must judge all the same
+_MAX_SETTLES = 3  # times ``settle_s`` without a judgement; a router that keeps pausing must still judge workers
 
 
 class OwnPauses:
-    """Notices gaps. ``interval_s`` between two ticks is none; after a longer pause everything settles for ``settle_s``.
+    """Detects pauses. A gap of ``interval_s`` between ticks is normal; after a pause the router settles for ``settle_s``.
 
-    Pauses that follow one another prolong this, up to a limit. In it a gap counts as one interval at most: what a long pause
-    breaks is not mended before the router goes on.
+    Further pauses prolong the settling, up to a limit. A gap counts as at most one interval towards this limit, because
+    connections that a long pause broke are repaired only after the router runs again.
     """
 
     def __init__(self, interval_s: float, settle_s: float) -> None:
         self._interval_s = interval_s
         self._pause_s = max(interval_s, _LEAST_PAUSE_S)
         self._settle_s = settle_s
-        self.lateness_s = 0.0  # for how long the router stood still before the last tick
+        self.lateness_s = 0.0  # how long the router paused before the last tick
         self._last_tick: float | None = None
         self._settles_at = 0.0
-        self._unsettled_s = 0.0  # since it last was settled
+        self._unsettled_s = 0.0  # since it was last settled
 
     def on_tick(self, now: float) -> float:
-        """Return for how long the router stood still before this tick, 0 if it did not."""
+        """Record a tick and return how many seconds the router paused before it, 0 if it did not."""
         gap_s = 0.0 if self._last_tick is None else now - self._last_tick
         self._last_tick = now
         self.lateness_s = max(0.0, gap_s - self._interval_s)
@@ -38,6 +39,6 @@ class OwnPauses:
         return self.lateness_s
 
     def is_settling(self, now: float) -> bool:
-        """True if the router has stood still until a moment ago, the tick that tells of it included or not."""
+        """Return True shortly after a pause, also if the next tick has not reported it yet."""
         has_missed_ticks = self._last_tick is not None and now - self._last_tick > self._pause_s
         return (has_missed_ticks or now < self._settles_at) and self._unsettled_s < _MAX_SETTLES * self._settle_s

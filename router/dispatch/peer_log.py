@@ -1,7 +1,4 @@
-"""What the router's log says of peers that misbehave: they can cause it as often as they like, so lines are limited.
-
-Owns the events and what each is limited by. Called by ``router.dispatch.worker_gateway``.
-"""
+"""The router's log lines about misbehaving peers. Peers can trigger them without bound, so each event has a rate limit."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from core.errors import ProtocolError, VersionMismatch
 from core.rate_limit import LimitedLog
 from router.dispatch.members import WorkerKey
 
-VERSION_LINE_INTERVAL_S = 3600.0  # a worker of another version goes on trying
+VERSION_LINE_INTERVAL_S = 3600.0  # a worker of another version keeps reconnecting
 
 
 class PeerLog:
-    """At most one line per event and interval; of versions, of steps and of workers one for each."""
+    """At most one line per event and interval; version, step and worker events count per version, step and worker."""
 
     def __init__(self, clock: Clock) -> None:
         self._log = LimitedLog(logging.getLogger("router.dispatch.worker_gateway"), clock.now)
@@ -25,11 +22,11 @@ class PeerLog:
         self._unpaired: set[WorkerKey] = set()
 
     def handshake_refused(self) -> None:
-        """A connection was refused: a worker with another cluster key never gets further, and tries for ever."""
+        """Log a failed handshake: a worker with another cluster key never connects, and retries forever."""
         self._log.warning("handshake_refused", reason="it has not the cluster key of this router, or is no worker")
 
     def bad_frame(self, peer: bytes, error: ProtocolError) -> None:
-        """A frame could not be understood."""
+        """Log a frame that could not be decoded."""
         if isinstance(error, VersionMismatch):
             key, name = error.theirs, "other_wire_version"
             self._version_log.warning(name, key=key, peer=peer.hex(), ours=error.ours, theirs=error.theirs)
@@ -37,15 +34,15 @@ class PeerLog:
             self._log.warning("malformed_frame", peer=peer.hex(), message=error.message)
 
     def bug(self, step: str) -> None:
-        """A step of the core has raised what is being handled."""
+        """Log the exception being handled, raised by a step of the router core."""
         self._log.exception("router_bug", key=step, step=step)
 
     def unreachable(self, peer: bytes, error: BaseException) -> None:
-        """A connection takes no message."""
+        """Log a connection that accepts no messages."""
         self._log.warning("unreachable_peer", peer=peer.hex(), error=str(error))
 
     def unpaired(self, found: Mapping[WorkerKey, str]) -> None:
-        """These are the workers that no other fits, and why; those that were among them before are not told again."""
+        """Log each worker in ``found`` that fits no partner, with the reason, unless it was in the previous call as well."""
         for key, reason in found.items():
             if key not in self._unpaired:
                 self._log.warning("unpaired_worker", key=key.engine_id, engine_id=key.engine_id, reason=reason)

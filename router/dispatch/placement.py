@@ -1,7 +1,6 @@
-"""Where a request goes: its route, the decode worker of its second leg, and whether somebody could take it over.
+"""Where a request goes: its route, its decode worker after the first token, and whether another worker could take it over.
 
-Owns what of a request a choice depends on. Who suits is said by ``router.dispatch.policy``; what is sent is up to
-``router.dispatch.dispatcher``.
+Derives a request's ``Demand``; ``router.dispatch.policy`` chooses workers by it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from router.dispatch.request_state import RequestState
 
 
 class Placement:
-    """Chooses for single requests. ``pairs`` says which handoffs fail lately."""
+    """Chooses workers for one request at a time. ``pairs`` knows whose handoffs failed recently."""
 
     def __init__(self, membership: Membership, inflight: InflightCounts, pairs: PairHealth) -> None:
         self._membership = membership
@@ -24,15 +23,15 @@ class Placement:
         self._pairs = pairs
 
     def route(self, request: RequestState, now: float) -> Route:
-        """Return who serves the request from its beginning. Raises: what ``choose_route`` does."""
+        """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         return choose_route(self._membership.workers, self._demand(request, now))
 
     def decode(self, request: RequestState, now: float) -> Worker:
-        """Return the worker that was reserved at submission, else one for the handoff, else one that computes all itself.
+        """Return the decode worker reserved at submission, else one that can load the handoff, else one that recomputes.
 
         Raises:
-            NoWorker: there is none that could ever take it.
-            Overloaded: all of them are full.
+            NoWorker: no worker could ever take the request.
+            Overloaded: all workers that could take it are full.
         """
         reserved = self._membership.get(request.decode)
         if reserved is not None and not reserved.is_closed and not reserved.is_refusing:
@@ -46,11 +45,11 @@ class Placement:
             if prefill is not None:
                 return choose_decode(workers, prefill, demand)
         except (NoWorker, Overloaded):
-            pass  # somebody else may do without the handoff
+            pass  # another worker may serve without the handoff
         return choose_successor(workers, request.model_fingerprint, demand)
 
     def can_move(self, request: RequestState, now: float) -> bool:
-        """True if another worker could take the request over at once."""
+        """Return True if another worker could take over the request now."""
         try:
             if request.num_output_tokens:
                 choose_successor(self._membership.workers, request.model_fingerprint, self._demand(request, now))
@@ -61,7 +60,7 @@ class Placement:
         return True
 
     def may_resume(self, request: RequestState) -> bool:
-        """True if a worker that could go on with the request is a member, although nothing can be expected of it now."""
+        """Return True if a member could continue the request after it recovers from its stall or lost connection."""
         return any(
             worker.why_unresponsive and worker.role != "prefill" and worker.facts.model_fingerprint == request.model_fingerprint
             for worker in self._membership.workers

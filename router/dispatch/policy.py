@@ -1,6 +1,6 @@
 """Which workers serve a request: the least loaded ones that fit together. Pure functions without I/O.
 
-Knows what workers say about themselves (``router.dispatch.membership.Worker``), nothing of what they are doing with a request.
+Knows the workers (``router.dispatch.members``) and a request's ``Demand``, and no other state of requests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from router.dispatch.members import Worker, WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request asks of a worker: context for ``num_tokens`` (prompt and output), places for its choices.
+    """What a request needs of a worker: context for ``num_tokens`` (prompt and output), and room for its choices.
 
-    Workers in ``avoid`` have failed it before: they are taken only if nobody else is there, and so are ``bad_pairs`` of
-    prefill and decode worker, whose handoffs fail lately. With a ``model_fingerprint`` only
-    workers with these very weights are taken: to others, the names of the request's images say nothing.
+    Workers in ``avoid`` have failed it before, and ``bad_pairs`` of prefill and decode worker had failing handoffs recently;
+    both are chosen only as a last resort. With a ``model_fingerprint``, only workers with these weights are chosen, because the
+    identifiers of the request's images are valid only for them.
     """
 
     num_tokens: int
@@ -40,14 +40,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who serves a request: a prefill and a decode worker, or one worker alone (``prefill`` is None)."""
+    """The workers that serve a request: a prefill and a decode worker, or one worker alone (``prefill`` is None)."""
 
     prefill: Worker | None
     decode: Worker
 
     @property
     def is_degraded(self) -> bool:
-        """True if a decode worker serves alone, for want of a prefill worker."""
+        """True if a decode worker serves alone because no prefill worker is available."""
         return self.prefill is None and self.decode.role == "decode"
 
     @property
@@ -57,12 +57,12 @@ class Route:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens, prompt and output together, that every worker on the route can hold."""
+        """The most tokens, prompt and output together, that every worker of the route can hold."""
         return min(worker.facts.max_model_len for worker in self.workers)
 
     @property
     def max_num_choices(self) -> int:
-        """Choices that every worker on the route can hold at once; 0 if none of them says so."""
+        """The most choices that every worker of the route can hold at once; 0 if no worker reports a limit."""
         return min((limit for worker in self.workers if (limit := worker.facts.max_num_choices)), default=0)
 
     @property
@@ -72,9 +72,9 @@ class Route:
 
 
 def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
-    """Return why the two cannot hand over, with both values; None if they can.
+    """Return why these workers cannot do a handoff, with both values; None if they can.
 
-    It is the handshake's own decision, made on what the two say when they register.
+    This is the decision of the handshake, made from the registrations of both workers.
     """
     owner, reader = prefill.facts, decode.facts
     names = f"prefill {owner.engine_id} and decode {reader.engine_id}"
@@ -83,7 +83,7 @@ def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
     try:
         if owner.transports or reader.transports:
             choose_transport(reader, owner)
-        else:  # of a connector that has none
+        else:  # a connector without transports
             check_compatible(owner, reader.model_fingerprint, reader.layout, converts_blocks=False)
     except KVFerryError as error:
         return type(error)(f"{names} cannot hand over: {error.message}")
@@ -91,7 +91,7 @@ def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
 
 
 def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
-    """Return why a worker that goes on cannot read what a prefill worker holds; None if it can."""
+    """Return why ``successor`` cannot read the KV of a prefill worker; None if it can."""
     if prefill is None:
         return PeerUnreachable("the prefill worker was lost")
     if successor.role != "decode":
@@ -112,7 +112,7 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
 
 
 def _alone(workers: Iterable[Worker]) -> list[Worker]:
-    """Return the decode workers that serve requests by themselves: those that may, while nobody is open whom they can read."""
+    """Return the decode workers that serve requests alone: those that may, and that can read from no open prefill worker."""
     open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     candidates = [worker for worker in open_workers if worker.may_serve_alone]
@@ -120,7 +120,7 @@ def _alone(workers: Iterable[Worker]) -> list[Worker]:
 
 
 def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
-    """Return the workers that could begin a request, now or when they have room: its prompt is computed by one of these."""
+    """Return the workers that could compute the prompt of a request, now or once they have room."""
     members = list(workers)
     fitting, alone = _fitting(members, demand), {worker.key for worker in _alone(members)}
     decoders = [worker for worker in fitting if worker.role == "decode"]
@@ -135,14 +135,14 @@ def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
 def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 
-    The least loaded prefill worker that has a partner takes its least loaded one; a pair is as loaded as its fuller half. Of
-    equals the one longest not picked wins, and a pair wins over an aggregated worker. Pairs whose handoffs fail lately come
-    after all others; last comes a decode worker alone, if no prefill worker is open that it can read.
+    The least loaded prefill worker with a partner is combined with its least loaded partner; the load of a pair is that of its
+    more loaded worker. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs
+    with failing handoffs come after all others. A decode worker alone comes last, if it can read from no open prefill worker.
 
     Raises:
-        NoWorker: nobody can serve at the moment; says what is missing.
-        ContextTooLong: there are routes, but none holds so many tokens.
-        InvalidRequest: no route ever holds so many choices at once.
+        NoWorker: no worker can serve now; says what is missing.
+        ContextTooLong: there are routes, but none can hold so many tokens.
+        InvalidRequest: no route can ever hold so many choices at once.
         Overloaded: every route that could take it is full.
     """
     every = list(workers)
@@ -170,7 +170,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
 
 
 def choose_weights(workers: Iterable[Worker]) -> bytes:
-    """Return the fingerprint of the model on the least loaded route: by it, the images of a request are named.
+    """Return the model fingerprint of the least loaded route; the identifiers of a request's images depend on it.
 
     Raises:
         NoWorker: there is no route; says what is missing.
@@ -183,7 +183,7 @@ def choose_weights(workers: Iterable[Worker]) -> bytes:
 
 
 def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
-    """Refuse for good what would be refused for lack of room for ever."""
+    """Refuse a request for good if no route could ever hold its choices, however long it waits."""
     limits = [route.max_num_choices for route in routes(fitting)]
     if limits and 0 not in limits and demand.num_choices > max(limits):
         raise InvalidRequest(
@@ -195,8 +195,8 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
     """Return the least loaded decode worker that can take a handoff from ``prefill``.
 
     Raises:
-        NoWorker: there is none that ever holds so many choices; says why if there are others.
-        Overloaded: all of them are full.
+        NoWorker: no decode worker fits, or none can ever hold so many choices; says why.
+        Overloaded: all that could take it are full.
     """
     decoders = [worker for worker in _fitting(workers, demand) if worker.role == "decode"]
     reasons = [mismatch(prefill, worker) for worker in decoders]
@@ -210,11 +210,11 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
 
 
 def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand: Demand) -> Worker:
-    """Return the least loaded worker that can go on with a request on its own, computing prompt and output so far.
+    """Return the least loaded worker that can continue a request alone, by recomputing prompt and output so far.
 
     Raises:
-        NoWorker: none with this very model is there, or none that ever holds so many choices.
-        Overloaded: all of them are full.
+        NoWorker: no worker has this model, or none can ever hold so many choices.
+        Overloaded: all that could take it are full.
     """
     able = [
         worker
@@ -227,7 +227,7 @@ def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand
 
 
 def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
-    """Return the prefill and decode workers that fit nobody of the other role, although there is somebody, and why."""
+    """Return the prefill and decode workers that fit no worker of the other role, although there are some, and why."""
     open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     decodes = [worker for worker in open_workers if worker.role == "decode"]
@@ -242,7 +242,7 @@ def max_model_len(workers: Iterable[Worker]) -> int:
 
 
 def why_not_ready(workers: Iterable[Worker]) -> str | None:
-    """Say what is missing for a route; None if there is one."""
+    """Return what is missing for a route; None if there is one."""
     members = list(workers)
     if next(routes(members), None) is not None:
         return None
@@ -282,7 +282,7 @@ def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
 
 
 def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:
-    """Yield those with room that have not failed the request, then those that have, then those on probation as well."""
+    """Yield the workers with room that have not failed the request; then also those that have; then also those in reserve."""
     with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
     trusted = [worker for worker in with_room if not worker.is_reserve]
     yield [worker for worker in trusted if worker.key not in demand.avoid]

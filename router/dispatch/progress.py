@@ -1,10 +1,10 @@
-"""Whether a worker's engine makes progress, as its heartbeats and its answers tell: a state machine per worker, without I/O.
+"""Whether a worker's engine makes progress, by its heartbeats and answers: one state machine per worker, without I/O.
 
     SERVING ──no progress for longer than the bound──► STALLED ──progress──► ON PROBATION ──a success──► SERVING
                                                           ▲──────── no progress ───────┘
 
-A stalled worker gets nothing. One on probation is kept in reserve: it gets a request only while it has none, after a back-off
-that doubles with each stall in a row; where nobody else could serve it gets what there is. Knows nothing of requests.
+A stalled worker gets no requests. A worker on probation gets one request at a time, after a back-off that doubles with each
+stall in a row. If no other worker could serve, it gets requests without these limits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from core.wire.progress import stall_bound_s
 
 _BACKOFF_S = 1.0  # after the first stall
 _MAX_BACKOFF_S = 60.0
-_STEADY_S = 5.0  # of answers since the stall count as a success
-_FORGIVEN_AFTER_S = 60.0  # without a stall, the next one is the first again
+_STEADY_S = 5.0  # answers this long after its return count as a success
+_FORGIVEN_AFTER_S = 60.0  # without a stall, the next one counts as the first again
 
 
 class Standing(Enum):
-    """How far a worker is trusted to make progress."""
+    """Whether a worker is expected to make progress."""
 
     SERVING = "serving"
     STALLED = "stalled"
@@ -31,24 +31,25 @@ class Standing(Enum):
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """What is known of one worker; times are seconds of the router's clock."""
+    """The progress of one worker. Times are seconds of the router's clock."""
 
     standing: Standing = Standing.SERVING
-    why: str = ""  # it has stalled; empty if it has not
+    why: str = ""  # the reason while it is stalled, else empty
     is_backing_off: bool = False
-    _told: Heartbeat | None = field(default=None, repr=False)  # the last one, if no answer has come since
-    _told_at: float | None = None  # when the last one came
-    _since: float = 0.0  # when the last progress was, by the router's clock
+    _told: Heartbeat | None = field(default=None, repr=False)  # the last heartbeat, if no answer arrived after it
+    _told_at: float | None = None  # when the last heartbeat arrived
+    _since: float = 0.0  # time of the last progress
     _is_confirmed: bool = False  # by a second heartbeat without progress
     _num_stalls: int = 0  # in a row
     _returned_at: float = 0.0
-    _answered_at: float | None = None  # last, since it has returned
+    _answered_at: float | None = None  # time of the last answer after its return
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Take what the worker says of its engine. It is judged with the next tick, when all that has come is read.
+        """Record what the worker reports of its engine; ``judge`` decides at the next tick, when all messages are read.
 
-        A whole process that stood still says so too, in its first heartbeat; but its second one tells of progress. And no
-        time counts twice, whatever the worker's clock does: progress was at the last heartbeat, if that did not deny it.
+        A process that was paused as a whole reports a stall too, in its first heartbeat; its second one reports progress.
+        Therefore only a second heartbeat confirms a stall. Time before the last heartbeat does not count as stalled unless
+        that heartbeat reported a stall, whatever the worker's clock does.
         """
         stalled_s, told, told_at = heartbeat.stalled_ms / 1e3, self._told, self._told_at
         has_grown = told is not None and 0 < told.stalled_ms <= heartbeat.stalled_ms
@@ -59,17 +60,17 @@ class WorkerProgress:
         self._told, self._told_at = heartbeat, now
 
     def on_answer(self, now: float) -> None:
-        """The engine has put something out: whatever the last heartbeat said is over."""
+        """Record output of the engine, which supersedes the last heartbeat."""
         self._told = None
         self._answered_at = now
 
     def on_success(self) -> None:
-        """A request has ended well, or the part of it that the worker had."""
+        """Record that the worker completed a request, or its part of one."""
         if self.standing is Standing.PROBATION:
             self._serve()
 
     def judge(self, now: float) -> bool:
-        """Draw conclusions; returns True if the worker has stalled, or comes back."""
+        """Update the standing; return True if the worker has just stalled or resumed."""
         has_stalled = self._has_stalled()
         if self.standing is Standing.STALLED:
             if has_stalled:
@@ -97,7 +98,7 @@ class WorkerProgress:
 
     @property
     def _stalled_s(self) -> float:
-        """How long it had made no progress at its last heartbeat."""
+        """Seconds without progress at its last heartbeat."""
         return self._told_at - self._since if self._told_at is not None else 0.0
 
     def _stall(self, now: float) -> None:

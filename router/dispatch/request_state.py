@@ -1,7 +1,7 @@
-"""One request between the workers: what is known of it, and the actions that follow from what happens to it.
+"""The state of one request, and the actions that the dispatcher returns.
 
-Owns the types. ``router.dispatch.dispatcher`` moves a request from phase to phase; ``router.dispatch.worker_messages`` writes
-and reads its messages.
+Owns the types. ``router.dispatch.dispatcher`` moves a request from phase to phase; ``router.dispatch.worker_messages`` builds
+and applies its messages.
 
     submit ─► ENCODE ─► PREFILL ──first tokens──► HANDOFF ──first tokens of D──► DECODE ─► ended
                   └────────────────────── aggregated worker ────────────────────────┘
@@ -29,17 +29,17 @@ NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode 
 
 
 class Phase(Enum):
-    """Who is at work on a request."""
+    """Which worker has the request."""
 
-    ENCODE = "encode"  # workers for the other legs are reserved
+    ENCODE = "encode"  # encode workers; those of the other legs are reserved
     PREFILL = "prefill"
-    HANDOFF = "handoff"  # a decode worker has it, or is waited for, but a choice has not shown a token of this leg yet
+    HANDOFF = "handoff"  # until every choice has a token of this decode leg; also while the request waits for a decode worker
     DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class InflightCount:
-    """Places of a request at a worker, choices or images, counted in ``Member.num_inflight``."""
+    """Choices or images of a request that are counted in a worker's ``num_inflight``."""
 
     worker: Member
     count: int
@@ -47,7 +47,7 @@ class InflightCount:
 
 @dataclass(slots=True)
 class Encoding:
-    """The encode leg of a request: the workers that have not answered, and the identifiers that each was asked for."""
+    """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers they were asked for."""
 
     deadline: float
     waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
@@ -55,24 +55,24 @@ class Encoding:
 
 @dataclass(slots=True)
 class Accounts:
-    """What is measured of one request."""
+    """The measurements of one request."""
 
     arrival: float
-    encode_s: float | None = None  # how long encode workers were waited for; None without them
+    encode_s: float | None = None  # the wait for encode workers; None without them
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
-    costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (attempt, what it reported)
-    prefill_loss: TransferUsage | None = None  # what the prefill worker had to compute as a tier had lost it
+    costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (number of the attempt, its cost)
+    prefill_loss: TransferUsage | None = None  # what the prefill worker recomputed after a tier lost it
 
     @property
     def handoff_cost(self) -> TransferUsage:
-        """What decode and aggregated workers have reported."""
+        """The cost reported by decode and aggregated workers."""
         return total_cost(cost for _, cost in self.costs.values())
 
     @property
     def cost(self) -> TransferUsage:
-        """What all workers have reported. The reason of a handoff that failed comes before that of a tier."""
+        """The cost reported by all workers. The reason of a failed handoff takes precedence over that of a tier."""
         return total_cost([self.handoff_cost, self.prefill_loss or TransferUsage()])
 
 
@@ -123,24 +123,24 @@ class RequestState:
 
     @property
     def wire_id(self) -> str:
-        """The id of the present attempt on the wire."""
+        """The id of the current attempt on the wire."""
         return self.request_id if self.num_attempts == 1 else f"{self.request_id}.{self.num_attempts}"
 
     @property
     def current(self) -> WorkerKey | None:
-        """The worker that has to show the next token; None while images are embedded, or one is waited for."""
+        """The worker that sends the next token; None while images are embedded, or while the request waits for a worker."""
         if self.phase is Phase.ENCODE:
             return None
         return self.prefill if self.phase is Phase.PREFILL else self.decode
 
     @property
     def workers(self) -> set[WorkerKey | None]:
-        """Everybody that it has, or will have, something from."""
+        """The workers that have the request or are reserved for it."""
         return {self.prefill, self.decode, *(self.encoding.waiting if self.encoding else ())}
 
     @property
     def is_degraded(self) -> bool:
-        """True if it was begun by a decode worker alone, for want of a prefill worker."""
+        """True if a decode worker began it alone because no prefill worker was available."""
         return self.fallback_reason == NO_PREFILL
 
     @property
@@ -155,7 +155,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Over all choices."""
+        """Output tokens of all choices."""
         return sum(map(len, self.output_token_ids))
 
     @property
@@ -165,7 +165,7 @@ class RequestState:
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first token came in, of any choice."""
+        """When the first token of any choice arrived; None before."""
         return self.accounts.first_token_at
 
 
@@ -179,7 +179,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the client an update."""
+    """Pass an update to the client."""
 
     request_id: str
     update: Update
@@ -187,7 +187,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class EncodeEnded:
-    """An encode worker is waited for no more: it is "done", or ``outcome`` is the code of what became of it."""
+    """The request no longer waits for an encode worker. ``outcome`` is "done" or an error code."""
 
     request_id: str
     worker: WorkerKey
@@ -198,7 +198,7 @@ class EncodeEnded:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """A worker has failed the request, which goes on elsewhere; ``successor`` is None if nobody can take it at the moment."""
+    """A worker failed the request, and the request continues; ``successor`` is None if no worker can take it now."""
 
     request_id: str
     kind: RetryKind
@@ -209,7 +209,7 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The request has left; ``request.error`` says why if it did not end well."""
+    """The request has ended; ``request.error`` is set if it failed."""
 
     request: RequestState
     now: float
@@ -219,7 +219,7 @@ DispatchAction = Send | Deliver | EncodeEnded | Retried | Ended
 
 
 def open_request(submission: Submission, now: float, timeout_s: float) -> RequestState:
-    """Return the record of a new request."""
+    """Return the state of a new request."""
     return RequestState(
         submission=submission,
         deadline=now + submission.budget_s(timeout_s),

@@ -1,7 +1,4 @@
-"""Whether a request that a worker has failed may go on elsewhere. Pure functions.
-
-Knows errors and budgets, no workers: ``router.dispatch.dispatcher`` asks, ``router.dispatch.policy`` says who comes next.
-"""
+"""Whether a request may be retried on another worker after a failure, and whether the retry costs budget. Pure functions."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ from core.errors import (
 from core.wire.messages import ErrorInfo
 from router.dispatch.request_state import RequestState, RetryKind
 
-# A worker says so if it cannot take the request now; nothing has been computed.
+# The worker cannot take the request now; it has computed nothing.
 _REFUSALS = frozenset({NoWorker.code, Overloaded.code})
 
 _PAUSES = frozenset({RouterSilent.code, WorkerStalled.code})
 _FREE_IN_A_ROW = 16
 _FREE_STALLS_IN_A_ROW = 2
 
-# A worker only ends a request by these under the policy "fail", by which the client asks to be told.
+# A worker ends a request with one of these only under the load failure policy "fail", which asks for the error.
 _LOAD_FAILURES = frozenset(
     kind.code
     for kind in (
@@ -51,29 +48,29 @@ _LOAD_FAILURES = frozenset(
 
 
 def is_refusal(error: ErrorInfo) -> bool:
-    """True if the worker had no room for the request, or takes none any more."""
+    """Return True if the worker had no room for the request, or takes no requests any more."""
     return error.code in _REFUSALS
 
 
 def is_worth_a_retry(error: ErrorInfo) -> bool:
-    """True if another worker may succeed where one has failed the request with this error."""
+    """Return True if another worker may succeed after this error."""
     return error.retryable and error.code not in _LOAD_FAILURES
 
 
 def is_free(request: RequestState, error: ErrorInfo) -> bool:
-    """True if the request costs nothing by this error: once the client has a token, it waits for its turn."""
+    """Return True if the error is a refusal after the first token: the request waits for room, and its budget stays."""
     return is_refusal(error) and bool(request.num_output_tokens)
 
 
 def is_blameless(error: ErrorInfo) -> bool:
-    """True if neither the request nor the worker's process has failed: a pause of either side, which costs no retry."""
+    """Return True for a pause of the router or the worker: neither has failed, so the retry costs no budget."""
     return error.code in _PAUSES
 
 
 def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
-    """Use a retry that costs none of the budget; False if there were too many since the request's last token.
+    """Use a free retry; return False if the request has had too many since its last token.
 
-    So a request that makes every engine hang, or that two sides hand to and fro, ends.
+    The limit ends a request that stalls every engine, or that keeps moving between workers without a token.
     """
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
     number = request.free_retries.get(error.code, 0)
@@ -82,12 +79,12 @@ def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
 
 
 def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
-    """True if a worker's deadline has ended a request that has got more time since, as the router had stood still."""
+    """Return True if a worker ended the request at a deadline that the router has since extended for its own pause."""
     return error.code == DeadlineExceeded.code and request.pardoned_s > 0 and now < request.deadline
 
 
 def kind_of(request: RequestState) -> RetryKind:
-    """Return what a retry in the request's present state is called."""
+    """Return the kind of a retry in the request's current state."""
     if not request.num_output_tokens:
         return "prefill"
     return "replay" if request.has_decoded else "handoff"

@@ -1,10 +1,9 @@
-"""Where a request's time went and what its handoff cost, as clients and metrics are told.
+"""Where a request's time went and what its handoff cost, for clients and metrics.
 
-Owns the two splits. The time to the first token, which comes from the prefill worker, is queue + prefill + relay, and before
-them the wait for encode workers, if any had images. From there to the second one, which comes from the decode worker, it is
-relay + queue + transfer + verification + first step. Workers report their own durations, the router measures the totals, and
-*relay* is the difference: network, this router, and attempts elsewhere. Clocks are never compared. Knows nothing of phases
-(``router.dispatch.dispatcher``) or JSON (``router.openai.responses``).
+Owns two splits. The time to the first token, which the prefill worker sends, is encode + queue + prefill + relay; encode is the
+wait for encode workers, if the request has images for them. The time from the first token to the second, which the decode
+worker sends, is relay + queue + transfer + verification + first step. Workers report their own durations, and the router
+measures the totals. *Relay* is the difference: network, this router, and failed attempts. Clocks are never compared.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class FirstTokenTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """From submission to the first token, in ms; the parts add up to ``total_ms``."""
 
     total_ms: float
-    encode_ms: float | None = None  # until encode workers had answered, or were waited for no more; None without them
+    encode_ms: float | None = None  # until encode workers answered or timed out; None without encode workers
     queue_ms: float  # on the prefill worker
     prefill_ms: float
     relay_ms: float
@@ -40,11 +39,11 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffReport:
-    """What loading the KV of one request cost. ``num_replays`` of the ``num_retries`` began in mid-stream.
+    """What loading the KV of one request cost.
 
-    ``num_refusals`` by decode workers without room are no retries. Both times are None if one worker served alone.
-    ``outcome`` of the handoff is ``loaded``, or the reason why not. It is None without a handoff, and before it is over: then
-    the report is about tiers that have lost blocks.
+    ``num_replays`` of the ``num_retries`` began after decode tokens. ``num_refusals`` counts decode workers without room, which
+    are not retries. Both timings are None if one worker served alone. ``outcome`` is ``loaded`` or the reason why the handoff
+    was not loaded. It is None without a handoff and before the handoff ends; then the report covers blocks lost by tiers.
     """
 
     cost: TransferUsage
@@ -57,7 +56,7 @@ class HandoffReport:
 
 
 def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float, encode_s: float | None = None) -> FirstTokenTiming:
-    """Split the measured time to the first token by what the prefill worker reports, and what was waited for before it."""
+    """Split the measured time to the first token by the wait for encode workers and the prefill worker's report."""
     encode, queue, prefill, relay = _split(total_s * 1e3, (encode_s or 0.0) * 1e3, queue_ms, prefill_ms)
     return FirstTokenTiming(
         total_ms=total_s * 1e3,
@@ -69,7 +68,7 @@ def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float, encod
 
 
 def second_token_timing(total_s: float, cost: TransferUsage) -> SecondTokenTiming:
-    """Split the measured time between first and second token by what the decode worker reports."""
+    """Split the measured time between first and second token by the decode worker's report."""
     parts = (cost.queue_ms, cost.transfer_ms, cost.verify_ms, cost.first_step_ms)
     queue, transfer, verify, first_step, relay = _split(total_s * 1e3, *parts)
     return SecondTokenTiming(
@@ -83,7 +82,7 @@ def second_token_timing(total_s: float, cost: TransferUsage) -> SecondTokenTimin
 
 
 def total_cost(costs: Iterable[TransferUsage]) -> TransferUsage:
-    """Return what several loads cost together: sums, the slowest times, and the first transport and reason named."""
+    """Return the cost of several loads: counts added, times of the slowest, and the first transport and reason named."""
     found = list(costs)
     return TransferUsage(
         transport=next((cost.transport for cost in found if cost.transport), ""),
@@ -100,7 +99,7 @@ def total_cost(costs: Iterable[TransferUsage]) -> TransferUsage:
 
 
 def _split(total: float, *parts: float) -> list[float]:
-    """Return the parts, and last what is left of the total; parts that exceed it, by a clock's drift, are cut from the end."""
+    """Return the parts, then the rest of the total. If clock drift makes the parts exceed the total, the last ones are cut."""
     left = total
     result = []
     for part in parts:

@@ -1,8 +1,7 @@
-"""Traces of requests at the router: a span for each prompt from its arrival to its end, and below it one for each leg.
+"""Traces of requests at the router: a span for each prompt from its arrival to its end, with a child span for each leg.
 
-Owns the names and attributes of these spans. A leg's span travels with its ``Generate``, so that the worker's own spans lie
-below it; a retry is a leg of its own. Knows nothing of what happens to a request: ``router.dispatch.worker_gateway`` tells it.
-Without a tracer every call returns at once.
+Owns the names and attributes of these spans. A leg's span context travels with its ``Generate``, so that the worker's own spans
+become its children. A retry is a new leg. Without a tracer every call returns at once.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ WHOLE_LEG = "kvferry.leg.aggregated"
 
 @dataclass(slots=True)
 class _Open:
-    """The spans of one request that have not ended."""
+    """The open spans of one request."""
 
     span: Span
     leg: Span | None = None
-    encodes: dict[WorkerKey, Span] = field(default_factory=dict)  # legs beside each other
+    encodes: dict[WorkerKey, Span] = field(default_factory=dict)  # concurrent legs
 
 
 class RequestTraces:
-    """Spans of the requests of one router. Times are those of the router's clock."""
+    """Spans of the requests of one router. Times are seconds of the router's clock."""
 
     def __init__(self, tracer: Tracer | None, model: str) -> None:
         self._tracer = tracer
@@ -43,7 +42,7 @@ class RequestTraces:
         self._open: dict[str, _Open] = {}
 
     def begin(self, submissions: Sequence[Submission], parent: TraceContext | None, now: float) -> None:
-        """Open the spans of an HTTP request's prompts: below the client's span, else all of them in one trace of their own."""
+        """Open the spans of an HTTP request's prompts as children of the client's span, else in one new trace."""
         if self._tracer is None:
             return
         for submission in submissions:
@@ -60,13 +59,13 @@ class RequestTraces:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is recorded."""
+        """True if spans are recorded."""
         return self._tracer is not None
 
     def begin_leg(
         self, request_id: str, message: Generate | EncodeRequest, worker: WorkerKey, now: float
     ) -> Generate | EncodeRequest:
-        """Open the span of a leg and return its message with the span's context; one that is open has ended."""
+        """Open the span of a leg and return its message with the span's context. A ``Generate`` ends the legs before it."""
         found = self._open.get(request_id)
         if self._tracer is None or found is None or found.span.context is None:
             return message
@@ -82,7 +81,7 @@ class RequestTraces:
         return msgspec.structs.replace(message, trace=leg.context)
 
     def end_encode_leg(self, ended: EncodeEnded, now: float) -> None:
-        """Close the span of an encode leg with what became of it."""
+        """Close the span of an encode leg with its outcome."""
         found = self._open.get(ended.request_id)
         leg = found.encodes.pop(ended.worker, None) if found is not None else None
         if leg is not None:
@@ -90,13 +89,13 @@ class RequestTraces:
             leg.end(now, "" if ended.outcome == "done" else ended.outcome)
 
     def note_first_token(self, request_id: str, now: float) -> None:
-        """Note when the client got its first token."""
+        """Record when the client got its first token."""
         found = self._open.get(request_id)
         if found is not None:
             found.span.note("first_token", now)
 
     def note_retry(self, retried: Retried, now: float) -> None:
-        """End the leg that has failed, and say what became of the request."""
+        """End the failed leg and record the retry in the request's span."""
         found = self._open.get(retried.request_id)
         if found is None:
             return
@@ -110,7 +109,7 @@ class RequestTraces:
         found.span.note("retry", now, attributes)
 
     def end(self, request: RequestState, now: float) -> str:
-        """Close the spans of a request with what is known of it; returns its trace's id, empty if nothing was recorded."""
+        """Close the spans of a request with its outcome; return its trace id, empty if nothing was recorded."""
         found = self._open.pop(request.request_id, None)
         if found is None:
             return ""
@@ -127,7 +126,7 @@ class RequestTraces:
         return found.span.context.trace_id if found.span.context is not None else ""
 
     def fail(self, request_id: str, error: ErrorInfo, now: float) -> None:
-        """Close the spans of a request that was refused, or that the state machine has lost."""
+        """Close the spans of a request that was refused or lost by the router core."""
         found = self._open.pop(request_id, None)
         if found is not None:
             self._end_legs(found, now, error.code)

@@ -1,7 +1,6 @@
-"""What passes between the client's side of the router and the workers': a submission in, updates out. In token ids, never text.
+"""What the HTTP side of the router and its dispatcher exchange: submissions in, updates out, in token ids.
 
-Owns the types only. ``router.dispatch.dispatcher`` makes the updates from worker messages; ``router.openai.postprocess`` turns
-them into text.
+``router.dispatch.dispatcher`` makes updates from worker messages; ``router.openai.postprocess`` turns them into text.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from router.dispatch.timing import FirstTokenTiming, HandoffReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What a client wants, in token ids.
+    """One prompt of a client, in token ids.
 
-    ``media`` are the files of its images by ``MMFeature.media_index``; ``media_places`` says where the client named each, and
-    ``model_fingerprint`` for which weights their identifiers were made. It goes to workers with these only.
+    ``media`` are the image files, indexed by ``MMFeature.media_index``, and ``media_places`` their places in the HTTP body. The
+    image identifiers are valid only for the weights of ``model_fingerprint``; only workers with these weights serve it.
     """
 
     request_id: str
@@ -28,20 +27,20 @@ class Submission:
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
-    kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' own
-    timeout_s: float | None = None  # the client's; None, or one beyond the router's own = the router's
+    kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' setting
+    timeout_s: float | None = None  # set by the client; the router's own limit applies if it is None or longer
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
-    model_fingerprint: bytes = b""  # empty = without images
+    model_fingerprint: bytes = b""  # empty without images
 
     @property
     def num_tokens(self) -> int:
-        """What a choice may grow to, prompt included."""
+        """The most tokens of a choice, prompt included."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     def budget_s(self, limit_s: float) -> float:
-        """How long it may take, where a request may take ``limit_s`` at most."""
+        """Return the time it may take, in seconds, if every request may take at most ``limit_s``."""
         return limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)
 
 
@@ -58,9 +57,9 @@ class ChoiceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What is known once the prompt is computed. ``timing`` is there if a prefill worker has computed it.
+    """What is known once the prompt is computed. ``timing`` is set if a prefill worker computed it.
 
-    ``model_fingerprint`` is that of the workers that answer: whoever goes on with the request has the same weights.
+    ``model_fingerprint`` names the weights of all workers that serve the request, retries included.
     """
 
     num_cached_tokens: int
@@ -71,7 +70,7 @@ class PromptReport:
 
 @dataclass(slots=True)
 class Update:
-    """An update of one request for its client. ``error`` comes alone and last."""
+    """New output of one request for its client. An update with ``error`` holds nothing else and is the last."""
 
     choices: list[ChoiceUpdate] = field(default_factory=list)
     prompt: PromptReport | None = None

@@ -1,10 +1,9 @@
-"""How long a new prompt would wait at each worker, so that a request that would be too late is refused at once.
+"""Estimates how long a new prompt would wait at each worker, so that requests that would miss their deadline are refused.
 
-Owns, for each worker that begins requests, the prompts that this router has given it and whose first token is to come, and the
-pace at which those before were done. The wait is what is queued at that pace, less what has passed since the last of them: the
-prompt's own time is not counted, so an idle worker is never too late, and neither is one of which nothing is known. Few tokens
-take a step as many do: what short prompts took tells little of long ones, so it is extrapolated only so far. Sees what
-``router.dispatch.core`` sends and gets; no I/O, times come in.
+Owns, for each worker, the prompts that this router sent it and that have no first token yet, and the pace of earlier prompts.
+The wait is the time of the queued prompts at that pace, less the time since the last one ended. The new prompt's own time does
+not count, so idle workers and workers without history never cause a rejection. A short prompt takes a whole engine step too, so
+its time per token overestimates long prompts, and the extrapolation is limited. No I/O; callers pass the time.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from core.wire.messages import Abort, Generate, RouterMessage
 from router.dispatch.members import Worker, WorkerKey
 from router.dispatch.policy import Demand, starters
 
-_MEMORY = 0.9  # weight of all earlier prompts at the next one: the pace is that of the last ten or so
-_MOST_TIMES = 5  # as long as those before, that a prompt is thought to take
+_MEMORY = 0.9  # factor on all earlier prompts at each new one: the pace covers about the last ten
+_MOST_TIMES = 5  # a prompt is expected to take at most this multiple of the average before it
 
 
 @dataclass(slots=True)
 class _Queue:
-    """The prompts at one worker. ``since`` is when it began with the oldest of them, as far as is known here."""
+    """The prompts at one worker. ``since`` is when it began the oldest of them, as far as this router knows."""
 
-    prompts: dict[str, int] = field(default_factory=dict)  # tokens by the id on the wire
+    prompts: dict[str, int] = field(default_factory=dict)  # number of tokens by wire id
     num_tokens: int = 0
     since: float = 0.0
-    done_tokens: float = 0.0  # with what follows, the pace
+    done_tokens: float = 0.0  # this and the two below give the pace
     done_prompts: float = 0.0
     done_s: float = 0.0
 
@@ -41,16 +40,16 @@ class _Queue:
 
 
 class WaitEstimates:
-    """The queues of all workers, as this router knows them."""
+    """Estimates for all workers, from this router's own messages."""
 
     def __init__(self) -> None:
         self._queues: dict[WorkerKey, _Queue] = {}
         self._places: dict[str, WorkerKey] = {}
 
     def on_sent(self, worker: WorkerKey, message: RouterMessage, now: float) -> None:
-        """Look at what a worker is sent: a prompt, or that one is no longer wanted."""
+        """Record a message to a worker: a prompt joins the queue, and an abort removes it."""
         match message:
-            case Generate() if not message.choices:  # with choices, others have computed the prompt
+            case Generate() if not message.choices:  # with choices, the prompt was computed before
                 queue = self._queues.setdefault(worker, _Queue())
                 if not queue.prompts:
                     queue.since = now
@@ -62,7 +61,7 @@ class WaitEstimates:
                     self.drop(request_id, now)
 
     def on_first_token(self, request_id: str, now: float) -> None:
-        """A prompt is done; unknown ids, and those whose first token is known, are ignored."""
+        """Record that a prompt is computed. Unknown ids and repeated calls are ignored."""
         worker = self._places.get(request_id)
         if worker is None:
             return
@@ -74,7 +73,7 @@ class WaitEstimates:
         queue.done_s = queue.done_s * _MEMORY + seconds
 
     def drop(self, request_id: str, now: float) -> None:
-        """A prompt has left its worker in some other way, and what was spent on it says nothing. Unknown ids are ignored."""
+        """Remove a prompt that ended otherwise; the time spent on it does not count for the pace. Unknown ids are ignored."""
         worker = self._places.pop(request_id, None)
         if worker is not None:
             queue = self._queues[worker]
@@ -82,26 +81,26 @@ class WaitEstimates:
             queue.since = now
 
     def forget(self, worker: WorkerKey) -> None:
-        """A worker has left."""
+        """Forget a worker that has left."""
         queue = self._queues.pop(worker, None)
         for request_id in queue.prompts if queue is not None else ():
             del self._places[request_id]
 
     def on_pause(self, lateness_s: float) -> None:
-        """The router stood still for so long, which says nothing of the workers' pace."""
+        """Exclude a pause of the router of this many seconds from the workers' pace."""
         for queue in self._queues.values():
             queue.since += lateness_s
 
     def wait_s(self, worker: WorkerKey, now: float) -> float:
-        """Return how long a prompt would wait there before it is begun with; 0 if nothing says that it would."""
+        """Return how many seconds a new prompt would wait at a worker; 0 without history."""
         queue = self._queues.get(worker)
         return queue.wait_s(now) if queue is not None else 0.0
 
     def too_late(self, workers: Iterable[Worker], demand: Demand, budget_s: float, now: float) -> frozenset[WorkerKey]:
-        """Return the workers at which a request with so much time would still wait when it is over.
+        """Return the workers at which a request would wait longer than ``budget_s``.
 
         Raises:
-            DeadlineUnreachable: that is so at every worker that could begin it.
+            DeadlineUnreachable: it would wait longer at every worker that could begin it.
         """
         members = list(workers)
         late = frozenset(worker.key for worker in members if self.wait_s(worker.key, now) > budget_s)
@@ -117,6 +116,6 @@ class WaitEstimates:
         return late
 
     def shortest_wait_s(self, workers: Iterable[Worker], now: float) -> float:
-        """Return how long a new prompt would wait where it is begun with first; 0 without workers."""
+        """Return the shortest wait of a new prompt at any worker, seconds; 0 without workers."""
         able = starters(workers, Demand(num_tokens=0))
         return min((self.wait_s(worker.key, now) for worker in able), default=0.0)

@@ -1,7 +1,6 @@
-"""Requests that wait for a worker: for room, for a worker that has stalled, or for the successor of one that was lost.
+"""Requests that wait for a worker: for room, for the end of a stall, or for the successor of a lost worker.
 
-Owns the order, first come first served, and for how long. ``router.dispatch.dispatcher`` tries them again and ends those that
-waited in vain.
+Owns their order, first come first served, and the longest wait.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
 
 class Waiting:
-    """The requests that wait; times are seconds of the router's clock."""
+    """The waiting requests. Times are seconds of the router's clock."""
 
     def __init__(self, restarts: Restarts) -> None:
         self._restarts = restarts
@@ -25,17 +24,18 @@ class Waiting:
         return len(self._requests)
 
     def requests(self) -> list[RequestState]:
-        """Return those that wait, the one that began first first."""
+        """Return the waiting requests, oldest first."""
         return list(self._requests.values())
 
     def leave(self, request: RequestState) -> None:
-        """It waits no more, if it has."""
+        """Remove a request; does nothing if it does not wait."""
         self._requests.pop(request.request_id, None)
 
     def stay(self, request: RequestState, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
-        """Keep a request that nobody can take now, for the reason ``error``; return why it ends if that takes too long.
+        """Keep a request that no worker can take now because of ``error``; return an error if it has waited too long.
 
-        Those that are there and ``is_only_busy`` are waited for until its deadline; a successor as long as one may come.
+        If suitable workers are members but busy (``is_only_busy``), it waits until its deadline. Otherwise it waits for a
+        successor, for the time that a restart may take.
         """
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
@@ -52,6 +52,6 @@ class Waiting:
         )
 
     def pardon(self, lateness_s: float) -> None:
-        """The router stood still for so long: that was no waiting."""
+        """Exclude a pause of the router of this many seconds from the waits."""
         for request in self._requests.values():
             request.waits_since += lateness_s

@@ -1,7 +1,7 @@
-"""The router's socket, timer and streams: carries bytes and tokens between workers, the state machines and HTTP handlers.
+"""The router's socket, timer and streams: carries messages between workers, the router core and HTTP handlers.
 
-Owns the ZeroMQ socket, the tasks that read it and tick the clock, and one queue of updates per HTTP request. Decides nothing:
-that is ``router.dispatch.core``. ``router.http.app`` opens a ``Generation`` per HTTP request.
+Owns the ZeroMQ socket, the tasks that read it and call the timer, and the pending updates of each HTTP request. All decisions
+are in ``router.dispatch.core``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS_PER_TURN = 8  # of one HTTP request that are started at once
+_PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-RECONNECT_S = 0.25  # a worker that only lost its connection is back by then
+RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
 _ROLES = ("encode", "prefill", "decode", "aggregated")
 
 
 class Generation:
-    """The updates of all prompts of one HTTP request, in the order in which they arrive."""
+    """The updates of all prompts of one HTTP request, in the order of their arrival."""
 
     def __init__(self, gateway: WorkerGateway, client_id: str, request_ids: Sequence[str]) -> None:
         self.client_id = client_id
@@ -54,30 +54,30 @@ class Generation:
         self._has_updates = asyncio.Event()
 
     async def updates(self) -> list[tuple[int, Update]]:
-        """Wait for updates and return all there is, as (index of the prompt, update)."""
+        """Wait for updates and return all pending ones, as (index of the prompt, update)."""
         await self._has_updates.wait()
         self._has_updates.clear()
         updates, self._updates = self._updates, []
         return updates
 
     def finish_choice(self, prompt_index: int, choice_index: int) -> None:
-        """Tell the workers that a choice has ended by its text."""
+        """End a choice at a stop string, here and at its worker."""
         self._gateway.finish_choice(self.request_ids[prompt_index], choice_index)
 
     def abort(self, reason: str) -> None:
-        """Stop whatever is still running; does nothing after the end."""
+        """Abort the prompts that still run; does nothing after the end."""
         for request_id in self.request_ids:
             self._gateway.abort(request_id, reason)
 
     def put(self, prompt_index: int, update: Update) -> None:
-        """Add an update. Called by the gateway only."""
+        """Add an update."""
         self._updates.append((prompt_index, update))
         self._has_updates.set()
 
 
 @dataclass(slots=True)
 class _Listener:
-    """Who waits for a request's updates, and what was measured of it."""
+    """Where the updates of a request go, and what is measured of it."""
 
     generation: Generation
     prompt_index: int
@@ -122,13 +122,13 @@ class WorkerGateway:
         self._add_gauges()
 
     def trace_with(self, tracer: Tracer) -> None:
-        """Record spans of the requests that come from now on."""
+        """Record spans of all requests from now on."""
         self._traces = RequestTraces(tracer, self._model)
 
     # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bind the workers' socket and start to listen.
+        """Bind the workers' socket and start the tasks.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -150,9 +150,9 @@ class WorkerGateway:
             task.add_done_callback(self._on_task_end)
 
     async def stop(self) -> None:
-        """Fail what is left, tell the workers, and close the socket. Idempotent."""
+        """Fail the remaining requests, send their aborts, and close the socket. Idempotent."""
         for request_id in list(self._listeners):
-            self._give_up(request_id, NoWorker("the router shuts down: try again"))  # who is still there meets its successor
+            self._give_up(request_id, NoWorker("the router shuts down: try again"))
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -160,14 +160,14 @@ class WorkerGateway:
         self._close()
 
     async def wait_dead(self) -> BaseException:
-        """Return why this gateway cannot go on, once that is so: a bug of ours has ended one of its tasks."""
+        """Wait until a bug of the router has ended one of the tasks, and return the error."""
         assert self._death is not None, "the gateway has not been started"
         return await asyncio.shield(self._death)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if task not in self._tasks:
-            return  # let go by ``stop``
-        # A socket that is closed under its reader looks like a cancellation.
+            return  # cancelled by ``stop``
+        # A socket that is closed during a read cancels the reader.
         error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
         logger.error(event("router_task_died", task=task.get_name(), error=repr(error)))
         if self._death is not None and not self._death.done():
@@ -175,11 +175,11 @@ class WorkerGateway:
 
     def _close(self) -> None:
         if self._socket is not None and self._monitor is not None:
-            self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
+            self._socket.monitor(None, 0)  # first, because ZeroMQ's thread blocks on an event without a reader
             self._monitor.close(linger=0)
             self._monitor = None
         if self._socket is not None:
-            self._socket.close(linger=200)  # ms: the last aborts still leave
+            self._socket.close(linger=200)  # ms, to send the last aborts
             self._socket = None
         if self._context is not None:
             self._context.term()
@@ -197,21 +197,21 @@ class WorkerGateway:
 
     @property
     def retry_after_s(self) -> int:
-        """In how many seconds a client that finds no route had better come again."""
+        """After how many seconds a client that found no route should retry."""
         return self.core.retry_after_s(self._clock.now())
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended, one per prompt."""
+        """Running requests, one per prompt."""
         return len(self._listeners)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
-        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Between them others get their turn.
+        """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Yields to other tasks between prompts.
 
         Raises:
-            RequestError: why one of them cannot be served now.
+            RequestError: one of the prompts cannot be served now.
         """
         await self.wait_for_route()
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
@@ -234,13 +234,13 @@ class WorkerGateway:
         return generation
 
     async def wait_for_route(self) -> None:
-        """Return once a request has a route, or none is to be expected: after a pause of this router workers come back."""
+        """Wait while there is no route but one is expected, as after a pause of this router, when workers reconnect."""
         while self.core.is_route_expected:
             self._has_changed.clear()
             await self._has_changed.wait()
 
     async def wait_idle(self) -> None:
-        """Return once no request is in flight."""
+        """Wait until no request is in flight."""
         await self._is_idle.wait()
 
     def abort(self, request_id: str, reason: str) -> None:
@@ -249,29 +249,29 @@ class WorkerGateway:
             self._perform(self.core.abort(request_id, reason, self._clock.now()))
 
     def finish_choice(self, request_id: str, index: int) -> None:
-        """End one choice by its text."""
+        """End one choice at a stop string."""
         self._perform(self.core.finish_choice(request_id, index, self._clock.now()))
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     async def _tick(self, reader: FrameReader) -> None:
-        """Do what is due. A bug in it ends this task, and so the router: it would come back with every tick."""
+        """Call the timer. A bug in it ends this task, and so the router, because it would recur at every tick."""
         while True:
             await asyncio.sleep(self._tick_s)
             await self._do_what_is_due(reader)
 
     async def _do_what_is_due(self, reader: FrameReader) -> None:
-        """Handle what has come, so that no worker is judged while its messages lie unread; then let the clock tick.
+        """Handle all received messages, so that no worker is judged while its messages are unread; then call the timer.
 
-        Under load there may always be more; then reading ends before the delay of the tick looks like a pause of the router.
+        Under load there may always be more messages. Reading then stops before the late tick looks like a pause of the router.
         """
         await reader.catch_up(self._heartbeat_interval_s / 2)
         self._perform(self.core.on_timer(self._clock.now()))
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
-        """Notice the death of a worker's process at once, not by its silence.
+        """Detect the death of a worker's process at once, without waiting for the heartbeat timeout.
 
-        ZeroMQ tells that a connection was lost, but not whose; sending to that worker fails from then on.
+        ZeroMQ reports that a connection was lost, but not whose; sending to that worker then fails.
         """
         while True:
             self._note_event(await monitor.recv_multipart())
@@ -281,7 +281,7 @@ class WorkerGateway:
             self._guard(self.core.greet_all)
 
     def _note_event(self, parts: list[bytes]) -> None:
-        """Tell an operator of strangers: a worker with another cluster key never gets further, and tries for ever."""
+        """Count and log a failed handshake: a worker with another cluster key never connects, and retries forever."""
         found = parse_monitor_message(parts)
         if not found["event"] & _HANDSHAKE_FAILED:
             return
@@ -289,7 +289,7 @@ class WorkerGateway:
         self._peer_log.handshake_refused()
 
     def _on_parts(self, parts: list[bytes]) -> None:
-        """Handle one message of a worker; nothing it sends may end the router."""
+        """Handle one message of a worker; no message may stop the router."""
         peer, now = parts[0], self._clock.now()
         try:
             if len(parts) != 2:
@@ -306,10 +306,7 @@ class WorkerGateway:
                 self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
 
     def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
-        """Run a step of the core at the boundary where a bug of ours ends: logged, and the router lives on.
-
-        Returns True if there was none.
-        """
+        """Run a step of the core. A bug in it is logged, and the router continues. Returns True without a bug."""
         try:
             self._perform(handle(*args))
         except Exception:
@@ -318,7 +315,7 @@ class WorkerGateway:
         return True
 
     def _give_up(self, request_id: str, error: KVFerryError) -> None:
-        """Answer a request although nobody knows how far it was taken; its client must not wait for its deadline."""
+        """Fail a request, also if a bug made the core lose it; its client would otherwise wait until its deadline."""
         self._guard(self.core.fail, request_id, error, self._clock.now())
         listener = self._listeners.pop(request_id, None)
         if listener is None:
@@ -331,10 +328,10 @@ class WorkerGateway:
     # ---- actions -----------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Carry out actions, and those that follow from peers found gone on the way."""
+        """Carry out actions, and the actions that follow from connections found lost in between."""
         self._has_changed.set()
         queue = list(actions)
-        for action in queue:  # grows while it is walked
+        for action in queue:  # grows during the loop
             match action:
                 case Transmit():
                     queue += self._transmit(action)
@@ -364,18 +361,18 @@ class WorkerGateway:
         return self._send(action.peer, frame)
 
     def _send(self, peer: bytes, frame: bytes) -> list[Action]:
-        """Send a frame to a connection; returns what follows if it is gone."""
+        """Send a frame to a connection; return the actions that follow if it is lost."""
         if self._socket is None:
             return []
         sent = asyncio.ensure_future(self._socket.send_multipart([peer, frame], flags=zmq.NOBLOCK))
-        failure = sent.exception()  # a non-blocking send is done when it returns
+        failure = sent.exception()  # a non-blocking send has ended when it returns
         if failure is None:
             return []
         self._peer_log.unreachable(peer, failure)
         return self.core.on_unreachable(peer, self._clock.now())
 
     def _traced(self, action: Transmit) -> RouterMessage:
-        """Return the message of an action, with the span of the leg that it begins."""
+        """Return the message of an action, with the span of the leg that it starts."""
         message = action.message
         worker = self.core.membership.by_peer(action.peer)
         if not self._traces.is_on or not isinstance(message, Generate | EncodeRequest) or worker is None:
@@ -490,7 +487,7 @@ class WorkerGateway:
 
 
 def _recomputed(request: RequestState) -> dict[str, object]:
-    """Return why blocks were not loaded and what that cost, for the log; nothing if it did not happen."""
+    """Return why blocks were not loaded and how many tokens that cost, for the log; {} if all were loaded."""
     cost = request.accounts.cost
     reason = cost.fallback_reason or request.fallback_reason
     return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

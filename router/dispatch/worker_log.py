@@ -1,7 +1,4 @@
-"""What the router logs and counts of its workers: who comes, goes, stalls and is back.
-
-Owns the events. Decides nothing; ``router.dispatch.worker_gateway`` calls it.
-"""
+"""Log lines and counters for workers that join, leave, stall or resume."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ logger = logging.getLogger("router.dispatch.worker_gateway")
 
 
 class WorkerLog:
-    """Log lines and counters of changes in the membership."""
+    """Logs and counts changes of the membership."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics

@@ -1,8 +1,4 @@
-"""The messages of a request's two legs: what a worker is sent, and what its answer changes in the request.
-
-Owns the meaning of ``Generate``, ``PrefillDone`` and ``Tokens`` for one request. Knows nothing of other requests or of which
-worker comes next: ``router.dispatch.dispatcher`` calls it.
-"""
+"""The messages of one request: builds ``Generate``, and applies ``PrefillDone`` and ``Tokens`` to the request's state."""
 
 from __future__ import annotations
 
@@ -21,19 +17,19 @@ _FEATURE = re.compile(r"images\[(\d{1,4})\]")
 
 
 class TokensLost(ProtocolError):
-    """A message with tokens did not arrive; the worker that sent it is past the point from which another can go on."""
+    """A message with tokens was lost. Its worker has moved on, so the request must continue from the last token received."""
 
 
-# ---- what is sent ------------------------------------------------------------------------------------------------------
+# ---- Generate ------------------------------------------------------------------------------------------------------
 
 
 def new_generate(request: RequestState, now: float) -> Generate:
-    """Return what starts a request: on a prefill worker, or from its beginning to its end on an aggregated one."""
+    """Return the message that starts a request on a prefill worker, or on a worker that serves it alone."""
     return msgspec.structs.replace(_message(request, now), handoff=request.phase is Phase.PREFILL)
 
 
 def resuming_generate(request: RequestState, now: float) -> Generate:
-    """Return what lets a worker go on with a request: with the handoff if there is one, else by computing all of it."""
+    """Return the message that continues a request: from the handoff if there is one, else by recomputation."""
     choices = tuple(
         ChoiceStart(index=index, output_token_ids=tuple(request.output_token_ids[index])) for index in request.live_choices
     )
@@ -61,9 +57,9 @@ def _message(request: RequestState, now: float) -> Generate:
 
 
 def name_image(submission: Submission, error: ErrorInfo, media_index: int | None = None) -> ErrorInfo:
-    """Return an error of a worker as the client understands it: it knows its images by their places.
+    """Return a worker's error with the image named as in the client's body.
 
-    An encode worker says which file was bad; who computes prompts names a feature in the error, as ``images[0]``.
+    An encode worker reports ``media_index``; a worker that computes prompts names a feature in the error, as ``images[0]``.
     """
     feature = _FEATURE.fullmatch(error.param or "")
     if feature is not None and int(feature[1]) < len(submission.mm_features):
@@ -75,11 +71,11 @@ def name_image(submission: Submission, error: ErrorInfo, media_index: int | None
     return msgspec.structs.replace(error, message=f"{place}: the image cannot be used: {reason}", param=place)
 
 
-# ---- the prefill leg's answer --------------------------------------------------------------------------------------------
+# ---- PrefillDone ---------------------------------------------------------------------------------------------------
 
 
 def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: RequestState) -> str | None:
-    """Say what is wrong with the message as an answer to this request; None if nothing is."""
+    """Return why the message cannot be an answer to this request; None if it can."""
     if sorted(choice.index for choice in message.choices) != list(range(request.submission.n)):
         return "first tokens do not cover every choice once"
     if any(choice.finish_reason in ("abort", "error") for choice in message.choices):
@@ -87,7 +83,7 @@ def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: Req
     handoff = message.kv_handoff
     if handoff is None:
         is_over = all(choice.finish_reason for choice in message.choices)
-        has_none = not sender.facts.transports  # its connector keeps KV where the decode worker looks for it by itself
+        has_none = not sender.facts.transports  # its connector stores KV where the decode worker finds it without a handoff
         return None if is_over or has_none else "a choice goes on, but there is no handoff"
     if (handoff.engine_id, handoff.incarnation) != sender.key:
         return f"its handoff names another worker, {handoff.engine_id}"
@@ -95,7 +91,7 @@ def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: Req
 
 
 def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
-    """Note the first tokens and return the update."""
+    """Record the first tokens and return the update for the client."""
     accounts = request.accounts
     accounts.first_token_at = now
     accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms, accounts.encode_s)
@@ -117,21 +113,21 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
     return Update(choices=updates, prompt=report, handoff=_report(request))
 
 
-# ---- the decode leg's tokens ---------------------------------------------------------------------------------------------
+# ---- Tokens --------------------------------------------------------------------------------------------------------
 
 
 def apply_tokens(request: RequestState, item: Tokens, update: Update, now: float) -> None:
-    """Note one choice's tokens and add them to the request's update.
+    """Record one choice's tokens and add them to the request's update. An error changes nothing.
 
     Raises:
-        TokensLost: there is a gap between these tokens and those before; nothing has been changed.
-        ProtocolError: the message cannot be right.
+        TokensLost: there is a gap before these tokens.
+        ProtocolError: the message is invalid.
     """
     _check(request, item)
     _note_shown(request, item.index)
     _apply_usage(request, item, update, now)
     if request.finish_reasons[item.index] is not None:
-        return  # ended by a stop string; these tokens were under way
+        return  # ended by a stop string; these tokens were in flight
     output = request.output_token_ids[item.index]
     num_known = len(output) - item.position  # tokens of a repeated message
     token_ids = item.token_ids[num_known:]
@@ -156,7 +152,7 @@ def _check(request: RequestState, item: Tokens) -> None:
 
 
 def _note_shown(request: RequestState, index: int) -> None:
-    """Count the handoff as read once every choice that goes on has shown a token: until then its lease is kept."""
+    """Record a token of a choice. Once every live choice has one, the handoff is read and its lease need not be renewed."""
     request.free_retries.clear()
     request.shown.add(index)
     request.has_decoded = True
@@ -168,7 +164,7 @@ def _note_shown(request: RequestState, index: int) -> None:
 def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float) -> None:
     if item.usage is None:
         return
-    if not request.has_report:  # of an aggregated worker; with a pair, the prefill worker has said it
+    if not request.has_report:  # an aggregated worker reports the prompt here; of a pair, the prefill worker did
         request.has_report = True
         update.prompt = PromptReport(
             item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
@@ -181,9 +177,9 @@ def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float
 
 
 def _account(request: RequestState, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
-    """Add a choice's cost to the request's account; what an earlier attempt has reported of it stands.
+    """Record the cost of a choice, unless an earlier attempt has reported one for it.
 
-    Of a request that began on an aggregated worker it counts only if a tier has lost something: there was no handoff.
+    Without a handoff, on an aggregated worker, the cost counts only if a tier lost blocks.
     """
     accounts = request.accounts
     has_handoff = accounts.first_token is not None
@@ -199,7 +195,7 @@ def _account(request: RequestState, index: int, usage: Usage, cost: TransferUsag
 
 
 def _account_alone(request: RequestState, index: int, usage: Usage) -> None:
-    """Note, by the first choice that reports, that the prompt was computed where it should have been loaded."""
+    """Record, for the first choice that reports, that the decode worker computed the prompt instead of loading it."""
     if not request.accounts.costs:
         num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
@@ -207,7 +203,7 @@ def _account_alone(request: RequestState, index: int, usage: Usage) -> None:
 
 
 def _report(request: RequestState) -> HandoffReport | None:
-    """Return what is known by now; None without a handoff that is over, unless a tier has lost something."""
+    """Return the report; None before the handoff has ended, or without one, unless a tier lost blocks."""
     accounts, cost = request.accounts, request.accounts.cost
     is_over = request.is_degraded or accounts.second_token is not None
     if not is_over and not cost.fallback_reason:
