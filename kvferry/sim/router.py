@@ -77,7 +77,7 @@ class SimRouter:
     def _submit(self, client: Client) -> None:
         if client.plan.name not in self._clients:
             return  # it has left
-        if self.core.is_route_expected:
+        if self.core.is_route_expected(self._now()):
             self._wait_for_route.append(client)
             return
         try:
@@ -133,7 +133,7 @@ class SimRouter:
     def _perform(self, actions: Sequence[Action]) -> None:
         """Carry out actions; then requests that waited for a route may have one."""
         self._carry_out(actions)
-        if not self.core.is_route_expected:
+        if not self.core.is_route_expected(self._now()):
             waiting, self._wait_for_route = self._wait_for_route, []
             for client in waiting:
                 self.host.process.call_later(0.0, partial(self._submit, client))

@@ -115,10 +115,9 @@ class RouterCore:
         """Why no request can be served; None if requests can be served."""
         return why_not_ready(self.membership.workers)
 
-    @property
-    def is_route_expected(self) -> bool:
-        """True if there is no route now, but a worker that lost its connection in this router's own pause may soon be back."""
-        return self.not_ready_reason is not None and any(worker.cut_peer is not None for worker in self.membership.workers)
+    def is_route_expected(self, now: float) -> bool:
+        """True if there is no route, but this router has just stood still, so that workers may be about to come back."""
+        return self.not_ready_reason is not None and self.membership.pauses.is_settling(now)
 
     def retry_after_s(self, now: float) -> int:
         """Return after how many seconds a client that found no route should retry."""

@@ -235,7 +235,7 @@ class WorkerGateway:
 
     async def wait_for_route(self) -> None:
         """Wait while there is no route but one is expected, as after a pause of this router, when workers reconnect."""
-        while self.core.is_route_expected:
+        while self.core.is_route_expected(self._clock.now()):
             self._has_changed.clear()
             await self._has_changed.wait()
 

@@ -112,7 +112,8 @@ async def test_a_request_that_comes_as_the_router_thaws_waits_for_its_workers(st
     time.sleep(1.5)  # noqa: ASYNC251 - the router stands still
     async with under_test.client() as client:
         call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "max_tokens": 50}))
-        await under_test.until(lambda: under_test.router.gateway.core.is_route_expected)
+        gateway = under_test.router.gateway
+        await under_test.until(lambda: gateway.core.not_ready_reason is not None)
         for worker in workers:
             worker.connect()
             await worker.send(worker.registration)
