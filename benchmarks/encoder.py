@@ -110,8 +110,8 @@ class Engine:
     def __init__(self, config: KVFerryConfig, *, decodes_beside: bool = True) -> None:
         self.late = Late()
         built = self._built = build_engine(config, SystemClock(), None, lambda fingerprint: self.late)
-        if decodes_beside and built.image_preparation is not None:
-            built.image_preparation.start(built.engine.wake)
+        if decodes_beside and built.image_decode_thread is not None:
+            built.image_decode_thread.start(built.engine.wake)
         self._longest_step_s = 0.0
         self._tokenizer = Tokenizer(built.files)
         self._numbers = itertools.count()

@@ -27,7 +27,7 @@ from common import Machine, Outcome, Table, make_parser, publish
 from router_attack_list import ATTACKS, MANY_CONNECTIONS, Attack, Served
 
 from core.config import ModelSection, RouterSection, default_cache_dir
-from core.gc_freeze import freeze_what_is_loaded
+from core.gc_freeze import freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.wire import codec
 from core.wire.kv import KVLayoutInfo
@@ -193,7 +193,7 @@ async def _attack_all(model: ServedModel, attacks: list[Attack]) -> list[Result]
     served = Served(model.tokenizer.vocab_size, MAX_MODEL_LEN)
 
     async def work(router: Router) -> list[Result]:
-        freeze_what_is_loaded()
+        freeze_loaded_objects()
         ticking = asyncio.create_task(longest.tick())
         before_mb = _memory_mb("VmRSS")
         with longest.watching():

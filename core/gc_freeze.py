@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 
-def freeze_what_is_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Collect once more, then never look again at what is left. Takes as long as a full collection. Source: ``gc.freeze``."""
     gc.collect()
     gc.freeze()

@@ -44,8 +44,8 @@ class Encoder(ImageReader, Protocol):
         ...
 
 
-class Preparation(Protocol):
-    """What has images decoded beside the engine (``ImagePreparation``, ``ImageReadiness``)."""
+class PixelSource(Protocol):
+    """What has images decoded beside the engine (``ImageDecodeThread``, ``ImageReadiness``)."""
 
     def begin_step(self) -> None:
         """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""
@@ -71,7 +71,7 @@ class Preparation(Protocol):
         """End the work, and forget all images. Idempotent."""
 
 
-_USER = "engine"  # of an image, to its preparation: who waits for it is counted here
+_USER = "engine"  # of an image, to its pixel source: who waits for it is counted here
 _Entry = tuple[int, int, bytes]  # (priority, arrival, identifier)
 
 
@@ -94,15 +94,15 @@ class EncodeEngine:
     """One thread only, but for ``gauges``.
 
     At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served among those
-    that are decoded; with ``by_priority`` the smallest priority first. ``preparation`` is its own, for others to start, and
-    has to ``wake`` it whenever an image is decoded.
+    that are decoded; with ``by_priority`` the smallest priority first. The engine shuts ``image_decode_thread`` down but does
+    not start it; the thread has to ``wake`` the engine whenever an image is decoded.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         encoder: Encoder,
         connector: ECConnectorWorker,
-        preparation: Preparation,
+        image_decode_thread: PixelSource,
         metrics: EncodeMetrics,
         clock: Clock,
         *,
@@ -112,7 +112,7 @@ class EncodeEngine:
         connector.register_caches(encoder.layout)
         self._encoder = encoder
         self._connector = connector
-        self._preparation = preparation
+        self._image_decode_thread = image_decode_thread
         self._metrics = metrics
         self._clock = clock
         self._max_batch_images = max_batch_images
@@ -175,7 +175,7 @@ class EncodeEngine:
     def step(self) -> list[EngineCoreOutput]:
         """Compute a batch of what is decoded, and answer for what can be read by now.
 
-        Raises: whatever the connector raises once it is dead, and what has ended the preparation of images.
+        Raises: whatever the connector raises once it is dead, and what has ended the decoding of images.
         """
         self._must_step = False
         outputs: list[EngineCoreOutput] = []
@@ -203,10 +203,10 @@ class EncodeEngine:
         return self._must_step
 
     def shutdown(self) -> None:
-        """Stop the preparation of images and the connector's worker side. Idempotent."""
+        """Stop the decoding of images and the connector's worker side. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._preparation.shutdown()
+            self._image_decode_thread.shutdown()
             self._connector.shutdown()
 
     # ---- the queue ---------------------------------------------------------------------------------------------------
@@ -215,20 +215,20 @@ class EncodeEngine:
         """Return what this step computes, and have the next images decoded meanwhile; answer for those that are known."""
         batch: list[_Image] = []
         left: list[_Entry] = []
-        self._preparation.begin_step()
+        self._image_decode_thread.begin_step()
         for image, entry in self._take_queue():
             source = self._connector.find_source(image.identifier)
             if source is not None:
                 outputs += self._answer(image, source, was_cached=True)
                 continue
-            is_ready = self._preparation.is_ready(_USER, image.feature, image.content)
+            is_ready = self._image_decode_thread.is_ready(_USER, image.feature, image.content)
             if is_ready and len(batch) < self._max_batch_images:
-                self._preparation.claim(image.identifier)
+                self._image_decode_thread.claim(image.identifier)
                 batch.append(image)
                 continue
             self._must_step |= is_ready
             left.append(entry)
-        self._preparation.end_step()
+        self._image_decode_thread.end_step()
         self._queue = left
         # What this step has claimed has taken up room, in which others are queued once it is embedded; nobody would tell.
         self._must_step |= bool(batch and left)
@@ -250,7 +250,7 @@ class EncodeEngine:
         """Embed an image and hand it to the connector; return what is wrong with it, if anything is."""
         image.started_at = self._clock.now()
         try:
-            embeddings = self._encoder.embed(self._preparation.take(image.identifier, image.content))
+            embeddings = self._encoder.embed(self._image_decode_thread.take(image.identifier, image.content))
             if len(embeddings) != image.feature.num_embeds:
                 raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
         except KVFerryError as error:
@@ -295,4 +295,4 @@ class EncodeEngine:
         del self._images[image.identifier]
         for request_id in image.waiting:
             del self._requests[request_id]
-        self._preparation.forget(_USER, [image.feature])
+        self._image_decode_thread.forget(_USER, [image.feature])

@@ -1,6 +1,6 @@
 """What the encode role does with requests: one engine request per image, one answer when all of them can be read.
 
-Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all hands; called by ``core.worker.state``.
+Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all handlers; called by ``core.worker.state``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from core.request import EncodedImage, EngineCoreOutput, NewRequest
 from core.wire.media import ECSource
 from core.wire.messages import EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
-from core.worker.role import HandsOutput, RoleHands, choice_id, deadline_of, output_error, split_choice_id
+from core.worker.role import RoleHandler, RoleOutput, choice_id, deadline_of, output_error, split_choice_id
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Encode:
         return [choice_id(self.message.request_id, number) for number in numbers]
 
 
-class EncodeHands(RoleHands):
+class EncodeHandler(RoleHandler):
     """Splits requests into images, and joins what is said of them."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class EncodeHands(RoleHands):
             for number, feature in enumerate(features)
         ]
 
-    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
         """Collect images; answer when all are there, or one cannot be."""
-        result = HandsOutput()
+        result = RoleOutput()
         for output in outputs:
             request_id, number = split_choice_id(output.request_id)
             encode = self._live.get(request_id)
@@ -92,14 +92,14 @@ class EncodeHands(RoleHands):
                 self._answer(encode, result)
         return result
 
-    def on_abort(self, request_id: str) -> HandsOutput:
+    def on_abort(self, request_id: str) -> RoleOutput:
         """Stop computing what nobody else waits for."""
         encode = self._live.pop(request_id, None)
         if encode is None:
-            return HandsOutput()
-        return HandsOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
+            return RoleOutput()
+        return RoleOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
 
-    def _answer(self, encode: _Encode, result: HandsOutput) -> None:
+    def _answer(self, encode: _Encode, result: RoleOutput) -> None:
         images = encode.images.values()
         result.replies.append(
             EncodeDone(
@@ -112,7 +112,7 @@ class EncodeHands(RoleHands):
         )
         self._end(encode, result)
 
-    def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: HandsOutput) -> None:
+    def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: RoleOutput) -> None:
         """One image is lost; who needs the others can compute them as well. Only a bad image is named: that is the client's."""
         is_bad = error.code == InvalidRequest.code
         failed = choice_id(encode.message.request_id, number)
@@ -122,7 +122,7 @@ class EncodeHands(RoleHands):
         result.replies.append(EncodeFailed(request_id=encode.message.request_id, error=error, media_index=media_index))
         self._end(encode, result)
 
-    def _end(self, encode: _Encode, result: HandsOutput) -> None:
+    def _end(self, encode: _Encode, result: RoleOutput) -> None:
         result.ended.append(encode.message.request_id)
         del self._live[encode.message.request_id]
 

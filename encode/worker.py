@@ -12,7 +12,7 @@ from pathlib import Path
 from connectors.ec.registry import build_ec_connector
 from core.config import KVFerryConfig
 from core.engine.build import apply_cpu_threads, device_of, dtype_of
-from core.engine.media.image_decode_thread import ImagePreparation
+from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.errors import ConfigError
 from core.log import event
 from core.model.hub import resolve_model
@@ -21,7 +21,7 @@ from core.worker.builder import Assembled, BuiltEncoder, WorkerContext
 from core.worker.process import Announce, run_worker
 from encode.engine import EncodeEngine
 from encode.metrics import EncodeMetrics
-from encode.role import EncodeHands
+from encode.role import EncodeHandler
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def run(config: KVFerryConfig, announce: Announce) -> int:
 
 
 def put_together(context: WorkerContext) -> Assembled:
-    """Load the image half of the model and put engine, connector and hands together.
+    """Load the image half of the model and put engine, connector and handler together.
 
     Raises:
         ConfigError: the model sees no images, or ``ec_connector.name`` leaves nobody a way to read what is computed.
@@ -54,11 +54,11 @@ def put_together(context: WorkerContext) -> Assembled:
             "ec_connector.name = none: nobody could read what an encode worker computes; say p2p or shared, on all workers",
             param="ec_connector.name",
         )
-    preparation = ImagePreparation(encoder)
+    image_decode_thread = ImageDecodeThread(encoder)
     engine = EncodeEngine(
         encoder,
         connector.worker,
-        preparation,
+        image_decode_thread,
         EncodeMetrics(context.metrics),
         context.clock,
         max_batch_images=config.encode.max_batch_images,
@@ -67,8 +67,8 @@ def put_together(context: WorkerContext) -> Assembled:
     built = BuiltEncoder(
         engine=engine,
         model_fingerprint=encoder.model_fingerprint,
-        image_preparation=preparation,
+        image_decode_thread=image_decode_thread,
         max_num_images=config.encode.max_batch_images + config.worker.max_waiting_requests,
     )
     logger.info(event("encoder_built", model=files.name, dtype=encoder.layout.dtype, device=encoder.layout.device))
-    return Assembled(built, None, EncodeHands(), connector)
+    return Assembled(built, None, EncodeHandler(), connector)

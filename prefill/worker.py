@@ -1,195 +1,13 @@
-"""The prefill role: compute a prompt, put out the first token of each choice, keep the KV blocks for a decode worker.
-
-Owns the bookkeeping of requests between ``Generate`` and ``PrefillDone``, and which handoff belongs to which request, so that
-an abort that crosses ``PrefillDone`` still frees the blocks. Knows nothing of sockets or leases: the shell carries the
-messages, the connector holds the blocks. Called by ``core.worker.state``; ``run`` is the process.
-"""
+"""The prefill worker process: the engine, the connectors of the settings, and ``PrefillHandler``."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from connectors.ec.registry import build_ec_connector
 from connectors.registry import connector_builder
 from core.config import KVFerryConfig
-from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, NewRequest
-from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
 from core.worker.builder import Assembled, WorkerContext, assemble
 from core.worker.process import Announce, run_worker
-from core.worker.role import (
-    EngineFacts,
-    HandsOutput,
-    RoleHands,
-    choice_id,
-    output_error,
-    request_of_choice,
-    split_choice_id,
-)
-
-MAX_REMEMBERED_HANDOFFS = 4096  # of answered requests; beyond it the lease alone frees the blocks of a crossed abort
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """One request on its way to ``PrefillDone``."""
-
-    message: Generate
-    arrival_time: float
-    waves: list[list[NewRequest]]  # what follows once all that have begun have their tokens
-    num_begun: int = 1
-    choices: dict[int, PrefillChoice] = field(default_factory=dict)
-    kv_handoff: KVHandoff | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    num_cached_tokens: int = 0
-    queue_ms: float = 0.0
-    recomputed_tokens: int = 0
-    fallback_reason: str = ""
-
-    def choice_ids(self) -> list[str]:
-        """Return the engine requests that have not ended yet."""
-        indices = (index for index in range(self.message.n) if index not in self.choices)
-        return [choice_id(self.message.request_id, index) for index in indices]
-
-
-class PrefillHands(RoleHands):
-    """One engine request per choice, each limited to one token: first one that computes the prompt, then those that find it.
-
-    The last one keeps the blocks, alone, when all others have their tokens. Blocks that were kept earlier would be held while
-    others wait for blocks: requests could wait for each other, and their leases run out before a router hears of them.
-    """
-
-    def __init__(self, facts: EngineFacts) -> None:
-        self._facts = facts
-        self._live: dict[str, _Prefill] = {}
-        self._handed_over: OrderedDict[str, str] = OrderedDict()  # request id → transfer id
-
-    def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Ask for the first token of the first choice.
-
-        Raises:
-            InvalidRequest: the request is not one for a prefill worker.
-        """
-        if not message.handoff or message.kv_handoff is not None or message.choices:
-            raise InvalidRequest("a prefill worker only takes requests that are handed over after the first token")
-        # One token ends every choice, so a longer minimum only means that it must not be a stop token.
-        sampling = msgspec.structs.replace(message.sampling, max_tokens=1, min_tokens=min(1, message.sampling.min_tokens))
-        without_prompt = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        requests = [
-            request_of_choice(message, index, without_prompt if index else sampling, self._facts, now)
-            for index in range(message.n)
-        ]
-        requests[-1] = replace(requests[-1], needs_handoff=True)
-        first, *waves = [wave for wave in (requests[:1], requests[1:-1], requests[1:][-1:]) if wave]
-        self._live[message.request_id] = _Prefill(message, now, waves)
-        return first
-
-    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
-        """Collect first tokens; answer when every choice has its own."""
-        result = HandsOutput()
-        for output in outputs:
-            request_id, index = split_choice_id(output.request_id)
-            prefill = self._live.get(request_id)
-            if prefill is not None:
-                self._on_output(prefill, index, output, now, result)
-            elif output.kv_handoff is not None:  # aborted in the meantime: nobody will read it
-                result.release_transfer_ids.append(output.kv_handoff.transfer_id)
-        return result
-
-    def on_abort(self, request_id: str) -> HandsOutput:
-        """Stop computing, or let go of the blocks if the answer is already on its way."""
-        prefill = self._live.pop(request_id, None)
-        transfer_id = self._handed_over.pop(request_id, None)
-        return HandsOutput(
-            abort_ids=prefill.choice_ids() if prefill is not None else [],
-            release_transfer_ids=[transfer_id] if transfer_id is not None else [],
-        )
-
-    def _on_output(self, prefill: _Prefill, index: int, output: EngineCoreOutput, now: float, result: HandsOutput) -> None:
-        self._collect(prefill, index, output)
-        error = output_error(output)
-        if error is not None:
-            self._fail(prefill, index, error, result)
-        elif len(prefill.choices) == prefill.message.n:
-            self._answer(prefill, now, result)
-        elif len(prefill.choices) == prefill.num_begun:
-            wave = prefill.waves.pop(0)
-            prefill.num_begun += len(wave)
-            result.new_requests += wave
-
-    def _collect(self, prefill: _Prefill, index: int, output: EngineCoreOutput) -> None:
-        if output.kv_handoff is not None:
-            prefill.kv_handoff = output.kv_handoff
-        if output.prompt_logprobs is not None:
-            prefill.prompt_logprobs = output.prompt_logprobs
-        if index == 0 and output.prefill_stats is not None:
-            prefill.num_cached_tokens = output.prefill_stats.num_cached_tokens
-            prefill.queue_ms = output.prefill_stats.queue_s * 1e3
-        if output.transfer_usage is not None:
-            prefill.recomputed_tokens += output.transfer_usage.recomputed_tokens
-            prefill.fallback_reason = prefill.fallback_reason or output.transfer_usage.fallback_reason
-        if not output.new_token_ids:
-            return
-        prefill.choices[index] = PrefillChoice(
-            index=index,
-            token_id=output.new_token_ids[0],
-            logprobs=output.logprobs[0] if output.logprobs else None,
-            finish_reason=self._finish_reason(prefill.message, output),
-            stop_reason=output.stop_reason,
-        )
-
-    def _finish_reason(self, message: Generate, output: EngineCoreOutput) -> FinishReason | None:
-        """Return why the choice has ended for the client, None if a decode worker goes on with it."""
-        if output.finish_reason == "stop":
-            return "stop"
-        is_full = len(message.prompt_token_ids) + 1 >= self._facts.max_model_len
-        return "length" if message.sampling.max_tokens == 1 or is_full else None
-
-    def _answer(self, prefill: _Prefill, now: float, result: HandsOutput) -> None:
-        request_id, handoff = prefill.message.request_id, prefill.kv_handoff
-        choices = tuple(prefill.choices[index] for index in range(prefill.message.n))
-        if handoff is not None and all(choice.finish_reason is not None for choice in choices):
-            result.release_transfer_ids.append(handoff.transfer_id)
-            handoff = None
-        if handoff is not None:
-            self._remember(request_id, handoff.transfer_id)
-        total_ms = (now - prefill.arrival_time) * 1e3
-        result.replies.append(
-            PrefillDone(
-                request_id=request_id,
-                choices=choices,
-                kv_handoff=handoff,
-                prompt_logprobs=prefill.prompt_logprobs,
-                num_cached_tokens=prefill.num_cached_tokens,
-                queue_ms=prefill.queue_ms,
-                prefill_ms=max(0.0, total_ms - prefill.queue_ms),
-                recomputed_tokens=prefill.recomputed_tokens,
-                fallback_reason=prefill.fallback_reason,
-            )
-        )
-        result.ended.append(request_id)
-        del self._live[request_id]
-
-    def _remember(self, request_id: str, transfer_id: str) -> None:
-        self._handed_over[request_id] = transfer_id
-        if len(self._handed_over) > MAX_REMEMBERED_HANDOFFS:
-            self._handed_over.popitem(last=False)
-
-    def _fail(self, prefill: _Prefill, index: int, error: ErrorInfo, result: HandsOutput) -> None:
-        """One choice is lost: so is the request, as the client gets all choices or an error."""
-        request_id = prefill.message.request_id
-        failed = choice_id(request_id, index)
-        result.abort_ids += [engine_id for engine_id in prefill.choice_ids() if engine_id != failed]
-        if prefill.kv_handoff is not None:
-            result.release_transfer_ids.append(prefill.kv_handoff.transfer_id)
-        result.replies.append(RequestFailed(request_id=request_id, error=error))
-        result.ended.append(request_id)
-        del self._live[request_id]
+from prefill.role import PrefillHandler
 
 
 def run(config: KVFerryConfig, announce: Announce) -> int:
@@ -201,6 +19,6 @@ def run(config: KVFerryConfig, announce: Announce) -> int:
     build_connector = connector_builder(config.connector.name)
 
     def put_together(context: WorkerContext) -> Assembled:
-        return assemble(context, PrefillHands, build_connector, build_ec_connector)
+        return assemble(context, PrefillHandler, build_connector, build_ec_connector)
 
     return run_worker(config, "prefill", put_together, announce)

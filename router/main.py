@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
-from core.gc_freeze import freeze_what_is_loaded
+from core.gc_freeze import freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.process_signals import handled_signals
 from core.tracing import open_tracer
@@ -58,7 +58,7 @@ async def _serve_until(
     router: Router, announce: Callable[[Mapping[str, str]], None] | None, must_stop: asyncio.Event, must_hurry: asyncio.Event
 ) -> int:
     await router.start()
-    freeze_what_is_loaded()
+    freeze_loaded_objects()
     if announce is not None:
         ops = {} if router.ops_address is None else {"ops_address": router.ops_address}
         announce({"http_address": router.http_address, "worker_address": router.worker_address, **ops})

@@ -39,7 +39,7 @@ from core.engine.kv_events import KVEventPublisher
 from core.engine.kv_pool import KVPool, PoolOptions, allocate_kv_pool
 from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
 from core.engine.media.encoder_runner import EncoderRunner
-from core.engine.media.image_decode_thread import ImagePreparation
+from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.engine.runner import ModelRunner
 from core.errors import ConfigError
 from core.kv.grouping import group_layers
@@ -85,7 +85,7 @@ class BuiltEngine:
     model_fingerprint: bytes
     pool: KVPool  # open until the process ends: peers know its memory file by number
     max_model_len: int  # tokens, prompt and output
-    image_preparation: ImagePreparation | None = None  # of a model that sees images; not started
+    image_decode_thread: ImageDecodeThread | None = None  # of a model that sees images; not started
 
     @property
     def layout(self) -> KVLayoutInfo:
@@ -114,7 +114,7 @@ def build_engine(
 
     ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
     the seals hold digests where the configuration calls for them. The pool is registered with the connector; the connector's
-    own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup`` and ``ImagePreparation.start``.
+    own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup`` and ``ImageDecodeThread.start``.
 
     Raises:
         ConfigError: a setting, a model file or the memory does not fit.
@@ -153,7 +153,7 @@ def build_engine(
         model_fingerprint=fingerprint,
         pool=pool,
         max_model_len=scheduler.max_model_len,
-        image_preparation=encoder.preparation if encoder is not None else None,
+        image_decode_thread=encoder.image_decode_thread if encoder is not None else None,
     )
 
 
@@ -241,7 +241,7 @@ def _encoder_parts(
     worker, scheduler = (None, None) if connector is None else (connector.worker, connector.scheduler)
     max_per_step = max(section.max_num_encoder_embeds, image_encoder.max_embeds)
     runner = EncoderRunner(image_encoder, image_encoder.arch.image_token_id, image_encoder.layout, worker)
-    return runner, EncoderInputs(section.encoder_cache_embeds, max_per_step, scheduler, runner.preparation)
+    return runner, EncoderInputs(section.encoder_cache_embeds, max_per_step, scheduler, runner.image_decode_thread)
 
 
 def _readers_demand_digests(section: ConnectorSection) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker is put together from: who it is, its engine, its connector, its role's hands.
+"""What a worker is put together from: who it is, its engine, its connector, its role's handler.
 
 Owns the types between a role's main and the shell (``core.worker.process``), and the order in which engine and connector find
 each other. Loading takes seconds, so ``load_in_thread`` keeps it off the event loop.
@@ -18,13 +18,13 @@ from core.clock import Clock
 from core.config import KVFerryConfig
 from core.engine.build import BuiltEngine, ConnectorSides, ECConnectorSides, apply_cpu_threads, build_engine
 from core.engine.core import Engine
-from core.engine.media.image_decode_thread import ImagePreparation
+from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.ids import IdSource
 from core.tracing import Tracer
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.media import ECSource
 from core.wire.messages import Role
-from core.worker.role import EngineFacts, RoleHands
+from core.worker.role import EngineFacts, RoleHandler
 
 LOAD_THREAD_NAME = "kvferry-load"
 
@@ -121,7 +121,7 @@ class BuiltEncoder:
     engine: Engine
     model_fingerprint: bytes
     max_num_images: int  # that it holds at most, waiting ones included
-    image_preparation: ImagePreparation  # not started
+    image_decode_thread: ImageDecodeThread  # not started
 
     @property
     def num_blocks(self) -> int:
@@ -135,17 +135,17 @@ class Assembled:
 
     built: BuiltEngine | BuiltEncoder
     connector: ConnectorBundle | None
-    hands: RoleHands
+    handler: RoleHandler
     ec_connector: ECConnectorBundle | None = None
 
 
 def assemble(
     context: WorkerContext,
-    hands: Callable[[EngineFacts], RoleHands],
+    make_handler: Callable[[EngineFacts], RoleHandler],
     build_connector: ConnectorBuilder | None,
     build_ec_connector: ECConnectorBuilder,
 ) -> Assembled:
-    """Load the model and put engine, connectors and hands together, with no more threads than the worker's share."""
+    """Load the model and put engine, connectors and handler together, limited to the worker's share of CPU threads."""
     apply_cpu_threads(context.config.worker)
     connector: ConnectorBundle | None = None
     ec_connector: ECConnectorBundle | None = None
@@ -170,7 +170,7 @@ def assemble(
         has_readers=context.role == "prefill",
     )
     facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
-    return Assembled(built, connector, hands(facts), ec_connector)
+    return Assembled(built, connector, make_handler(facts), ec_connector)
 
 
 def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:

@@ -1,7 +1,7 @@
 """The worker process around an engine: I/O thread, engine thread, operations port, start-up and shutdown order.
 
 Owns what happens when, and carries out what ``core.worker.state`` decides. Knows nothing of roles and connectors: the
-role's main passes the hands and a function that builds the connector. Runs on the process's main thread as its event loop;
+role's main passes the handler and a function that builds the connector. Runs on the process's main thread as its event loop;
 the engine's thread reaches it by ``call_soon_threadsafe`` only.
 """
 
@@ -23,7 +23,7 @@ from core.engine.build import apply_cpu_threads, device_of
 from core.engine.step_watch import FirstSteps
 from core.engine.thread import EngineThread
 from core.errors import EngineDead, ProtocolError
-from core.gc_freeze import freeze_what_is_loaded
+from core.gc_freeze import freeze_loaded_objects
 from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.metrics import WorkerMetrics
@@ -51,7 +51,7 @@ from core.worker.ops_http import OpsResponse, OpsServer
 from core.worker.registration import admission_limits, registration
 from core.worker.router_sockets import RouterSockets
 from core.worker.state import WorkerState
-from core.worker.stats import WorkerNumbers
+from core.worker.stats import WorkerStats
 from core.worker.traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ LINGER_S = 1.0  # for the last replies and the goodbye
 Announce = Callable[[Mapping[str, str]], None]
 
 
-class Worker:
+class WorkerProcess:
     """One worker process. ``assemble`` loads the model and takes seconds; it runs on a thread of its own."""
 
     def __init__(self, context: WorkerContext, assemble: Callable[[], Assembled]) -> None:
@@ -146,21 +146,21 @@ class Worker:
             if connector is not None:
                 connector.worker.set_wakeup(self._engine.wake)
                 await connector.start()
-        if assembled.built.image_preparation is not None:
-            assembled.built.image_preparation.start(self._engine.wake)
-        self._state = self._make_state(assembled, WorkerNumbers(assembled, self._engine, lambda: self._state))
+        if assembled.built.image_decode_thread is not None:
+            assembled.built.image_decode_thread.start(self._engine.wake)
+        self._state = self._make_state(assembled, WorkerStats(assembled, self._engine, lambda: self._state))
         self._engine.start()
         self._sockets.start()
         return True
 
-    def _make_state(self, assembled: Assembled, numbers: WorkerNumbers) -> WorkerState:
-        metrics = WorkerMetrics(self._context.metrics, numbers.readings())
-        numbers.count_fallbacks(self._context.metrics)
+    def _make_state(self, assembled: Assembled, stats: WorkerStats) -> WorkerState:
+        metrics = WorkerMetrics(self._context.metrics, stats.readings())
+        stats.count_fallbacks(self._context.metrics)
         return WorkerState(
             registration(self._context, assembled, self._ops_address),
-            assembled.hands,
+            assembled.handler,
             admission_limits(self._context, assembled),
-            numbers.load,
+            stats.load,
             metrics,
         )
 
@@ -405,11 +405,11 @@ def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerCont
 
     def load() -> Assembled:
         assembled = assemble(context)
-        freeze_what_is_loaded()
+        freeze_loaded_objects()
         return assembled
 
     try:
-        return asyncio.run(Worker(context, load).run(announce))
+        return asyncio.run(WorkerProcess(context, load).run(announce))
     finally:
         if tracer is not None:
             tracer.close()

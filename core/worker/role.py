@@ -1,8 +1,7 @@
 """What a role does with a worker's requests: the interface between the worker shell and each role.
 
-Owns the types in between. Hands are pure: messages and engine outputs in, new requests and replies out, no sockets, no
-threads, no clock of their own. ``core.worker.state`` calls them; ``prefill.worker``, ``decode.worker`` and
-``encode.role`` implement them.
+Owns the types in between. Handlers are pure: messages and engine outputs in, new requests and replies out, no sockets, no
+threads, no clock of their own. ``prefill.role``, ``decode.role`` and ``encode.role`` implement them.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the hands must know of the engine that serves the model."""
+    """What the handler must know of the engine that serves the model."""
 
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
-class HandsOutput:
+class RoleOutput:
     """What follows from an event.
 
-    ``new_requests`` go to the engine now; ``ended`` names the requests of which the hands will say nothing more; ``abort_ids``
-    engine requests that nobody needs any more; ``release_transfer_ids`` handoffs, and ``release_sources`` embeddings, that
-    nobody will read.
+    ``new_requests`` go to the engine now. ``ended`` names the requests that get no more replies, ``abort_ids`` the engine
+    requests to abort, ``release_transfer_ids`` the handoffs and ``release_sources`` the embeddings that are not read any more.
     """
 
     replies: list[Reply] = field(default_factory=list)
@@ -54,7 +52,7 @@ class HandsOutput:
     release_sources: list[ECSource] = field(default_factory=list)
 
 
-class RoleHands(ABC):
+class RoleHandler(ABC):
     """Turns requests of routers into requests of the engine, and the engine's outputs into replies."""
 
     @abstractmethod
@@ -77,16 +75,16 @@ class RoleHands(ABC):
         raise InvalidRequest("this worker embeds no images for others")
 
     @abstractmethod
-    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> HandsOutput:
+    def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
         """Digest the news of one engine step; outputs of requests that are not held are ignored."""
 
     @abstractmethod
-    def on_abort(self, request_id: str) -> HandsOutput:
+    def on_abort(self, request_id: str) -> RoleOutput:
         """Forget a request, in whatever state, without a reply. Idempotent."""
 
-    def on_abort_choice(self, request_id: str, index: int) -> HandsOutput:
+    def on_abort_choice(self, request_id: str, index: int) -> RoleOutput:
         """Stop one choice, because the router has seen its end in the text. Idempotent."""
-        return HandsOutput()
+        return RoleOutput()
 
 
 def choice_id(request_id: str, index: int) -> str:

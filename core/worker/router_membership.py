@@ -16,7 +16,7 @@ REGISTER_INTERVAL_S = 0.2
 DEFAULT_TIMEOUT_S = 5.0
 
 
-class LinkDuty(Enum):
+class MembershipDuty(Enum):
     """What a link has to do at a moment."""
 
     NOTHING = "nothing"
@@ -24,7 +24,7 @@ class LinkDuty(Enum):
     HEARTBEAT = "heartbeat"
 
 
-class RouterLink:
+class RouterMembership:
     """What is known of one router address. ``router_id`` is that of the process that answered last, "" if none does."""
 
     def __init__(self, now: float) -> None:
@@ -95,12 +95,12 @@ class RouterLink:
         self._due_at = now
         return True
 
-    def take_duty(self, now: float) -> LinkDuty:
+    def take_duty(self, now: float) -> MembershipDuty:
         """Return what is due now, and plan the next time."""
         if now < self._due_at:
-            return LinkDuty.NOTHING
+            return MembershipDuty.NOTHING
         self._due_at = now + self._pause_s()
-        return LinkDuty.HEARTBEAT if self.is_registered else LinkDuty.REGISTER
+        return MembershipDuty.HEARTBEAT if self.is_registered else MembershipDuty.REGISTER
 
     def _pause_s(self) -> float:
         if self.is_registered:

@@ -2,7 +2,7 @@
 
 Owns which request belongs to which router, admission, deadlines, membership, and leaving. Knows nothing of sockets, threads and
 the engine: ``core.worker.process`` carries the actions out, and so does the simulation, under a virtual clock. What a request
-means is up to the role's hands.
+means is up to the role's handler.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from core.worker.actions import (
 from core.worker.deadlines import Deadlines
 from core.worker.drain import Drain
 from core.worker.heartbeats import Heartbeats
-from core.worker.role import HandsOutput, Reply, RoleHands, split_choice_id
-from core.worker.router_membership import LinkDuty, RouterLink
+from core.worker.role import Reply, RoleHandler, RoleOutput, split_choice_id
+from core.worker.router_membership import MembershipDuty, RouterMembership
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +90,19 @@ class WorkerState:
     def __init__(
         self,
         registration: Register | RegisterEncoder,
-        hands: RoleHands,
+        handler: RoleHandler,
         limits: AdmissionLimits,
         load: Callable[[], EngineLoad],
         metrics: WorkerMetrics,
     ) -> None:
         self._registration = registration
-        self._hands = hands
+        self._handler = handler
         self._limits = limits
         self._load = load
         self._metrics = metrics
         self._heartbeats = Heartbeats(registration)
         self._drain = Drain()
-        self._links: dict[str, RouterLink] = {}
+        self._links: dict[str, RouterMembership] = {}
         self._served: dict[str, _Served] = {}
         self._deadlines = Deadlines()
         self._num_choices = 0
@@ -145,7 +145,7 @@ class WorkerState:
 
     def connect(self, link: str, now: float) -> list[Action]:
         """A socket to a router address exists: introduce the worker."""
-        self._links[link] = RouterLink(now)
+        self._links[link] = RouterMembership(now)
         return self._do_duties(now)
 
     def disconnect(self, link: str) -> list[Action]:
@@ -193,14 +193,14 @@ class WorkerState:
             case messages.Drain():
                 return self.start_drain(now, message.deadline_ms / 1e3 or self._limits.drain_timeout_s)
 
-    def _on_registered(self, link: str, membership: RouterLink, message: Registered, now: float) -> list[Action]:
+    def _on_registered(self, link: str, membership: RouterMembership, message: Registered, now: float) -> list[Action]:
         was_registered = membership.is_registered
         is_another = membership.on_registered(message, now)
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
         return self._abort_requests_of(link) if is_another else []
 
-    def _on_refused(self, link: str, membership: RouterLink, message: Refused, now: float) -> list[Action]:
+    def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """Whatever the router has asked for it asked before: also what came late, when it was thought to be lost already."""
         if membership.on_refused(message.error.message, now):
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
@@ -242,7 +242,9 @@ class WorkerState:
             raise NoWorker(f"worker {self._registration.engine_id} is draining")
         if self._num_choices + _num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
             raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
-        return self._hands.on_generate(message, now) if isinstance(message, Generate) else self._hands.on_encode(message, now)
+        return (
+            self._handler.on_generate(message, now) if isinstance(message, Generate) else self._handler.on_encode(message, now)
+        )
 
     def _refuse(self, link: str, request_id: str, error: KVFerryError) -> Send:
         self._metrics.count_failed(error.code)
@@ -264,7 +266,7 @@ class WorkerState:
 
     def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """The router has seen the end of a choice in its text, and goes on with the others."""
-        result = self._hands.on_abort_choice(request_id, index)
+        result = self._handler.on_abort_choice(request_id, index)
         self._free_choices(self._served[request_id], len(result.abort_ids))
         for ended in result.ended:
             self._finish(ended, now)
@@ -272,7 +274,7 @@ class WorkerState:
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
         """Stop a request and free what it holds; the router is told by the caller, if at all."""
-        actions = self._follow(self._hands.on_abort(request_id))
+        actions = self._follow(self._handler.on_abort(request_id))
         served = self._forget(request_id)
         if served is not None:
             logger.info(event("finished", request_id=request_id, outcome=outcome, output_tokens=served.num_output_tokens))
@@ -325,7 +327,7 @@ class WorkerState:
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> list[Action]:
         """Digest the news of one engine step: at most one frame of tokens per router."""
         self._count(outputs)
-        result = self._hands.on_outputs(outputs, now)
+        result = self._handler.on_outputs(outputs, now)
         actions: list[Action] = []
         tokens: dict[str, list[Tokens]] = {}
         for reply in result.replies:
@@ -398,8 +400,8 @@ class WorkerState:
             )
         )
 
-    def _follow(self, result: HandsOutput) -> list[Action]:
-        """Return the actions behind what the hands want started, stopped and released."""
+    def _follow(self, result: RoleOutput) -> list[Action]:
+        """Return the actions behind what the handler want started, stopped and released."""
         actions: list[Action] = []
         if result.new_requests:
             actions.append(SubmitAdd(result.new_requests))
@@ -436,9 +438,9 @@ class WorkerState:
         actions: list[Action] = []
         for key, link in self._links.items():
             duty = link.take_duty(now)
-            if duty is LinkDuty.REGISTER and not self.is_draining:
+            if duty is MembershipDuty.REGISTER and not self.is_draining:
                 actions.append(Send(key, self._registration))
-            elif duty is LinkDuty.HEARTBEAT:
+            elif duty is MembershipDuty.HEARTBEAT:
                 actions.append(Send(key, self._heartbeats.write(self._load(), now, is_draining=self.is_draining)))
         return actions
 

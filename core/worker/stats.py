@@ -20,14 +20,14 @@ from core.worker.state import WorkerState
 _NO_FALLBACKS = {(reason, policy): 0 for reason in FALLBACK_REASONS for policy in ("recompute", "fail")}
 
 
-class WorkerNumbers:
+class WorkerStats:
     """Reads engine and connectors; ``state`` is asked at every reading, since it comes later. Event loop only."""
 
     def __init__(self, assembled: Assembled, engine: EngineThread, state: Callable[[], WorkerState | None]) -> None:
         self._connector = assembled.connector
         self._ec_connector = assembled.ec_connector
         self._num_blocks = assembled.built.num_blocks
-        self._images = assembled.built.image_preparation
+        self._images = assembled.built.image_decode_thread
         self._engine = engine
         self._state = state
 

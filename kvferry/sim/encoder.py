@@ -1,4 +1,4 @@
-"""One life of a simulated encode worker: real protocol, hands, engine and EC connector around the encoder of a ``HashModel``.
+"""One life of a simulated encode worker: real protocol, handler, engine and EC connector around the encoder of a ``HashModel``.
 
 Owns what such a worker consists of and its engine thread, as events; how it talks to its routers is
 ``kvferry.sim.worker_protocol``.
@@ -12,7 +12,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.producer.handshake import WorkerIdentity
-from core.engine.media.image_decode_thread import ImagePreparation
+from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.engine.step_watch import StepSize
 from core.ids import SeededIds, new_incarnation
 from core.metrics import WorkerMetrics
@@ -25,7 +25,7 @@ from core.worker.actions import AdmissionLimits, EngineLoad
 from core.worker.state import WorkerState
 from encode.engine import EncodeEngine
 from encode.metrics import EncodeMetrics
-from encode.role import EncodeHands
+from encode.role import EncodeHandler
 from kvferry.sim.engine import TURN_S, EngineTurns
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
@@ -112,7 +112,7 @@ class SimEncoder(SimMember):
         core = EncodeEngine(
             encoder,
             self.embeddings.worker,
-            self.images if self.images is not None else ImagePreparation(encoder),
+            self.images if self.images is not None else ImageDecodeThread(encoder),
             EncodeMetrics(CollectorRegistry()),
             host.process.clock,
             max_batch_images=_MAX_BATCH_IMAGES,
@@ -138,7 +138,7 @@ class SimEncoder(SimMember):
             max_waiting_requests=worker.max_waiting_requests,
             drain_timeout_s=worker.drain_timeout_s,
         )
-        self.state = WorkerState(registration, EncodeHands(), limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+        self.state = WorkerState(registration, EncodeHandler(), limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
         self._join(worker.router_addresses)
 
     def leftovers(self) -> list[str]:

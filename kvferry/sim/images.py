@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from core.engine.media.image_decode_queue import Pixels, Preparation
+from core.engine.media.image_decode_queue import Pixels, QueuedImage
 from core.engine.media.image_decode_thread import ImageReader
 from kvferry.sim.loop import Process
 from kvferry.sim.manual_images import ManualImages
@@ -45,7 +45,7 @@ class SimImages(ManualImages):
             self._is_busy = True
             self._process.call_later(self._decode_s(), lambda: self._finish(image))
 
-    def _finish(self, image: Preparation) -> None:
+    def _finish(self, image: QueuedImage) -> None:
         self._is_busy = False
         self.complete(image)
         assert self._wakeup is not None, "it has not been started"

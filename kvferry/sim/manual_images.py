@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.engine.media.image_decode_queue import Preparation, PreparedImages
+from core.engine.media.image_decode_queue import ImageDecodeQueue, QueuedImage
 
 PIXEL_BYTES = 4
 
 
-class ManualImages(PreparedImages):
+class ManualImages(ImageDecodeQueue):
     """Prepares an image with each call of ``work``. ``prepared`` are their files, in order."""
 
     def __init__(self, budget_embeds: int) -> None:
@@ -26,7 +26,7 @@ class ManualImages(PreparedImages):
             self.complete(image)
         return image is not None
 
-    def complete(self, image: Preparation) -> None:
+    def complete(self, image: QueuedImage) -> None:
         """Finish what ``begin_next`` has returned."""
         self.prepared.append(image.content)
         self.end(image, np.zeros(image.num_bytes // PIXEL_BYTES, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""One life of a simulated worker: real protocol, hands, engine, scheduler and connector around a ``HashModel``.
+"""One life of a simulated worker: real protocol, handler, engine, scheduler and connector around a ``HashModel``.
 
 Owns what such a worker consists of; how it talks to its routers is ``kvferry.sim.worker_protocol``.
 """
@@ -30,7 +30,7 @@ from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import Action, AdmissionLimits, EngineLoad, Send
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
-from decode.worker import DecodeHands
+from decode.role import DecodeHandler
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.ec import Embeddings
@@ -45,7 +45,7 @@ from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import scheduler_side, worker_side
 from kvferry.sim.timing_checks import TimeChecks
 from kvferry.sim.worker_protocol import FINGERPRINT, SimMember
-from prefill.worker import PrefillHands
+from prefill.role import PrefillHandler
 
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 
@@ -95,7 +95,7 @@ class SimWorker(SimMember):
         if self.embeddings is not None:
             self.embeddings.worker.set_wakeup(self.engine.wake)
             self.embeddings.start(checks.complain, plan.max_rows_per_read)
-        self.hands = self._make_hands()
+        self.handler = self._make_handler()
         self.state = self._make_state(plan, core.scheduler.max_model_len)
         self._join(config.worker.router_addresses)
 
@@ -194,9 +194,9 @@ class SimWorker(SimMember):
         scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
         return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
 
-    def _make_hands(self) -> PrefillHands | DecodeHands:
+    def _make_handler(self) -> PrefillHandler | DecodeHandler:
         facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
-        return PrefillHands(facts) if self.spec.role == "prefill" else DecodeHands(facts)
+        return PrefillHandler(facts) if self.spec.role == "prefill" else DecodeHandler(facts)
 
     def _make_state(self, plan: ClusterPlan, max_model_len: int) -> WorkerState:
         config, images = plan.config, plan.images
@@ -224,7 +224,7 @@ class SimWorker(SimMember):
             max_waiting_requests=config.worker.max_waiting_requests,
             drain_timeout_s=config.worker.drain_timeout_s,
         )
-        return WorkerState(registration, self.hands, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+        return WorkerState(registration, self.handler, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
 
     # ---- what it tells ----------------------------------------------------------------------------------------------
 

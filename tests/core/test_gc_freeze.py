@@ -6,7 +6,7 @@ import pytest
 
 from core.config import load_config
 from core.errors import ConfigError
-from core.gc_freeze import freeze_what_is_loaded
+from core.gc_freeze import freeze_loaded_objects
 from core.worker.process import run_worker
 
 
@@ -21,7 +21,7 @@ class Node:
 def collector():
     yield
     gc.unfreeze()
-    freeze_what_is_loaded()  # as tests/conftest.py does once
+    freeze_loaded_objects()  # as tests/conftest.py does once
 
 
 def nodes_in_sight():
@@ -31,7 +31,7 @@ def nodes_in_sight():
 def test_what_is_loaded_is_out_of_sight_and_what_comes_later_is_not(collector):
     kept = Node()
     assert nodes_in_sight() == [kept]
-    freeze_what_is_loaded()
+    freeze_loaded_objects()
     assert nodes_in_sight() == []
     later = Node()
     assert nodes_in_sight() == [later]
@@ -44,7 +44,7 @@ def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
         journal.append("frozen")
         raise ConfigError("enough")
 
-    monkeypatch.setattr("core.worker.process.freeze_what_is_loaded", freeze)
+    monkeypatch.setattr("core.worker.process.freeze_loaded_objects", freeze)
     with pytest.raises(ConfigError, match="enough"):
         run_worker(
             load_config(overrides={"worker.ops_port": 0}),
@@ -57,6 +57,6 @@ def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
 
 def test_garbage_is_not_kept_for_ever(collector):
     Node()
-    freeze_what_is_loaded()
+    freeze_loaded_objects()
     gc.unfreeze()
     assert nodes_in_sight() == []

@@ -11,7 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
-from core.engine.media.image_decode_thread import BUDGET_BYTES, ImagePreparation
+from core.engine.media.image_decode_thread import BUDGET_BYTES, ImageDecodeThread
 from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest
 from core.request import ECConnectorOutput, NewRequest
 from core.testing.clock import FakeClock
@@ -112,15 +112,20 @@ class ShelfConnector(ECConnectorWorker):
 def make_engine():
     def make(budget_bytes: int = BUDGET_BYTES, **settings) -> SimpleNamespace:
         encoder, connector, registry, clock = FileEncoder(), ShelfConnector(), CollectorRegistry(), FakeClock()
-        preparation = ImagePreparation(encoder, budget_bytes)
+        image_decode_thread = ImageDecodeThread(encoder, budget_bytes)
         options = {"max_batch_images": 2, **settings}
-        engine = EncodeEngine(encoder, connector, preparation, EncodeMetrics(registry), clock, **options)
+        engine = EncodeEngine(encoder, connector, image_decode_thread, EncodeMetrics(registry), clock, **options)
 
         def counted(outcome: str) -> float:
             return registry.get_sample_value("kvferry_encoder_images_total", {"outcome": outcome})
 
         return SimpleNamespace(
-            engine=engine, encoder=encoder, connector=connector, preparation=preparation, clock=clock, counted=counted
+            engine=engine,
+            encoder=encoder,
+            connector=connector,
+            image_decode_thread=image_decode_thread,
+            clock=clock,
+            counted=counted,
         )
 
     return make
@@ -329,11 +334,11 @@ class Beside:
 
     def __init__(self, bench: SimpleNamespace) -> None:
         self.engine, self.encoder, self.connector = bench.engine, bench.encoder, bench.connector
-        self.preparation = bench.preparation
+        self.image_decode_thread = bench.image_decode_thread
         self.gate, self.has_begun, self.woken = threading.Event(), threading.Event(), threading.Semaphore(0)
         self.decoded: list[bytes] = []
         self._prepare, self.encoder.prepare = self.encoder.prepare, self.prepare
-        self.preparation.start(self.woken.release)
+        self.image_decode_thread.start(self.woken.release)
 
     def prepare(self, content: bytes) -> np.ndarray:
         self.has_begun.set()
@@ -355,7 +360,7 @@ def beside(bench):
     yield beside
     beside.gate.set()
     beside.engine.shutdown()
-    assert beside.preparation.num_bytes == 0
+    assert beside.image_decode_thread.num_bytes == 0
 
 
 def test_while_an_image_is_decoded_the_engine_sleeps_and_takes_others_in(beside):
@@ -366,7 +371,7 @@ def test_while_an_image_is_decoded_the_engine_sleeps_and_takes_others_in(beside)
     assert run(beside.engine).keys() == {"r1/0"}
     beside.let_decode(1)
     assert run(beside.engine).keys() == {"r0/0"}
-    assert beside.preparation.num_bytes == 0
+    assert beside.image_decode_thread.num_bytes == 0
 
 
 def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
@@ -380,7 +385,7 @@ def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
     assert run(beside.engine).keys() == {"r2/0"}
     assert beside.encoder.encoded == [FOX]
     assert beside.decoded == [CAT, FOX]  # the one that was in progress, and the one that is wanted
-    assert beside.preparation.num_bytes == 0
+    assert beside.image_decode_thread.num_bytes == 0
 
 
 def test_the_next_images_are_decoded_while_a_batch_is_computed(beside, monkeypatch):

@@ -9,7 +9,7 @@ from core.request import EncodedImage, EngineCoreOutput
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
-from encode.role import EncodeHands
+from encode.role import EncodeHandler
 
 CAT, DOG = b"c" * 16, b"d" * 16
 
@@ -34,21 +34,21 @@ def failed(number: int, error) -> EngineCoreOutput:
 
 
 @pytest.fixture
-def hands():
-    return EncodeHands()
+def handler():
+    return EncodeHandler()
 
 
-def test_each_distinct_image_is_one_engine_request(hands):
-    requests = hands.on_encode(message(CAT, DOG, CAT, deadline_ms=2000, priority=3), 10.0)
+def test_each_distinct_image_is_one_engine_request(handler):
+    requests = handler.on_encode(message(CAT, DOG, CAT, deadline_ms=2000, priority=3), 10.0)
     assert [request.request_id for request in requests] == ["r/0", "r/1"]
     assert [request.mm_features[0].identifier for request in requests] == [CAT, DOG]
     assert {(request.deadline, request.priority) for request in requests} == {(12.0, 3)}
 
 
-def test_the_answer_comes_with_the_last_image(hands):
-    hands.on_encode(message(CAT, DOG), 0.0)
-    assert hands.on_outputs([encoded(1, DOG, was_cached=True, queue_s=1.0)], 0.0).replies == []
-    result = hands.on_outputs([encoded(0)], 0.0)
+def test_the_answer_comes_with_the_last_image(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    assert handler.on_outputs([encoded(1, DOG, was_cached=True, queue_s=1.0)], 0.0).replies == []
+    result = handler.on_outputs([encoded(0)], 0.0)
     (reply,) = result.replies
     assert isinstance(reply, EncodeDone)
     assert {source.seal.identifier for source in reply.ec_sources} == {CAT, DOG}
@@ -56,47 +56,47 @@ def test_the_answer_comes_with_the_last_image(hands):
     assert result.ended == ["r"]
 
 
-def test_a_bad_image_is_named_and_the_others_are_let_go(hands):
-    hands.on_encode(message(CAT, DOG), 0.0)
-    result = hands.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0)
+def test_a_bad_image_is_named_and_the_others_are_let_go(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    result = handler.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0)
     (reply,) = result.replies
     assert isinstance(reply, EncodeFailed)
     assert (reply.media_index, reply.error.code) == (6, "invalid_request")
     assert result.abort_ids == ["r/0"]
     assert result.ended == ["r"]
-    assert hands.on_outputs([encoded(0)], 0.0).replies == []
+    assert handler.on_outputs([encoded(0)], 0.0).replies == []
 
 
-def test_what_nobody_will_read_is_released(hands):
-    hands.on_encode(message(CAT, DOG), 0.0)
+def test_what_nobody_will_read_is_released(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
     first = encoded(0)
-    hands.on_outputs([first], 0.0)
-    assert hands.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0).release_sources == [first.encoded.source]
+    handler.on_outputs([first], 0.0)
+    assert handler.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0).release_sources == [first.encoded.source]
     late = encoded(0)
-    assert hands.on_outputs([late], 0.0).release_sources == [late.encoded.source]
-    hands.on_encode(message(CAT, DOG), 0.0)
-    hands.on_outputs([first], 0.0)
-    assert hands.on_abort("r").release_sources == [first.encoded.source]
+    assert handler.on_outputs([late], 0.0).release_sources == [late.encoded.source]
+    handler.on_encode(message(CAT, DOG), 0.0)
+    handler.on_outputs([first], 0.0)
+    assert handler.on_abort("r").release_sources == [first.encoded.source]
 
 
-def test_a_failure_of_ours_names_no_image(hands):
-    hands.on_encode(message(CAT), 0.0)
-    (reply,) = hands.on_outputs([failed(0, Full("no room"))], 0.0).replies
+def test_a_failure_of_ours_names_no_image(handler):
+    handler.on_encode(message(CAT), 0.0)
+    (reply,) = handler.on_outputs([failed(0, Full("no room"))], 0.0).replies
     assert reply.media_index is None
 
 
-def test_an_abort_stops_what_is_not_done(hands):
-    hands.on_encode(message(CAT, DOG), 0.0)
-    hands.on_outputs([encoded(0)], 0.0)
-    assert hands.on_abort("r").abort_ids == ["r/1"]
-    assert hands.on_abort("r").abort_ids == []
+def test_an_abort_stops_what_is_not_done(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    handler.on_outputs([encoded(0)], 0.0)
+    assert handler.on_abort("r").abort_ids == ["r/1"]
+    assert handler.on_abort("r").abort_ids == []
 
 
-def test_a_request_without_images_is_refused(hands):
+def test_a_request_without_images_is_refused(handler):
     with pytest.raises(InvalidRequest):
-        hands.on_encode(message(), 0.0)
+        handler.on_encode(message(), 0.0)
 
 
-def test_prompts_are_refused(hands):
+def test_prompts_are_refused(handler):
     with pytest.raises(InvalidRequest, match="no prompts"):
-        hands.on_generate(Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams()), 0.0)
+        handler.on_generate(Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams()), 0.0)

@@ -17,7 +17,7 @@ from core.wire.messages import RegisterEncoder
 from core.worker.builder import WorkerContext
 from core.worker.registration import admission_limits, registration
 from encode import worker
-from encode.role import EncodeHands
+from encode.role import EncodeHandler
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_it_introduces_itself_by_what_it_holds_and_how_it_is_read(put_together):
     assert facts.host_id
     limits = admission_limits(context, assembled)
     assert limits.max_num_seqs + limits.max_waiting_requests == 8
-    assert isinstance(assembled.hands, EncodeHands)
+    assert isinstance(assembled.handler, EncodeHandler)
     assert assembled.connector is None
     assembled.built.engine.shutdown()
 

@@ -18,7 +18,7 @@ from core.wire.version import MAX_RETRY_S, REFUSAL_INTERVAL_S
 from core.worker.actions import AdmissionLimits, EngineLoad, Send, SubmitAbort
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
-from decode.worker import DecodeHands
+from decode.role import DecodeHandler
 from router.dispatch.core import RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.peer_log import PeerLog
 
@@ -64,7 +64,7 @@ class Worker:
         self.aborted: list[str] = []
         self.state = WorkerState(
             REGISTRATION,
-            DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
+            DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
             AdmissionLimits(max_num_seqs=2, max_waiting_requests=1, drain_timeout_s=10.0),
             EngineLoad,
             WorkerMetrics(CollectorRegistry(), {}),

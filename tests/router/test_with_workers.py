@@ -1,4 +1,4 @@
-"""The router's core and the workers' own state machines and hands, joined by queues; only the engines are played."""
+"""The router's core and the workers' own state machines and role handlers, joined by queues; only the engines are played."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from core.wire.sampling import SamplingParams
 from core.worker.actions import AdmissionLimits, EngineLoad, ReleaseTransfers, Send, SubmitAbort, SubmitAdd
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
-from decode.worker import DecodeHands
-from prefill.worker import PrefillHands
+from decode.role import DecodeHandler
+from prefill.role import PrefillHandler
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.request_state import Deliver, Ended
 from router.dispatch.types import Submission
@@ -99,7 +99,7 @@ class PlayedWorker:
         )
         self.state = WorkerState(
             registration,
-            PrefillHands(FACTS) if role == "prefill" else DecodeHands(FACTS),
+            PrefillHandler(FACTS) if role == "prefill" else DecodeHandler(FACTS),
             AdmissionLimits(max_num_seqs=8, max_waiting_requests=0, drain_timeout_s=5.0),
             lambda: EngineLoad(num_running=len(self.engine.live), num_leased_blocks=len(self.engine.leased)),
             WorkerMetrics(CollectorRegistry(), {}),

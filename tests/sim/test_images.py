@@ -135,7 +135,7 @@ def sleep_beside_the_room_that_a_batch_leaves(patch: Patch) -> None:
     def choose_batch(engine, outputs):
         batch = real(engine, outputs)
         left = [engine._images[identifier] for _, _, identifier in engine._queue]
-        engine._must_step = any(engine._preparation.is_ready("engine", image.feature, image.content) for image in left)
+        engine._must_step = any(engine._image_decode_thread.is_ready("engine", image.feature, image.content) for image in left)
         return batch
 
     patch(EncodeEngine, "_choose_batch", choose_batch)

@@ -47,7 +47,7 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
     yield encoder, "_unavailable"
     yield encoder.cache, "_held"
     yield worker.model.encoder, "_requests"
-    yield from ((worker.hands, name) for name in ("_live", "_followers") if hasattr(worker.hands, name))
+    yield from ((worker.handler, name) for name in ("_live", "_followers") if hasattr(worker.handler, name))
     yield worker.model, "_batch"
     connector = worker.connector
     if connector is not None:

@@ -11,7 +11,7 @@ import core.sched.outputs
 from connectors.p2p.consumer.load import Load
 from kvferry.sim.faults import Fault
 from kvferry.sim.runs import run_seed
-from prefill.worker import PrefillHands
+from prefill.role import PrefillHandler
 
 KINDS = (Fault.STALL, Fault.SLOW)  # so that everything takes time
 
@@ -32,13 +32,13 @@ def begin_to_compute_too_late(patch):
 
 
 def count_the_queue_as_prefill_too(patch):
-    real = PrefillHands._answer
+    real = PrefillHandler._answer
 
     def answer(self, prefill, now, result):
         prefill.arrival_time -= 0.25
         real(self, prefill, now, result)
 
-    patch(PrefillHands, "_answer", answer)
+    patch(PrefillHandler, "_answer", answer)
 
 
 def end_transfers_before_their_bytes_are_here(patch):

@@ -30,7 +30,7 @@ from core.attention.torch_kernels import upload
 from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.input_batch import StepInputs
 from core.engine.media.image_decode_queue import Pixels
-from core.engine.media.image_decode_thread import ImagePreparation, ImageReader
+from core.engine.media.image_decode_thread import ImageDecodeThread, ImageReader
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.model.decoder import EmbeddedRows
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -68,7 +68,7 @@ class EncoderRunner:
         """Take an encoder whose rows have ``layout``; the connector learns it here."""
         self.cache: MutableMapping[bytes, Tensor] = {}
         self._encoder = encoder
-        self.preparation = ImagePreparation(encoder)  # for others to start
+        self.image_decode_thread = ImageDecodeThread(encoder)  # for others to start
         self._image_token_id = image_token_id
         self._layout = layout
         self._device = torch.device(layout.device)
@@ -139,8 +139,8 @@ class EncoderRunner:
         output.ec_connector_output = None if report.is_empty() else report
 
     def shutdown(self) -> None:
-        """Stop the preparation of images and the connector's worker side."""
-        self.preparation.shutdown()
+        """Stop the decoding of images and the connector's worker side."""
+        self.image_decode_thread.shutdown()
         if self._connector is not None:
             self._connector.shutdown()
 
@@ -161,7 +161,7 @@ class EncoderRunner:
             self._connector.save_caches(self.cache, identifier)
 
     def _embed(self, item: _Item) -> Tensor:
-        embeddings = self._encoder.embed(self.preparation.take(item.feature.identifier, item.content))
+        embeddings = self._encoder.embed(self.image_decode_thread.take(item.feature.identifier, item.content))
         self._check_num_rows(item, len(embeddings))
         return embeddings
 

@@ -32,7 +32,7 @@ Pixels = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
-class Preparation:
+class QueuedImage:
     """One image that requests (``users``) have asked for. ``num_bytes`` is an estimate until its pixels are there.
 
     ``is_claimed``: it is embedded in this step. ``is_surplus``: it is being worked on, and has lost its room meanwhile.
@@ -48,7 +48,7 @@ class Preparation:
     outcome: Pixels | KVFerryError | None = None
 
 
-class PreparedImages(ImageReadiness):
+class ImageDecodeQueue(ImageReadiness):
     """The images of one worker between their first question and their embedding.
 
     ``prepared_bytes`` gives the size of the pixels of an image with so many embeddings.
@@ -57,9 +57,9 @@ class PreparedImages(ImageReadiness):
     def __init__(self, prepared_bytes: Callable[[int], int], budget_bytes: int) -> None:
         self._prepared_bytes = prepared_bytes
         self._budget_bytes = budget_bytes
-        self._images: dict[bytes, Preparation] = {}
+        self._images: dict[bytes, QueuedImage] = {}
         self._order: dict[bytes, None] = {}  # what this step has asked for, in order
-        self._queue: deque[Preparation] = deque()  # kept, and not begun
+        self._queue: deque[QueuedImage] = deque()  # kept, and not begun
 
     # ---- of a step ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class PreparedImages(ImageReadiness):
         """Say whether an image can be embedded, or is known to be bad; if not, it is behind all that were asked for before."""
         image = self._images.get(feature.identifier)
         if image is None:
-            image = Preparation(feature.identifier, content, self._prepared_bytes(feature.num_embeds))
+            image = QueuedImage(feature.identifier, content, self._prepared_bytes(feature.num_embeds))
             self._images[feature.identifier] = image
         image.users.add(user)
         self._order[feature.identifier] = None
@@ -95,11 +95,11 @@ class PreparedImages(ImageReadiness):
             elif image.outcome is not None:
                 del self._images[image.identifier]
 
-    def _choose_kept(self) -> tuple[list[Preparation], int]:
+    def _choose_kept(self) -> tuple[list[QueuedImage], int]:
         """Return the front of the order that the budget holds, and the bytes that are left beside it."""
         claimed = [image for image in self._images.values() if image.is_claimed]
         room = self._budget_bytes - sum(image.num_bytes for image in claimed)
-        kept: list[Preparation] = []
+        kept: list[QueuedImage] = []
         for identifier in self._order:
             image = self._images.get(identifier)
             if image is None or image.is_claimed:
@@ -118,7 +118,7 @@ class PreparedImages(ImageReadiness):
         """True if something is to be prepared, or was until its requests left."""
         return bool(self._queue)
 
-    def begin_next(self) -> Preparation | None:
+    def begin_next(self) -> QueuedImage | None:
         """Return what is to be prepared now, None if nothing is. ``end`` follows."""
         while self._queue:
             image = self._queue.popleft()
@@ -127,7 +127,7 @@ class PreparedImages(ImageReadiness):
                 return image
         return None
 
-    def end(self, image: Preparation, outcome: Pixels | KVFerryError) -> None:
+    def end(self, image: QueuedImage, outcome: Pixels | KVFerryError) -> None:
         """Keep the pixels of an image, or what is wrong with it; nothing if it is not wanted any more."""
         if self._images.get(image.identifier) is not image:
             return

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from core.ec_connector import ImageReadiness
-from core.engine.media.image_decode_queue import Pixels, Preparation, PreparedImages
+from core.engine.media.image_decode_queue import ImageDecodeQueue, Pixels, QueuedImage
 from core.errors import InvalidRequest, KVFerryError
 from core.log import event
 from core.wire.media import MMFeature
@@ -50,7 +50,7 @@ class ImageReader(Protocol):
         ...
 
 
-class ImagePreparation(ImageReadiness):
+class ImageDecodeThread(ImageReadiness):
     """Prepares images for one engine: on a thread of its own once it was started, until then when they are taken.
 
     At most ``budget_bytes`` of pixels wait to be embedded, unless a single image has more; the one that the thread works on
@@ -59,7 +59,7 @@ class ImagePreparation(ImageReadiness):
 
     def __init__(self, reader: ImageReader, budget_bytes: int = BUDGET_BYTES) -> None:
         self._reader = reader
-        self._images = PreparedImages(reader.prepared_bytes, budget_bytes)
+        self._images = ImageDecodeQueue(reader.prepared_bytes, budget_bytes)
         self._changed = threading.Condition()  # guards all of the state, and tells the thread of work
         self._wakeup: Callable[[], None] = _nobody_waits
         self._thread: threading.Thread | None = None
@@ -162,7 +162,7 @@ class ImagePreparation(ImageReadiness):
         if not self._is_stopping:  # whoever was to be woken may be gone
             self._wakeup()
 
-    def _next(self) -> Preparation | None:
+    def _next(self) -> QueuedImage | None:
         """Wait for an image to prepare; None at the end."""
         with self._changed:
             while not self._is_stopping:
@@ -172,7 +172,7 @@ class ImagePreparation(ImageReadiness):
                 self._changed.wait()
             return None
 
-    def _outcome_of(self, image: Preparation) -> Pixels | KVFerryError:
+    def _outcome_of(self, image: QueuedImage) -> Pixels | KVFerryError:
         try:
             return self._prepare(image.identifier, image.content)
         except KVFerryError as error:

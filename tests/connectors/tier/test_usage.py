@@ -10,8 +10,8 @@ from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Register, Tokens
 from core.wire.sampling import SamplingParams
 from core.worker.role import EngineFacts
-from decode.worker import DecodeHands
-from prefill.worker import PrefillHands
+from decode.role import DecodeHandler
+from prefill.role import PrefillHandler
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.request_state import Deliver
 from router.dispatch.types import Submission
@@ -41,7 +41,7 @@ class Served:
     def __init__(self, engine, *roles):
         self.engine, (self.role, *_) = engine, roles
         facts = EngineFacts(max_model_len=500, eos_token_ids=frozenset())
-        self.hands = PrefillHands(facts) if self.role == "prefill" else DecodeHands(facts)
+        self.handler = PrefillHandler(facts) if self.role == "prefill" else DecodeHandler(facts)
         self.router = RouterCore("tiny", "router-1", LIMITS)
         for role in roles:
             self.router.on_message(role.encode(), registration(role), 0.0)
@@ -60,13 +60,13 @@ class Served:
         for action in actions:
             match action:
                 case Transmit(peer, message) if peer.decode() == self.role:
-                    for new in self.hands.on_generate(codec.decode_router_frame(codec.encode_router_message(message)), 0.0):
+                    for new in self.handler.on_generate(codec.decode_router_frame(codec.encode_router_message(message)), 0.0):
                         self.engine.core.add_request(new)
                 case Deliver(_, update):
                     self.updates.append(update)
 
     def on_outputs(self, outputs):
-        for reply in self.hands.on_outputs(outputs, 0.0).replies:
+        for reply in self.handler.on_outputs(outputs, 0.0).replies:
             frame = codec.encode_tokens([reply]) if isinstance(reply, Tokens) else codec.encode_worker_message(reply)
             self.do(self.router.on_message(self.role.encode(), codec.decode_worker_frame(frame), 0.0))
 

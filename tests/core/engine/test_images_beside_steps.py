@@ -30,10 +30,10 @@ class Running:
         self.gate, self.has_begun = threading.Event(), threading.Event()
         self.decoded: list[bytes] = []
         self.bug: Exception | None = None
-        reader = built.image_preparation._reader
+        reader = built.image_decode_thread._reader
         self._prepare, reader.prepare = reader.prepare, self.prepare
         self.thread = EngineThread(built.engine, mailbox.on_outputs, mailbox.on_death)
-        built.image_preparation.start(self.thread.wake)
+        built.image_decode_thread.start(self.thread.wake)
         self.thread.start()
 
     def prepare(self, content):
@@ -62,7 +62,7 @@ def start(build_smolvlm, make_mailbox):
     for running in started:
         running.gate.set()
         assert running.thread.stop(WAIT_S)
-        assert running.built.image_preparation.num_bytes == 0
+        assert running.built.image_decode_thread.num_bytes == 0
         assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_image_ends_its_request_alone_and_names_its_place(start, image
     running.gate.set()
     good = image_router.request("bad", SEVERAL)
     damaged = IMAGES[1][:-40]
-    identifier = running.built.image_preparation._reader.identify(damaged)
+    identifier = running.built.image_decode_thread._reader.identify(damaged)
     features = [msgspec.structs.replace(f, identifier=identifier) if f.media_index == 1 else f for f in good.mm_features]
     bad = replace(good, media=(good.media[0], damaged, good.media[2]), mm_features=features)
     running.thread.submit_add([bad, image_router.request("one", ONE)])
@@ -116,7 +116,7 @@ def test_an_abort_while_its_image_is_decoded_leaves_nothing(start, image_router)
     running.thread.submit_abort(["gone", "also"])
     running.thread.submit_add([image_router.request("text", TEXT)])
     running.wait_for("text")
-    assert not running.built.image_preparation._images.num_images
+    assert not running.built.image_decode_thread._images.num_images
     running.gate.set()
     running.thread.submit_add([image_router.request("one", ONE)])
     running.wait_for("one")

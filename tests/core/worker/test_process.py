@@ -42,9 +42,9 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 from core.worker.builder import Assembled, WorkerContext
-from core.worker.process import Worker
+from core.worker.process import WorkerProcess
 from core.worker.role import EngineFacts
-from decode.worker import DecodeHands
+from decode.role import DecodeHandler
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
 WAIT_S = 20.0
@@ -202,10 +202,10 @@ def make_worker(router, journal):
             layout=LAYOUT,
             max_model_len=64,
             num_blocks=8,
-            image_preparation=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
+            image_decode_thread=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
         )
-        hands = DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
-        return Worker(context, assemble or (lambda: Assembled(built, RecordingConnector(journal), hands)))
+        handler = DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
+        return WorkerProcess(context, assemble or (lambda: Assembled(built, RecordingConnector(journal), handler)))
 
     return make
 

@@ -40,7 +40,7 @@ from core.worker.actions import (
 from core.worker.role import EngineFacts
 from core.worker.router_membership import REGISTER_INTERVAL_S
 from core.worker.state import WorkerState
-from decode.worker import DecodeHands
+from decode.role import DecodeHandler
 
 REGISTRATION = Register(
     engine_id="w0",
@@ -68,7 +68,7 @@ class Harness:
         self.progress = StepReading()
         self.state = WorkerState(
             REGISTRATION,
-            DecodeHands(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
+            DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
             AdmissionLimits(max_num_seqs=2, max_waiting_requests=1, drain_timeout_s=10.0),
             lambda: EngineLoad(
                 num_running=1,
@@ -291,14 +291,14 @@ def test_request_for_another_role_is_refused(worker):
 
 
 def test_bug_in_the_hands_is_the_requests_answer_and_leaves_no_trace(worker, monkeypatch, caplog):
-    real = worker.state._hands.on_generate
+    real = worker.state._handler.on_generate
 
     def stumble(message, now):
         real(message, now)
         raise RuntimeError("bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.state._hands, "on_generate", stumble)
+        patch.setattr(worker.state._handler, "on_generate", stumble)
         actions = worker.generate("r")
     (failed,) = sent(actions, "a")
     assert (failed.request_id, failed.error.code, failed.error.http_status) == ("r", "internal_error", 500)

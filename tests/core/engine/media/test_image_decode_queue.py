@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from core.engine.media.image_decode_queue import PreparedImages
+from core.engine.media.image_decode_queue import ImageDecodeQueue
 from core.errors import InvalidRequest
 from core.wire.media import MMFeature
 
@@ -23,7 +23,7 @@ class Bench:
     """Images named by letters; sizes in units, as the budget."""
 
     def __init__(self, budget: int) -> None:
-        self.images = PreparedImages(lambda num_embeds: num_embeds * UNIT, budget * UNIT)
+        self.images = ImageDecodeQueue(lambda num_embeds: num_embeds * UNIT, budget * UNIT)
         self.features: dict[str, MMFeature] = {}
 
     def ask(self, names: str, sizes: dict[str, int] | None = None, user: str = "r") -> str:

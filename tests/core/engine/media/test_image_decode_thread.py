@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from core.engine.media.image_decode_thread import THREAD_NAME, ImagePreparation
+from core.engine.media.image_decode_thread import THREAD_NAME, ImageDecodeThread
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.wire.media import MMFeature
 
@@ -48,7 +48,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.reader = HeldReader()
-        self.images = ImagePreparation(self.reader, budget_bytes=8)
+        self.images = ImageDecodeThread(self.reader, budget_bytes=8)
         self.woken = threading.Semaphore(0)
 
     def start(self) -> Bench:
