@@ -72,7 +72,7 @@ def router_died(case: Case) -> bool:
 
 def time_was_up(case: Case) -> bool:
     """Its own time was used up: by the fastest clock that counted it, or by one that jumped."""
-    rate = max((case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts), default=1.0)
+    rate = max((case.spec(turn.engine_id).clock_rate for turn in case.path.turns), default=1.0)
     elapsed_s = (case.at - case.path.submitted_at) * max(1.0, rate)
     is_over = elapsed_s >= case.plan.config.router.request_timeout_s - _ROUNDING_S
     return is_over or case.on_path({Kind.JUMPED}, case.path.submitted_at)
@@ -80,12 +80,12 @@ def time_was_up(case: Case) -> bool:
 
 def has_little_time(case: Case) -> bool:
     """It was refused at once, in a run in which requests have little time."""
-    return Fault.DEADLINE in case.plan.kinds and not case.path.attempts
+    return Fault.DEADLINE in case.plan.kinds and not case.path.turns
 
 
 def nobody_could_go_on(case: Case) -> bool:
     """Nobody who could have served was available: at that moment if it was refused, else for the whole bounded wait."""
-    if not case.path.attempts:
+    if not case.path.turns:
         return not _has_route(case, case.at)
     since = case.path.waits_since
     if _waited_s(case, since) < case.plan.config.router.worker_wait_s - _ROUNDING_S:
@@ -103,8 +103,8 @@ def every_attempt_was_hit(case: Case) -> bool:
     Workers whose engines make no progress are left for nothing, as often as a request may without a token between.
     """
     setbacks = list(case.path.setbacks)
-    if case.path.attempts:  # the last, after which it did not go on
-        setbacks.append(Setback(case.at, case.path.attempts[-1].engine_id, case.client.outcome))
+    if case.path.turns:  # the last, after which it did not go on
+        setbacks.append(Setback(case.at, case.path.turns[-1].engine_id, case.client.outcome))
     stalls = [each for each in setbacks if each.code == WorkerStalled.code]
     costly = [each for each in setbacks if each.code != WorkerStalled.code] + stalls[_FREE_STALLS:]
     return sum(_was_hit(case, each) for each in costly) > case.plan.config.router.max_retries
@@ -166,7 +166,7 @@ def _could_take(case: Case, worker: WorkerPlan, since: float) -> bool:
 def _was_hit(case: Case, setback: Setback) -> bool:
     if setback.code == EncoderInputMissing.code:
         return shows_what_only_encoders_have(case)
-    start = case.path.start_of_attempt(setback.engine_id, setback.at)
+    start = case.path.start_of_turn(setback.engine_id, setback.at)
     names = {case.path.router, setback.engine_id}
     return bool(case.troubles.find(UNAVAILABLE, names, start - _BEFORE_S, setback.at))
 
@@ -187,9 +187,9 @@ def busy_reader(case: Case) -> bool:
     """Another read of its reader stalled: the two share the staging area, and what may be quarantined."""
     since = case.path.start_of_handoff()
     return any(
-        case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.DATA_PARTED}, attempt.engine_id, since, case.at)
-        for attempt in case.path.attempts
-        if attempt.role == "decode"
+        case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.DATA_PARTED}, turn.engine_id, since, case.at)
+        for turn in case.path.turns
+        if turn.role == "decode"
     )
 
 
@@ -204,14 +204,14 @@ def transport_was_off(case: Case) -> bool:
     if not failures:
         return False
     first, last = min(each.start for each in failures), max(min(each.end, since) for each in failures)
-    slowest = min([1.0, *(case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts)])
+    slowest = min([1.0, *(case.spec(turn.engine_id).clock_rate for turn in case.path.turns)])
     return since - last <= (last - first + BreakerTerms().retry_s) / slowest + _BEFORE_S
 
 
 def lease_was_over(case: Case) -> bool:
     """It took longer than its lease may last, or than a lease that is in the range of what else takes time."""
     connector = case.plan.config.connector
-    rate = max((case.spec(attempt.engine_id).clock_rate for attempt in case.path.attempts), default=1.0)
+    rate = max((case.spec(turn.engine_id).clock_rate for turn in case.path.turns), default=1.0)
     elapsed_s = (case.at - case.path.start_of_handoff()) * max(1.0, rate)
     is_short = connector.lease_s <= _SHORT_LEASE_S
     return elapsed_s >= (connector.lease_s - connector.lease_renew_interval_s if is_short else connector.lease_max_s)
@@ -219,8 +219,8 @@ def lease_was_over(case: Case) -> bool:
 
 def load_takes_longer(case: Case) -> bool:
     """The deadline is shorter than what a load of its prompt takes when nothing is wrong."""
-    attempts = [attempt for attempt in case.path.attempts if attempt.role == "prefill"]
-    block_size = min((case.spec(attempt.engine_id).block_size for attempt in attempts), default=16)
+    turns = [turn for turn in case.path.turns if turn.role == "prefill"]
+    block_size = min((case.spec(turn.engine_id).block_size for turn in turns), default=16)
     num_rows = len(case.plan.attentions) * (len(case.client.plan.prompt_token_ids) // block_size + 1)
     rows_s = 2 * 3 * num_rows * case.plan.faults.reads.row_s  # blocks, a second time after a wrong digest, and seals
     frames_s = 4 * case.plan.faults.network.delay_s
@@ -230,7 +230,7 @@ def load_takes_longer(case: Case) -> bool:
 def prefill_was_away(case: Case) -> bool:
     """At one time or another since it came, each prefill worker that its reader can read was away from its router."""
     since = case.path.submitted_at - _BEFORE_S
-    orders = {case.spec(attempt.engine_id).kv_order for attempt in case.path.attempts[-1:]}
+    orders = {case.spec(turn.engine_id).kv_order for turn in case.path.turns[-1:]}
     prefills = [worker.engine_id for worker in case.plan.workers if worker.role == "prefill" and worker.kv_order in orders]
     kinds = UNAVAILABLE | {Kind.PAUSED}
     return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
@@ -238,7 +238,7 @@ def prefill_was_away(case: Case) -> bool:
 
 def has_another_layout(case: Case) -> bool:
     """A worker that had it has another layout than the worker that had its KV."""
-    orders = [(attempt.role, case.spec(attempt.engine_id).kv_order) for attempt in case.path.attempts]
+    orders = [(turn.role, case.spec(turn.engine_id).kv_order) for turn in case.path.turns]
     owners = {order for role, order in orders if role == "prefill"}
     return any(owners - {order} for role, order in orders if role == "decode")
 
@@ -341,10 +341,10 @@ class CausalOracle:
 def _was_to_read_another_layout(case: Case) -> bool:
     """Say whether the last prefill worker gave its KV to a reader of another layout."""
     owner = ""
-    for attempt in case.path.attempts:
-        order = case.spec(attempt.engine_id).kv_order
-        owner = order if attempt.role == "prefill" else owner
-        if attempt.role == "decode" and attempt.has_handoff and order != owner:
+    for turn in case.path.turns:
+        order = case.spec(turn.engine_id).kv_order
+        owner = order if turn.role == "prefill" else owner
+        if turn.role == "decode" and turn.has_handoff and order != owner:
             return True
     return False
 

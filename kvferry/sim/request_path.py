@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Attempt:
+class WorkerTurn:
     """One worker's turn: from the message that gave it the request until the next one, or the end."""
 
     engine_id: str
@@ -33,7 +33,7 @@ class RequestPath:
 
     router: str
     submitted_at: float = 0.0
-    attempts: list[Attempt] = field(default_factory=list)
+    turns: list[WorkerTurn] = field(default_factory=list)
     setbacks: list[Setback] = field(default_factory=list)
     first_news_at: float | None = None
     last_news_at: float = 0.0
@@ -42,7 +42,7 @@ class RequestPath:
     @property
     def names(self) -> frozenset[str]:
         """All processes that it has passed through."""
-        return frozenset((self.router, *(attempt.engine_id for attempt in self.attempts)))
+        return frozenset((self.router, *(turn.engine_id for turn in self.turns)))
 
     @property
     def waits_since(self) -> float:
@@ -55,12 +55,12 @@ class RequestPath:
         self.first_news_at = now if self.first_news_at is None else self.first_news_at
         self.last_news_at = now
 
-    def start_of_attempt(self, engine_id: str, at: float) -> float:
+    def start_of_turn(self, engine_id: str, at: float) -> float:
         """Return since when a worker had the request that it lost at a time."""
-        starts = [attempt.start for attempt in self.attempts if attempt.engine_id == engine_id and attempt.start <= at]
+        starts = [turn.start for turn in self.turns if turn.engine_id == engine_id and turn.start <= at]
         return max(starts, default=self.submitted_at)
 
     def start_of_handoff(self) -> float:
         """Return when the prompt was given to the worker whose KV was handed over."""
-        starts = [attempt.start for attempt in self.attempts if attempt.role == "prefill"]
+        starts = [turn.start for turn in self.turns if turn.role == "prefill"]
         return max(starts, default=self.submitted_at)

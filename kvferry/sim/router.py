@@ -19,7 +19,7 @@ from core.wire.messages import Generate, RouterMessage
 from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
-from kvferry.sim.request_path import Attempt, Setback
+from kvferry.sim.request_path import Setback, WorkerTurn
 from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
 from router.dispatch.members import WorkerKey
 from router.dispatch.membership import Joined, Left
@@ -146,7 +146,7 @@ class SimRouter:
             match action:
                 case Transmit(peer, message):
                     self.host.log(f"sends to {peer.hex()}", message)
-                    self._note_attempt(peer, message)
+                    self._note_turn(peer, message)
                     if not self._server.send(peer, encode_router_message(message)):
                         queue += self.core.on_unreachable(peer, self._now())
                 case Deliver(request_id, update):
@@ -188,15 +188,15 @@ class SimRouter:
         stalled = [member for member in members if member.progress.standing is Standing.STALLED]
         return found + [f"{name}: {member.key.engine_id} is not taken back" for member in stalled]
 
-    def _note_attempt(self, peer: bytes, message: RouterMessage) -> None:
+    def _note_turn(self, peer: bytes, message: RouterMessage) -> None:
         """A worker is given a request."""
         member = self.core.membership.by_peer(peer)
         if not isinstance(message, Generate) or member is None:
             return
         client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the attempt
         if client is not None:
-            attempt = Attempt(member.key.engine_id, member.role, self.host.loop.now, message.kv_handoff is not None)
-            client.path.attempts.append(attempt)
+            turn = WorkerTurn(member.key.engine_id, member.role, self.host.loop.now, message.kv_handoff is not None)
+            client.path.turns.append(turn)
 
     def _note_setback(self, action: Retried) -> None:
         path = self._clients[action.request_id].path

@@ -61,7 +61,7 @@ def _has_cause(case: Case, at: float) -> bool:
     troubles, path = case.troubles, case.path
     if troubles.find({Kind.PAUSED, Kind.DOWN}, {path.router}, at, at) or not has_successor(case, at):
         return True
-    names = [attempt.engine_id for attempt in path.attempts if attempt.start <= at]
+    names = [turn.engine_id for turn in path.turns if turn.start <= at]
     return any(_is_busy(case, name, at) or troubles.touching(_READS, name, at, at) for name in names)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from core.wire.messages import ErrorInfo
 from router.dispatch.request_state import RequestState
 
 _MAX_REMEMBERED = 4096  # names of ended attempts
@@ -36,10 +37,10 @@ class Attempts:
         """Register the name of a request's current attempt. Idempotent."""
         self._requests[request.wire_id] = request
 
-    def begin_next(self, request: RequestState, now: float) -> None:
-        """End the current attempt of a request and begin the next one under a new name."""
+    def begin_next(self, request: RequestState, setback: ErrorInfo, now: float) -> None:
+        """End the current attempt of a request because of ``setback``, and begin the next one under a new name."""
         self.end(request, now)
-        request.num_attempts += 1
+        request.attempt = request.next_attempt(setback)
         self.begin(request)
 
     def end(self, request: RequestState, now: float) -> None:

@@ -34,17 +34,17 @@ from core.errors import (
     WorkerStalled,
     fallback_reason,
 )
-from core.wire.kv import KVHandoff
-from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, Release, Renew, RequestFailed, Tokens
+from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
 from router.dispatch import retries
 from router.dispatch.attempts import Attempts
 from router.dispatch.encode_legs import EncodeLegs
+from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import Encoder, Member, Worker, WorkerKey
 from router.dispatch.membership import Left, Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
-from router.dispatch.policy import Route, why_not_read
+from router.dispatch.policy import Route
 from router.dispatch.request_state import (
     NO_PREFILL,
     Deliver,
@@ -95,6 +95,7 @@ class Dispatcher:
         self.restarts = Restarts(worker_wait_s)
         self._waiting = Waiting(self.restarts)
         self._pairs = PairHealth()
+        self._handoffs = Handoffs(membership)
         self._placement = Placement(membership, self._inflight, self._pairs)
 
     def __len__(self) -> int:
@@ -158,7 +159,7 @@ class Dispatcher:
         request.finish_reasons[index] = "stop"
         if request.is_finished:
             return [*self._stop_workers(request, "stop"), self._end(request, now)]
-        self._inflight.shrink(request, request.decode, len(request.live_choices))
+        self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
         abort = Abort(request_ids=(f"{request.wire_id}/{index}",), reason="stop")
         return [Send(request.current, abort)] if request.current else []
 
@@ -167,9 +168,9 @@ class Dispatcher:
     def on_prefill_done(self, sender: Worker, message: PrefillDone, now: float) -> list[DispatchAction]:
         """Deliver the first tokens and send the request to a decode worker."""
         request = self._attempts.get(message.request_id)
-        if request is None or request.phase is not Phase.PREFILL or request.prefill != sender.key:
+        if request is None or request.phase is not Phase.PREFILL or request.attempt.prefill != sender.key:
             # It crossed an abort or a retry: no worker will read the handoff.
-            return [*_release(sender.key, message.kv_handoff)]
+            return [*release(sender.key, message.kv_handoff)]
         request.handoff = message.kv_handoff
         problem = find_prefill_done_problem(message, sender, request)
         if problem:
@@ -177,7 +178,7 @@ class Dispatcher:
         sender.progress.on_success()
         actions: list[DispatchAction] = [Deliver(request.request_id, apply_prefill_done(request, message, now))]
         if request.is_finished:
-            return [*actions, *_release(sender.key, message.kv_handoff), self._end(request, now)]
+            return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
         self._inflight.free(request, sender.key)
         return actions + self._hand_over(request, now)
 
@@ -187,7 +188,7 @@ class Dispatcher:
         updates: dict[str, Update] = {}
         for item in tokens:
             request = self._attempts.get(item.request_id)
-            if request is None or request.decode != sender.key or request.phase in (Phase.ENCODE, Phase.PREFILL):
+            if request is None or request.attempt.decode != sender.key or request.phase in (Phase.ENCODE, Phase.PREFILL):
                 actions += self._unexpected(sender, item.request_id, now)
                 continue
             update = updates.get(request.request_id) or Update()
@@ -211,7 +212,7 @@ class Dispatcher:
                 sender.progress.on_success()
                 actions.append(self._end(request, now))
             else:
-                self._inflight.shrink(request, request.decode, len(request.live_choices))
+                self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
         return actions
 
     def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[DispatchAction]:
@@ -224,8 +225,8 @@ class Dispatcher:
         is_pause = retries.is_blameless(error) or retries.is_premature(request, error, now)
         if is_pause or retries.is_worth_a_retry(error):
             return self._retry(request, error, now, is_gone=True, is_free=is_pause)
-        if request.is_leg_handed_over and request.prefill is not None:  # under the policy "fail"
-            self._pairs.note((request.prefill, sender.key), fallback_reason(error.code), now)
+        if request.attempt.has_handoff and request.attempt.prefill is not None:  # under the policy "fail"
+            self._pairs.note((request.attempt.prefill, sender.key), fallback_reason(error.code), now)
         return self._fail_with(request, name_image(request.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
@@ -236,7 +237,9 @@ class Dispatcher:
             ]
             failures = [RequestFailed(request_id=request.wire_id, error=error) for request in waiting]
             return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
-        affected = [request for request in self._requests.values() if not request.shown and request.current == sender.key]
+        affected = [
+            request for request in self._requests.values() if not request.attempt.shown and request.current == sender.key
+        ]
         return [action for request in affected for action in self._fail_with(request, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
@@ -259,11 +262,7 @@ class Dispatcher:
         """Extend deadlines by a pause of the router of this many seconds, except those that clients set."""
         self._waiting.pardon(lateness_s)
         for request in self._requests.values():
-            if request.encoding is not None:
-                request.encoding.deadline += lateness_s
-            if not request.has_own_deadline:
-                request.deadline += lateness_s
-                request.pardoned_s += lateness_s
+            request.extend(lateness_s)
 
     def on_timer(self, now: float) -> list[DispatchAction]:
         """End requests at their deadline, renew the leases of handoffs, and place waiting requests."""
@@ -278,15 +277,7 @@ class Dispatcher:
                 actions += self._end_encode_leg(request, now)
             else:
                 actions += self._leave_unresponsive(request, now)
-        return [*actions, *self._renewals(now), *self.place_waiting(now)]
-
-    def _renewals(self, now: float) -> list[Send]:
-        due: dict[WorkerKey, list[str]] = {}
-        for request in self._requests.values():
-            if request.phase is Phase.HANDOFF and request.handoff and request.prefill and now >= request.renew_at:
-                due.setdefault(request.prefill, []).append(request.handoff.transfer_id)
-                request.renew_at = now + _renew_interval(request.handoff)
-        return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
+        return [*actions, *self._handoffs.renewals(self._requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
         """Give waiting requests to workers that have room now."""
@@ -296,8 +287,8 @@ class Dispatcher:
 
     def _start(self, request: RequestState, route: Route, now: float) -> list[DispatchAction]:
         """Start a request on a route, from its beginning: first at encode workers if it has images for them."""
-        request.prefill = route.prefill.key if route.prefill else None
-        request.decode = route.decode.key
+        request.attempt.prefill = route.prefill.key if route.prefill else None
+        request.attempt.decode = route.decode.key
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
         first = route.workers[0]
         request.model_fingerprint = first.facts.model_fingerprint
@@ -310,7 +301,7 @@ class Dispatcher:
 
     def _begin_prompt(self, request: RequestState, now: float) -> Send:
         """Send the prompt to the first worker of the route."""
-        request.phase = Phase.PREFILL if request.prefill else Phase.DECODE
+        request.phase = Phase.PREFILL if request.attempt.prefill else Phase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
         return Send(request.current, new_generate(request, now))
 
@@ -323,41 +314,27 @@ class Dispatcher:
         try:
             route = self._placement.route(request, now)
         except (NoWorker, Overloaded) as error:
-            if request.setback is not None and request.setback.code == Overloaded.code:
-                return self._fail_with(request, request.setback, now)  # no worker has admitted it
+            if request.attempt.setback is not None and request.attempt.setback.code == Overloaded.code:
+                return self._fail_with(request, request.attempt.setback, now)  # no worker has admitted it
             return self._wait(request, error, now)
         except RequestError as error:
-            return self._fail_with(request, request.setback or ErrorInfo.of(error), now)
+            return self._fail_with(request, request.attempt.setback or ErrorInfo.of(error), now)
         self._waiting.leave(request)
         return self._start(request, route, now)
 
     def _hand_over(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Send a request with its output so far to a decode worker, or let it wait for one."""
-        if request.phase is not Phase.HANDOFF and request.handoff is not None:
-            request.renew_at = now + _renew_interval(request.handoff)
-        request.phase = Phase.HANDOFF
+        self._handoffs.begin(request, now)
         try:
             decode = self._placement.decode(request, now)
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
         self._waiting.leave(request)
-        actions = self._keep_or_release_handoff(request, decode)
-        request.decode = decode.key
-        request.is_leg_handed_over = request.handoff is not None
+        actions = self._handoffs.keep_or_release(request, decode)
+        request.attempt.decode = decode.key
+        request.attempt.has_handoff = request.handoff is not None
         self._inflight.take(request, decode, len(request.live_choices))
         return [*actions, Send(decode.key, resuming_generate(request, now))]
-
-    def _keep_or_release_handoff(self, request: RequestState, decode: Worker) -> list[Send]:
-        """Release the handoff if the chosen decode worker cannot read it."""
-        if request.handoff is None:
-            return []
-        problem = why_not_read(self._membership.get(request.prefill), decode)
-        if problem is None:
-            return []
-        releases = _release(request.prefill, request.handoff)
-        request.handoff = None
-        request.fallback_reason = fallback_reason(problem.code)
-        return releases
 
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:
         """Let a request wait for a worker; end it if it has waited too long."""
@@ -394,11 +371,11 @@ class Dispatcher:
     def _end_encode_leg(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Send the prompt on the reserved route, or on another one if a reserved worker is no longer available."""
         request.accounts.encode_s = now - request.arrival
-        workers = [self._membership.get(key) for key in (request.prefill, request.decode) if key is not None]
+        workers = [self._membership.get(key) for key in (request.attempt.prefill, request.attempt.decode) if key is not None]
         if workers and all(worker is not None and not worker.is_closed for worker in workers):
             return [self._begin_prompt(request, now)]
         self._inflight.free_all(request)
-        request.prefill = request.decode = None
+        request.attempt.prefill = request.attempt.decode = None
         return self._start_again(request, now)
 
     # ---- retries -----------------------------------------------------------------------------------------------------
@@ -412,8 +389,8 @@ class Dispatcher:
             role = "prefill" if request.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
             return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=left.is_back)
-        if request.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
-            request.decode = None
+        if request.attempt.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
+            request.attempt.decode = None
             self._inflight.free(request, key)
         return []  # the decode worker detects by itself whether it still needs the lost prefill worker
 
@@ -424,7 +401,7 @@ class Dispatcher:
         if ended is not None:
             return self._after_encode(request, ended, now)
         if not left.is_back:
-            request.prefill = request.decode = None
+            request.attempt.prefill = request.attempt.decode = None
         return []
 
     def _leave_unresponsive(self, request: RequestState, now: float) -> list[DispatchAction]:
@@ -454,7 +431,8 @@ class Dispatcher:
         if not is_refusal and not is_blameless:
             request.blamed.append(failed)
         request.avoid.add(failed)
-        self._begin_attempt(request, error, now)
+        self._attempts.begin_next(request, error, now)
+        self._inflight.free_all(request)
         if len(request.blamed) > self._max_retries:
             return actions + self._fail_with(request, error, now)
         next_actions = self._go_on(request, now)
@@ -465,16 +443,6 @@ class Dispatcher:
                 request.retried.append(kind)
             actions.append(Retried(request.request_id, kind, error, failed, request.current))
         return actions + next_actions
-
-    def _begin_attempt(self, request: RequestState, error: ErrorInfo, now: float) -> None:
-        """Begin the next attempt, and release the workers of the last one."""
-        self._attempts.begin_next(request, now)
-        request.setback = error
-        request.shown.clear()
-        request.decode = None
-        if request.phase is Phase.PREFILL:
-            request.prefill = None
-        self._inflight.free_all(request)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -499,7 +467,7 @@ class Dispatcher:
         """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
         aborts = [Send(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
-        return [*aborts, *self._encode_legs.aborts(request, reason), *_release(request.prefill, request.handoff)]
+        return [*aborts, *self._encode_legs.aborts(request, reason), *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self._requests[request.request_id]
@@ -507,11 +475,3 @@ class Dispatcher:
         self._attempts.end(request, now)
         self._inflight.free_all(request)
         return Ended(request, now)
-
-
-def _release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:
-    return [Send(prefill, Release(transfer_ids=(handoff.transfer_id,)))] if prefill and handoff else []
-
-
-def _renew_interval(handoff: KVHandoff) -> float:
-    return handoff.lease_ms / 3000  # a third of the lease, in seconds, so two renewals may be lost

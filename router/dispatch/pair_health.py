@@ -30,11 +30,12 @@ class PairHealth:
 
     def learn(self, request: RequestState, cost: TransferUsage | None, now: float) -> None:
         """Learn from the first report of an attempt with a handoff."""
-        if cost is None or not request.is_leg_handed_over or request.judged_attempt == request.num_attempts:
+        attempt = request.attempt
+        if cost is None or not attempt.has_handoff or attempt.is_judged:
             return
-        if request.prefill is not None and request.decode is not None:
-            request.judged_attempt = request.num_attempts
-            self.note((request.prefill, request.decode), cost.fallback_reason, now)
+        if attempt.prefill is not None and attempt.decode is not None:
+            attempt.is_judged = True
+            self.note((attempt.prefill, attempt.decode), cost.fallback_reason, now)
 
     def note(self, pair: Pair, reason: str, now: float) -> None:
         """Record how a handoff ended: ``reason`` is why blocks were not loaded, empty if they were."""

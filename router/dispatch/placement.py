@@ -33,13 +33,13 @@ class Placement:
             NoWorker: no worker could ever take the request.
             Overloaded: all workers that could take it are full.
         """
-        reserved = self._membership.get(request.decode)
+        reserved = self._membership.get(request.attempt.decode)
         if reserved is not None and not reserved.is_closed and not reserved.is_refusing:
             return reserved
-        if request.decode is not None:
-            self._inflight.free(request, request.decode)
-            request.decode = None
-        prefill = self._membership.get(request.prefill) if request.handoff is not None else None
+        if request.attempt.decode is not None:
+            self._inflight.free(request, request.attempt.decode)
+            request.attempt.decode = None
+        prefill = self._membership.get(request.attempt.prefill) if request.handoff is not None else None
         workers, demand = self._membership.workers, self._demand(request, now)
         try:
             if prefill is not None:

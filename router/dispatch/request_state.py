@@ -77,6 +77,19 @@ class Accounts:
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One attempt to serve a request. A retry replaces it with a new one; ``setback`` is why the attempt before ended."""
+
+    number: int = 1
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None  # reserved during PREFILL; None while the request waits for one
+    setback: ErrorInfo | None = None
+    has_handoff: bool = False  # the decode worker was given the handoff
+    shown: set[int] = field(default_factory=set)  # choices with a token of this decode leg
+    is_judged: bool = False  # its pair of workers has been judged by the first report
+
+
+@dataclass(slots=True)
 class RequestState:
     """One request on its way. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
 
@@ -89,29 +102,23 @@ class RequestState:
     accounts: Accounts
     output_token_ids: list[list[int]]
     finish_reasons: list[FinishReason | None]
+    attempt: Attempt = field(default_factory=Attempt)
     phase: Phase = Phase.PREFILL
-    prefill: WorkerKey | None = None
-    decode: WorkerKey | None = None  # reserved during PREFILL; None while one is waited for
     model_fingerprint: bytes = b""
     encoding: Encoding | None = None  # once it was tried
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: embeddings that need not be computed
     has_report: bool = False
     has_decoded: bool = False  # a decode or aggregated worker has shown a token
-    shown: set[int] = field(default_factory=set)  # choices of which this decode leg has shown a token
     handoff: KVHandoff | None = None
-    is_leg_handed_over: bool = False  # this decode leg was given the handoff
     fallback_reason: str = ""
     renew_at: float = 0.0
     waits_since: float = 0.0
-    judged_attempt: int = 0  # by whose report its two workers were judged last
     has_own_deadline: bool = False  # the client has set it, not the router
     pardoned_s: float = 0.0  # of its deadline, for which the router itself stood still
-    num_attempts: int = 1
     blamed: list[WorkerKey] = field(default_factory=list)  # failures that count against its budget, by who failed
     free_retries: dict[str, int] = field(default_factory=dict)  # others since its last token, by the error's code
     retried: list[RetryKind] = field(default_factory=list)  # the retries after which it went on, refusals apart
     num_refusals: int = 0  # by decode workers without room; they cost nothing but time
-    setback: ErrorInfo | None = None  # why the latest retry was needed
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None
@@ -124,24 +131,37 @@ class RequestState:
     @property
     def wire_id(self) -> str:
         """The id of the current attempt on the wire."""
-        return self.request_id if self.num_attempts == 1 else f"{self.request_id}.{self.num_attempts}"
+        return self.request_id if self.attempt.number == 1 else f"{self.request_id}.{self.attempt.number}"
 
     @property
     def current(self) -> WorkerKey | None:
         """The worker that sends the next token; None while images are embedded, or while the request waits for a worker."""
         if self.phase is Phase.ENCODE:
             return None
-        return self.prefill if self.phase is Phase.PREFILL else self.decode
+        return self.attempt.prefill if self.phase is Phase.PREFILL else self.attempt.decode
 
     @property
     def workers(self) -> set[WorkerKey | None]:
         """The workers that have the request or are reserved for it."""
-        return {self.prefill, self.decode, *(self.encoding.waiting if self.encoding else ())}
+        return {self.attempt.prefill, self.attempt.decode, *(self.encoding.waiting if self.encoding else ())}
 
     @property
     def is_degraded(self) -> bool:
         """True if a decode worker began it alone because no prefill worker was available."""
         return self.fallback_reason == NO_PREFILL
+
+    def extend(self, pause_s: float) -> None:
+        """Extend the deadlines by a pause of the router, except one that the client set."""
+        if self.encoding is not None:
+            self.encoding.deadline += pause_s
+        if not self.has_own_deadline:
+            self.deadline += pause_s
+            self.pardoned_s += pause_s
+
+    def next_attempt(self, setback: ErrorInfo) -> Attempt:
+        """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""
+        prefill = None if self.phase is Phase.PREFILL else self.attempt.prefill
+        return Attempt(number=self.attempt.number + 1, prefill=prefill, setback=setback)
 
     @property
     def live_choices(self) -> list[int]:

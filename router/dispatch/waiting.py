@@ -45,7 +45,7 @@ class Waiting:
         patience_s = self._restarts.patience_s(_ROLES_THAT_GO_ON)
         if now < request.waits_since + patience_s:
             return None
-        why = request.setback.message if request.setback else error.message
+        why = request.attempt.setback.message if request.attempt.setback else error.message
         return NoWorker(
             f"{why}; nobody could go on with the request for {patience_s:g} s",
             retry_after_s=self._restarts.retry_after_s(now),

@@ -417,7 +417,7 @@ class WorkerGateway:
         listener = self._listeners.pop(request.request_id, None)
         if not self._listeners:
             self._is_idle.set()
-        num_prompt_tokens = len(request.submission.prompt_token_ids)
+        attempt, num_prompt_tokens = request.attempt, len(request.submission.prompt_token_ids)
         seconds = now - request.arrival
         self._metrics.count_tokens(num_prompt_tokens, request.num_output_tokens)
         if request.error is None:
@@ -439,8 +439,10 @@ class WorkerGateway:
                 output_tokens=request.num_output_tokens,
                 ttft_ms=-1.0 if request.first_token_at is None else (request.first_token_at - request.arrival) * 1e3,
                 total_ms=seconds * 1e3,
-                prefill=request.prefill.engine_id if request.prefill else "-",
-                decode=request.decode.engine_id if request.decode and request.phase is not Phase.PREFILL else "-",
+                prefill=attempt.prefill.engine_id if attempt.prefill else "-",
+                decode=request.attempt.decode.engine_id
+                if request.attempt.decode and request.phase is not Phase.PREFILL
+                else "-",
                 retries=len(request.retried),
                 **_recomputed(request),
                 **({"trace_id": trace_id} if trace_id else {}),

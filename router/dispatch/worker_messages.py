@@ -154,9 +154,9 @@ def _check(request: RequestState, item: Tokens) -> None:
 def _note_shown(request: RequestState, index: int) -> None:
     """Record a token of a choice. Once every live choice has one, the handoff is read and its lease need not be renewed."""
     request.free_retries.clear()
-    request.shown.add(index)
+    request.attempt.shown.add(index)
     request.has_decoded = True
-    if request.shown.issuperset(request.live_choices):
+    if request.attempt.shown.issuperset(request.live_choices):
         request.phase = Phase.DECODE
         request.handoff = None
 
@@ -185,11 +185,11 @@ def _account(request: RequestState, index: int, usage: Usage, cost: TransferUsag
     has_handoff = accounts.first_token is not None
     if not has_handoff and not cost.fallback_reason:
         return
-    if request.fallback_reason and not request.is_leg_handed_over:
+    if request.fallback_reason and not request.attempt.has_handoff:
         num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = msgspec.structs.replace(cost, recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
-    if accounts.costs.get(index, (request.num_attempts,))[0] == request.num_attempts:
-        accounts.costs[index] = (request.num_attempts, cost)
+    if accounts.costs.get(index, (request.attempt.number,))[0] == request.attempt.number:
+        accounts.costs[index] = (request.attempt.number, cost)
     if has_handoff and accounts.first_token_at is not None and accounts.second_token is None:
         accounts.second_token = second_token_timing(now - accounts.first_token_at, cost)
 
@@ -199,7 +199,7 @@ def _account_alone(request: RequestState, index: int, usage: Usage) -> None:
     if not request.accounts.costs:
         num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
-        request.accounts.costs[index] = (request.num_attempts, cost)
+        request.accounts.costs[index] = (request.attempt.number, cost)
 
 
 def _report(request: RequestState) -> HandoffReport | None:

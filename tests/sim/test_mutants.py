@@ -42,6 +42,7 @@ from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.transport import SimTransport
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.handoffs import Handoffs
 from router.dispatch.worker_messages import TokensLost
 
 pytestmark = pytest.mark.slow
@@ -350,7 +351,7 @@ def drop_a_token_at_replay(patch: Patch) -> None:
 
     def resuming_generate(request, now):
         message = real(request, now)
-        if request.num_attempts == 1:
+        if request.attempt.number == 1:
             return message
         choices = [
             msgspec.structs.replace(choice, output_token_ids=choice.output_token_ids[1:] or choice.output_token_ids)
@@ -407,15 +408,15 @@ def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
 
 
 def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:
-    real = Dispatcher._keep_or_release_handoff
+    real = Handoffs.keep_or_release
 
-    def keep_or_release_handoff(self, request, decode):
+    def keep_or_release(self, request, decode):
         handoff, actions = request.handoff, real(self, request, decode)
         if handoff is not None and request.handoff is None:
             request.fallback_reason = "layout"
         return actions
 
-    patch(Dispatcher, "_keep_or_release_handoff", keep_or_release_handoff)
+    patch(Handoffs, "keep_or_release", keep_or_release)
 
 
 _RACE = None

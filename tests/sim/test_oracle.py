@@ -10,7 +10,7 @@ from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.faults import Fault
 from kvferry.sim.oracle import CausalOracle
 from kvferry.sim.plan import ClusterPlan, draw_plan
-from kvferry.sim.request_path import Attempt, Setback
+from kvferry.sim.request_path import Setback, WorkerTurn
 from kvferry.sim.stalls import bound_s, find_stalls
 from kvferry.sim.troubles import Kind, Troubles
 from router.dispatch.timing import FirstTokenTiming, HandoffReport, SecondTokenTiming
@@ -35,7 +35,7 @@ class Run:
         self.troubles.note(kind, names.split(), seconds)
 
     def attempt(self, engine_id: str, at: float) -> None:
-        self.path.attempts.append(Attempt(engine_id, engine_id.partition("-")[0], at))
+        self.path.turns.append(WorkerTurn(engine_id, engine_id.partition("-")[0], at))
 
     def end(self, outcome: str, at: float) -> list[str]:
         self.client.end(outcome, "", at)

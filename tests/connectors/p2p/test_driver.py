@@ -26,7 +26,7 @@ from core.wire.kv import LeaseRenew
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sockets import AsyncContext
 from core.worker.role import choice_id
-from router.dispatch.request_state import RequestState
+from router.dispatch.request_state import Attempt, RequestState
 
 WAIT_S = 20.0
 NOBODY = PeerId("tcp://127.0.0.1:1", 1)
@@ -150,10 +150,10 @@ async def test_loads_that_go_well_or_are_aborted_say_nothing(reader):
     assert reader.lines("kv_load_failed") == []
 
 
-@pytest.mark.parametrize("num_attempts", [1, 2, 12])
-async def test_failed_load_has_the_id_of_the_routers_log_in_every_attempt(reader, num_attempts):
+@pytest.mark.parametrize("number", [1, 2, 12])
+async def test_failed_load_has_the_id_of_the_routers_log_in_every_attempt(reader, number):
     request_id = new_hex_id(RandomIds())
-    on_the_wire = RequestState.wire_id.fget(SimpleNamespace(request_id=request_id, num_attempts=num_attempts))
+    on_the_wire = RequestState.wire_id.fget(SimpleNamespace(request_id=request_id, attempt=Attempt(number)))
     usage, error = TransferUsage(), ErrorInfo.of(LeaseExpired("too late"))
     reader.told(LoadEnded(choice_id(on_the_wire, 3), usage, error, peer=NOBODY.address))
     (line,) = reader.lines("kv_load_failed")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from core.errors import PeerUnreachable
+from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from router.dispatch import attempts as module
 from router.dispatch.attempts import Attempts
-from router.dispatch.request_state import open_request
+from router.dispatch.members import WorkerKey
+from router.dispatch.request_state import Attempt, Phase, open_request
 from router.dispatch.types import Submission
+
+P0, D0 = WorkerKey("p0", 1), WorkerKey("d0", 1)
+LOST = ErrorInfo.of(PeerUnreachable("lost"))
 
 
 def request_of(request_id: str):
@@ -24,10 +30,22 @@ def test_only_the_present_name_stands_for_a_request(attempts):
     request = request_of("r1")
     attempts.begin(request)
     assert attempts.get("r1") is request
-    attempts.begin_next(request, 1.0)
+    attempts.begin_next(request, LOST, 1.0)
     assert (attempts.get("r1"), attempts.get("r1.2"), len(attempts)) == (None, request, 1)
     attempts.end(request, 2.0)
     assert (attempts.get("r1.2"), len(attempts)) == (None, 0)
+
+
+def test_next_attempt_keeps_nothing_of_the_last_one_but_a_computed_prompt(attempts):
+    request = request_of("r1")
+    attempts.begin(request)
+    for phase, prefill in ((Phase.HANDOFF, P0), (Phase.DECODE, P0), (Phase.PREFILL, None)):
+        request.phase = phase
+        first = request.attempt
+        first.prefill, first.decode, first.has_handoff, first.is_judged = P0, D0, True, True
+        first.shown.add(0)
+        attempts.begin_next(request, LOST, 1.0)
+        assert request.attempt == Attempt(number=first.number + 1, prefill=prefill, setback=LOST)
 
 
 def test_a_request_that_is_named_twice_is_found_once(attempts):

@@ -1,0 +1,61 @@
+"""The handoffs of requests that no decode worker has read yet: lease renewal and release.
+
+A handoff is KV that a prefill worker keeps under a lease. The router renews the lease until every choice has a token of the
+decode leg. It releases the handoff when no worker will read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.errors import fallback_reason
+from core.wire.kv import KVHandoff
+from core.wire.messages import Release, Renew
+from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.membership import Membership
+from router.dispatch.policy import why_not_read
+from router.dispatch.request_state import Phase, RequestState, Send
+
+
+class Handoffs:
+    """Renews and releases the handoffs of all requests. Times are seconds of the router's clock."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def begin(self, request: RequestState, now: float) -> None:
+        """Move a request to the handoff phase and schedule the first renewal; does nothing in that phase."""
+        if request.phase is not Phase.HANDOFF and request.handoff is not None:
+            request.renew_at = now + _renew_interval_s(request.handoff)
+        request.phase = Phase.HANDOFF
+
+    def renewals(self, requests: Iterable[RequestState], now: float) -> list[Send]:
+        """Return the renewals that are due, one message per prefill worker."""
+        due: dict[WorkerKey, list[str]] = {}
+        for request in requests:
+            prefill, handoff = request.attempt.prefill, request.handoff
+            if request.phase is Phase.HANDOFF and handoff and prefill and now >= request.renew_at:
+                due.setdefault(prefill, []).append(handoff.transfer_id)
+                request.renew_at = now + _renew_interval_s(handoff)
+        return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
+
+    def keep_or_release(self, request: RequestState, decode: Worker) -> list[Send]:
+        """Release the handoff of a request if the chosen decode worker cannot read it."""
+        if request.handoff is None:
+            return []
+        problem = why_not_read(self._membership.get(request.attempt.prefill), decode)
+        if problem is None:
+            return []
+        releases = release(request.attempt.prefill, request.handoff)
+        request.handoff = None
+        request.fallback_reason = fallback_reason(problem.code)
+        return releases
+
+
+def release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:
+    """Return the release of a handoff, if there is one."""
+    return [Send(prefill, Release(transfer_ids=(handoff.transfer_id,)))] if prefill and handoff else []
+
+
+def _renew_interval_s(handoff: KVHandoff) -> float:
+    return handoff.lease_ms / 3000  # a third of the lease, so two renewals may be lost
