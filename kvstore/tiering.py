@@ -25,7 +25,11 @@ MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned, so also a
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """A question about some keys, of a lookup or a get. ``max_pins`` is how many blocks it may pin; a lookup pins none."""
+    """A question about some keys, of a lookup or a get.
+
+    ``max_pins`` is how many blocks it may still pin; a lookup pins none. A client uses blocks in the order of its keys, so an
+    earlier key gets a pin and a slot before a later one.
+    """
 
     owner: object
     number: int
@@ -96,10 +100,12 @@ class Tiering:
         query.residents = [None] * len(query.keys)
         query.tiers = [None] * len(query.keys)
         query.hits = [False] * len(query.keys)
+        num_first = query.max_pins  # keys that get a pin whatever lies in lower tiers
         for index, key in enumerate(query.keys):
             if self._memory.find(key) is not None:
                 query.hits[index] = True
-                self._pin(query, index)
+                if index < num_first:
+                    self._pin(query, index)
                 continue
             query.tiers[index] = tier = self._tier_that_knows(key)
             query.hits[index] = tier is not None
@@ -192,9 +198,8 @@ class Tiering:
         if promotion is None:
             if self._memory.is_incoming(key) or len(self._promotions) >= self._max_loads:  # a client is writing it, or
                 return  # the tier is behind
-            try:
-                resident = self._memory.reserve(key, self._memory.arena.slot_bytes)
-            except Full:
+            resident = self._reserve(query, index)
+            if resident is None:
                 return
             job = LoadJob(tier, key, self._memory.content(resident))
             promotion = self._promotions[key] = _Promotion(resident, job)
@@ -202,6 +207,27 @@ class Tiering:
         promotion.job.is_wanted = True
         promotion.waiters.append((query, index))
         query.num_waiting += 1
+        query.max_pins -= 1
+
+    def _reserve(self, query: Query, index: int) -> Resident | None:
+        """Return a slot for a key, if need be in place of a later block of the query; None if every other slot is in use."""
+        while True:
+            try:
+                return self._memory.reserve(query.keys[index], self._memory.arena.slot_bytes)
+            except Full:
+                if not self._unpin_later(query, index):
+                    return None
+
+    def _unpin_later(self, query: Query, index: int) -> bool:
+        """Unpin the last block of a query after this key; False if none is pinned."""
+        for later in reversed(range(index + 1, len(query.keys))):
+            resident = query.residents[later]
+            if resident is not None:
+                query.residents[later] = None
+                query.max_pins += 1
+                self._memory.unpin(resident)
+                return True
+        return False
 
     def _on_loaded(self, job: LoadJob) -> list[Query]:
         if job.is_skipped and job.is_wanted:  # somebody has come just after it was passed over
@@ -218,6 +244,7 @@ class Tiering:
         answered = []
         for query, index in promotion.waiters:
             query.num_waiting -= 1
+            query.max_pins += 1
             if query.is_over:
                 continue
             query.hits[index] = job.loaded is not None

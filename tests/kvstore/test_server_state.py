@@ -171,6 +171,42 @@ def test_a_block_that_comes_up_when_too_many_are_pinned_is_withheld(num_pinned):
     assert (sum(message.present), sum(message.withheld)) == (num_present, 2 - num_present)
 
 
+def store_above(*contents):
+    """Return a store of eight slots, half of them for one client at a time, and blocks that its lower tier has."""
+    tier, lower = DictTier(), blocks_of(*contents)
+    for block in lower:
+        tier.save(block.key.pack(), block.seal, block.content)
+    store = Store(tiers=[tier])
+    store.greet(b"a")
+    return store, lower
+
+
+def test_earlier_blocks_come_up_before_later_ones_are_pinned():
+    store, lower = store_above(11, 12)
+    store.put(b"a", blocks_of(1, 2, 3, 4))
+    store.get(b"a", [*lower, *blocks_of(1, 2, 3, 4)], 1)
+    (reply,) = store.finish_jobs()
+    assert list(reply.message.present) == [1, 1, 1, 1, 0, 0]
+    assert list(reply.message.withheld) == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_later_block_of_a_get_makes_room_for_an_earlier_one():
+    store, lower = store_above(11)
+    store.put(b"a", blocks_of(1, 2, 3, 4))
+    store.put(b"a", blocks_of(5, 6, 7, 8))
+    store.finish_jobs()  # nothing is pinned until it is saved
+    for client, contents in ((b"b", (5, 6, 7, 8)), (b"c", (4,))):
+        store.greet(client)
+        store.get(client, blocks_of(*contents), 1)
+    store.get(b"a", [*lower, *blocks_of(1, 2, 3)], 1)
+    (reply,) = store.finish_jobs()
+    assert list(reply.message.present) == [1, 1, 1, 0]
+    assert list(reply.message.withheld) == [0, 0, 0, 1]
+    for client in (b"a", b"b", b"c"):
+        store.say(client, m.Release(numbers=(1,)))
+    assert store.arena.num_pinned == 0
+
+
 @pytest.mark.parametrize("end", ["goodbye", "hello", "death"])
 def test_everything_a_client_held_ends_with_it(store, end):
     store.put(b"a", blocks_of(1, 2))
