@@ -106,7 +106,7 @@ def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outc
 
 
 def _has_its_kv(state: SchedulerState, request: Request) -> bool:
-    if state.claims and state.claims.holds_back(request.request_id):
+    if state.recompute_ownership and state.recompute_ownership.holds_back(request.request_id):
         return False
     return request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS or promote_loaded_request(state, request)
 

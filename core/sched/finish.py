@@ -1,6 +1,6 @@
-"""The end of a request: out of the queues, past the connectors, blocks freed now or when nobody touches them any more.
+"""The end of a request: leave the queues, tell the connectors, free the blocks now or after the last transfer.
 
-Every finish goes through ``free_request`` once, whatever ended it: a stop condition, an abort, a failed load.
+Every request passes ``free_request`` exactly once, whether a stop condition, an abort or a failed load ended it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.request import Request, RequestStatus
-from core.sched.inflight_steps import leave_steps
+from core.sched.inflight_steps import detach_from_inflight_steps
 from core.sched.state import SchedulerState
 from core.wire.kv import KVHandoff
 
 
 def finish_requests(state: SchedulerState, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
-    """End requests from outside (abort, error), all of them for None; return the ids of those that were alive.
+    """Abort or fail requests, all of them if ``request_ids`` is None; return the ids of those that had not ended yet.
 
-    A request that loads keeps its blocks until the load is terminal: late bytes must not hit somebody else's block.
+    A loading request keeps its blocks until the load has ended, so that late bytes cannot overwrite another request's block.
     """
     assert status.is_finished, f"{status!r} does not end a request"
     ids = list(state.requests) if request_ids is None else dict.fromkeys(request_ids)
@@ -38,17 +38,17 @@ def finish_requests(state: SchedulerState, request_ids: Iterable[str] | None, st
 
 
 def remove_from_running(state: SchedulerState, requests: list[Request]) -> None:
-    """Drop these requests from the running ones, in one pass and in place."""
+    """Remove these requests from ``state.running``, in one pass and in place."""
     if requests:
         removed = set(requests)
         state.running[:] = [request for request in state.running if request not in removed]
 
 
 def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
-    """Ask the connector, once, whether it keeps the blocks; free them unless somebody does. Return its handoff."""
+    """Tell the connector that the request has ended; free its blocks unless a transfer still needs them. Return its handoff."""
     assert request.status.is_finished, f"{request!r} is freed but not finished"
     request_id = request.request_id
-    leave_steps(state, request)
+    detach_from_inflight_steps(state, request)
     handoff: KVHandoff | None = None
     if state.connector is not None:
         manager = state.kv_cache_manager
@@ -68,6 +68,6 @@ def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
 
 
 def free_blocks(state: SchedulerState, request: Request) -> None:
-    """Give the blocks back and forget the request."""
+    """Return the blocks to the pool and forget the request."""
     state.kv_cache_manager.free(request)
     del state.requests[request.request_id]

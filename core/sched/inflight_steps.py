@@ -1,20 +1,21 @@
-"""Steps that were scheduled and are not processed yet, and what becomes of them when a request leaves in the meantime.
+"""Steps that are scheduled but not processed, and what becomes of them when a request leaves in the meantime.
 
-With ``scheduler.async_scheduling`` the next step is scheduled and launched while one still runs, so that a request may end,
+With ``scheduler.async_scheduling`` the next step is scheduled and launched while one still runs. A request may then end,
 fall back or lose its blocks while the newest step computes a token for it:
 
     host    | schedule n+1, launch | process n: r stops | schedule n+2, launch | process n+1: r's token is void
     device  |  n ............................ |  n+1 ..................................... | n+2 ...
 
-That token is void. What the step writes for it goes into blocks of the request; these get one more reference until the step is
-processed, because nothing orders the bytes of a load from elsewhere behind the step. If it completes blocks that others may
-hit, what it reads for them gets one as well: bytes that came before it is read would be sealed as what follows from it. Other
-steps are ordered behind it by the device, which is why a preempted request gives its blocks up at once: the step that takes
-them admits no load.
+The step's writes for ``r`` go into blocks of ``r``. These blocks get one more reference until the step is processed, because
+nothing orders the bytes of a later load after the step's writes. If the step completes blocks that are already hits, the
+blocks that it reads for them are pinned as well: otherwise a load could overwrite them before the step reads them, and the
+result would be sealed under the wrong hash. The device runs steps in order, so blocks may move from one step to the next
+without a pin. A preempted request therefore frees its blocks at once: the step that takes them admits no load.
 
-A request that is rolled back has computed on KV that is bad: nothing of it is kept. One that leaves (it stops, is aborted or
-preempted) has not, and others may have hit its blocks already, which were hashed in advance: the steps fill them all the same.
-A ``Departure`` remembers these, so that they are sealed with their step, or taken back with the KV that they rest on.
+A request that is rolled back has computed on bad KV: everything its in-flight steps compute is discarded. A request that
+leaves (it stops, is aborted or preempted) has good KV, and its blocks, hashed in advance, may be hits already; the steps
+still fill them. A ``Departure`` records these blocks: they are sealed when their step is processed, or evicted together with
+the KV they were computed from.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from core.request import Request
 from core.sched.state import Departure, SchedulerState, Step
 
 
-def void_steps(state: SchedulerState, request: Request) -> None:
-    """Let what the steps in flight compute for a request count for nothing, its KV included: it is rolled back.
+def discard_inflight_steps(state: SchedulerState, request: Request) -> None:
+    """Discard what the in-flight steps compute for a request that is rolled back: its tokens and its KV.
 
-    Its counters are what they were before these steps. Blocks that they would have filled lose the hashes they got in advance:
-    nobody may hit what nobody vouches for, or seals. What they may still write is given to nobody before they are processed.
+    The request's counters return to their values before these steps. The blocks that the steps would have filled lose their
+    hashes, so they are neither hits nor sealed. Blocks that a step may still write stay pinned until it is processed.
     """
     num_optimistic = request.num_computed_tokens
-    for step, start, end in _take_out(state, request):
+    for step, start, end in _discard_results(state, request):
         _pin(state, request, step, start, end)
     if request.num_computed_tokens < num_optimistic:
         state.kv_cache_manager.truncate(request, request.num_computed_tokens)
 
 
-def leave_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = True) -> None:
-    """Let the tokens of the steps in flight count for nothing, for a request that leaves; its KV stays what it is.
+def detach_from_inflight_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = True) -> None:
+    """Discard the tokens that the in-flight steps compute for a request that leaves; its KV stays valid.
 
-    Blocks that the steps fill keep their hashes and generations. ``pins_blocks``: what the steps may still write, or read for
-    what others may hit, is given to nobody before they are processed.
+    Blocks that the steps fill keep their hashes and generations. With ``pins_blocks``, blocks that a step may still write, or
+    read to fill a block that is a hit, stay pinned until the step is processed.
     """
     manager = state.kv_cache_manager
-    for step, start, end in _take_out(state, request):
+    for step, start, end in _discard_results(state, request):
         tables = [[(block, block.generation) for block in blocks] for blocks in manager.get_blocks(request.request_id).blocks]
         departure = Departure(step, request, start, end, tuple(tables))
         state.departures.append(departure)
@@ -55,8 +56,8 @@ def leave_steps(state: SchedulerState, request: Request, *, pins_blocks: bool = 
             _pin(state, request, step, 0 if leaves_hits else start, end)
 
 
-def seal_left_behind(state: SchedulerState, step: Step) -> None:
-    """Seal what the step has filled for requests that have left since, as far as it is still trusted."""
+def seal_departed_blocks(state: SchedulerState, step: Step) -> None:
+    """Seal the blocks that the step has filled for requests that have left since, except those that were evicted."""
     pool = state.kv_cache_manager.block_pool
     if pool.seals is None:
         return
@@ -66,8 +67,8 @@ def seal_left_behind(state: SchedulerState, step: Step) -> None:
                 pool.seal_block(block, group_id, block.block_hash, block_size)
 
 
-def evict_left_behind(state: SchedulerState) -> None:
-    """Keep nothing of what requests that are gone have computed, nor what steps in flight compute for them: it may be bad."""
+def evict_departed_blocks(state: SchedulerState) -> None:
+    """Evict the KV that departed requests have computed or that in-flight steps still compute for them, since it may be bad."""
     manager = state.kv_cache_manager
     manager.evict_blocks([block.block_id for block in manager.block_pool.free_block_queue])
     for departure in state.departures:
@@ -75,7 +76,7 @@ def evict_left_behind(state: SchedulerState) -> None:
 
 
 def evict_failed_departures(state: SchedulerState, step: Step, failed: Container[str]) -> bool:
-    """Take back all KV of requests that have left and for which the step has failed; tell whether there were any."""
+    """Evict all KV of departed requests for which the step has failed; return True if there were any."""
     departures = [departure for departure in _departures_of(state, step) if departure.request.request_id in failed]
     for departure in departures:
         for block_ids in departure.live_block_ids():
@@ -84,7 +85,7 @@ def evict_failed_departures(state: SchedulerState, step: Step, failed: Container
 
 
 def end_step(state: SchedulerState, step: Step) -> None:
-    """Let go of the blocks that the step alone has kept: it has run."""
+    """Unpin the blocks of a step that has been processed, and drop its departures."""
     if step.pinned:
         state.kv_cache_manager.block_pool.free_blocks(reversed(step.pinned))
         step.pinned.clear()
@@ -92,14 +93,14 @@ def end_step(state: SchedulerState, step: Step) -> None:
         state.departures = [departure for departure in state.departures if departure.step is not step]
 
 
-def _take_out(state: SchedulerState, request: Request) -> Iterator[tuple[Step, int, int]]:
-    """Make the results of the steps in flight void for a request, newest step first; yield each with the tokens it computes.
+def _discard_results(state: SchedulerState, request: Request) -> Iterator[tuple[Step, int, int]]:
+    """Void the in-flight results of a request, newest step first; yield each step and its token range [start, end).
 
-    The request's counters go back, step by step.
+    The request's counters are reduced step by step.
     """
     request_id = request.request_id
     request.num_output_placeholders = 0
-    for step in reversed(state.in_flight):
+    for step in reversed(state.inflight_steps):
         num_tokens = step.output.num_scheduled_tokens.get(request_id, 0)
         if not num_tokens or request_id in step.void:
             continue
@@ -111,7 +112,7 @@ def _take_out(state: SchedulerState, request: Request) -> Iterator[tuple[Step, i
 
 
 def _first_written(step: Step, request: Request, start: int) -> int:
-    """Return the first token whose KV a step may write that computes from ``start`` on: what it loads may begin anywhere."""
+    """Return the first token whose KV the step may write: ``start``, or 0 if it also loads, as a load may begin anywhere."""
     return 0 if request in step.synchronous_loads else start
 
 
@@ -126,7 +127,7 @@ def _departures_of(state: SchedulerState, step: Step) -> list[Departure]:
 
 
 def _filled_blocks(state: SchedulerState, departure: Departure) -> Iterator[tuple[KVCacheBlock, int, int]]:
-    """Yield block, group and block size of each block that the step completes, if it is not reused or rewritten since."""
+    """Yield block, group and block size of the blocks that the step completes and that were not reused or rewritten since."""
     start = _first_written(departure.step, departure.request, departure.start)
     groups = zip(departure.tables, state.kv_cache_manager.kv_cache_config.groups, strict=True)
     for group_id, (blocks, group) in enumerate(groups):

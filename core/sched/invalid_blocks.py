@@ -1,14 +1,30 @@
-"""The rule of invalid blocks: which requests rely on one, from where each has to compute again, and who waits for whom.
+"""The rule of invalid blocks: which requests are affected, from where each recomputes, and which requests wait for others.
 
-One rule for synchronous and asynchronous loads, for any number of KV cache groups. Decides; changes nothing. Called by
-``core.sched.load_failures`` with what a connector has reported. After vLLM's ``_update_requests_with_invalid_blocks``:
+One rule for synchronous and asynchronous loads, and for any number of KV cache groups. It decides and changes nothing;
+``core.sched.load_failures`` applies the result. After vLLM's ``_update_requests_with_invalid_blocks``.
 
-    table   | 0 | 1 | X | 3 | 4 |      looked at: the blocks of tokens that were valid before the step, ceil(C / block_size)
-    tokens  |---- C ------|-- n -|     n = scheduled in the step, whose output must not be used if X is found
+Example: blocks of 16 tokens, one group, three requests with a common prefix. The connector reports block 2 as invalid.
 
-It is stricter in that what follows an invalid block, in any table, is as invalid: it may have been computed from it. In vLLM
-blocks are shared before they are known to be good, so that a report comes before anybody has built on them; here a block can be
-shared only after it has passed for good once.
+    request | table     | valid tokens | keeps | recomputes | waits for |
+    A       | 1 X=2     | 32           | 16    | 2          |           |
+    B       | 1 X=2 3   | 48           | 32    | 3          | 2         |
+    C       | 1 X=2 4   | 48           | 32    | 4          | 2         |
+
+1. Blocks 3 and 4 follow block 2 in a table. They may have been computed from it, so they are invalid as well.
+2. A comes first. It falls back to token 16, the start of block 2, and becomes the owner of block 2: it recomputes it in place.
+3. B shares block 2 but need not compute it twice. Its first invalid block without an owner is 3, so it falls back to token
+   32 and owns block 3. It must not be scheduled before A has recomputed block 2.
+4. C falls back like B: it owns block 4 and waits for block 2.
+5. If A leaves before block 2 is whole, the rule is applied again: B becomes the owner of block 2, and C goes on waiting.
+
+Only blocks of tokens that were valid before the step are examined. A block that the step itself has begun to fill was not
+loaded, so a report about it means nothing:
+
+    table   | 0 | 1 | X | 3 | 4 |      examined: ceil(C / block_size) blocks
+    tokens  |---- C ------|-- n -|     n = scheduled in the step; its output must not be used if X is found
+
+vLLM shares blocks before they are known to be good, so a report arrives before another request has computed from them. Here a
+block is shared only after it has passed for good once, so step 1 is needed in addition.
 """
 
 from __future__ import annotations
@@ -28,7 +44,7 @@ from core.sched.state import Departure
 class Holder:
     """A request that holds blocks: one table of block ids per KV cache group.
 
-    ``num_valid`` tokens had KV before the step, ``num_computed`` have it behind the step and those in flight behind it.
+    ``num_valid`` tokens had KV before the step; ``num_computed`` have it after this step and the ones in flight after it.
     """
 
     request: Request
@@ -43,7 +59,7 @@ class Holder:
         return self.request.request_id
 
     def entries(self, start: int, end: int) -> Iterable[tuple[int, int]]:
-        """Yield position, in tokens, and id of every block that holds one of the tokens [start, end)."""
+        """Yield the position in tokens and the id of every block that holds one of the tokens [start, end)."""
         for ids, block_size in zip(self.tables, self.block_sizes, strict=True):
             for index in range(start // block_size, min(ceil_div(end, block_size), len(ids))):
                 if ids[index] != NULL_BLOCK_ID:
@@ -51,11 +67,11 @@ class Holder:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the longest table has room for."""
+        """Number of tokens that the longest table has room for."""
         return max(len(ids) * block_size for ids, block_size in zip(self.tables, self.block_sizes, strict=True))
 
     def first_of(self, block_ids: Container[int]) -> int | None:
-        """Return the first position, in tokens, of one of these blocks among the valid ones; None if there is none."""
+        """Return the position in tokens of the first of these blocks that holds valid tokens; None if there is none."""
         return min((token for token, block_id in self.entries(0, self.num_valid) if block_id in block_ids), default=None)
 
 
@@ -63,21 +79,24 @@ class Holder:
 class AffectedRequest:
     """A request that relies on invalid blocks.
 
-    ``first_invalid`` is the position, in tokens, of the first of them. The request keeps ``num_kept`` tokens and computes all
-    behind them again, the blocks ``claimed`` in place; these map to the number of tokens at their ends. It must not be
-    scheduled before the blocks ``awaited``, which others recompute, are whole again.
+    ``first_invalid`` is the position in tokens of the first of them. The request keeps ``num_kept`` tokens and recomputes the
+    rest. It owns the blocks ``recomputed``, each with the number of tokens at the block's end, and writes them in place. It
+    must not be scheduled before the blocks ``awaited``, which other requests own, are whole again.
     """
 
     request: Request
     num_valid: int
     first_invalid: int
     num_kept: int
-    claimed: dict[int, int] = field(default_factory=dict)
+    recomputed: dict[int, int] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
 
 
 def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_in_flight_tokens: Mapping[str, int]) -> list[Holder]:
-    """Return the requests that hold blocks, in the given order, and by id how many of their tokens no step has computed yet."""
+    """Return the requests that hold blocks, in the given order.
+
+    ``num_in_flight_tokens``, by request id, are tokens that ``num_computed_tokens`` counts but no processed step has computed.
+    """
     block_sizes = tuple(group.spec.block_size for group in manager.kv_cache_config.groups)
     holders = []
     for request in requests:
@@ -90,7 +109,7 @@ def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_in_fl
 
 
 def find_departed(manager: KVCacheManager, departures: Iterable[Departure]) -> list[Holder]:
-    """Return those that have left while a step computes for them, as the step sees them."""
+    """Return the requests that left while a step computes for them, with the token range of that step."""
     block_sizes = tuple(group.spec.block_size for group in manager.kv_cache_config.groups)
     return [Holder(left.request, left.start, left.end, left.live_block_ids(), block_sizes) for left in departures]
 
@@ -98,9 +117,9 @@ def find_departed(manager: KVCacheManager, departures: Iterable[Departure]) -> l
 def spread_invalidity(
     manager: KVCacheManager, holders: Sequence[Holder], reported: Iterable[int], departed: Sequence[Holder] = ()
 ) -> set[int]:
-    """Return the reported blocks and all that follow one of them in a table, those of the ``departed`` included.
+    """Return the reported blocks and all blocks that follow one of them in a table, tables of ``departed`` included.
 
-    A block that the step has begun to fill for a holder is nobody's load, so a report about it means nothing.
+    Reports about blocks that the step has begun to fill are ignored: these blocks were not loaded.
     """
     fresh = {
         block_id
@@ -122,28 +141,28 @@ def spread_invalidity(
 
 @dataclass(slots=True)
 class BlocksInUse:
-    """Blocks that somebody else is about to write.
+    """Blocks that are about to be written.
 
-    ``claimants`` says who recomputes a block since an earlier report; ``taken`` are those claimed in this call, with the number
-    of tokens at their ends. Both become whole again, so they can be waited for; ``quarantined`` ones do not.
+    ``owners`` maps blocks of earlier reports to their owners; ``taken`` are the blocks that got an owner in this call, with the
+    number of tokens at their ends. Both become whole again, so a request can wait for them. ``quarantined`` blocks do not.
     """
 
-    claimants: Mapping[int, str]
+    owners: Mapping[int, str]
     quarantined: Container[int]
     taken: dict[int, int] = field(default_factory=dict)
 
     def is_anothers(self, block_id: int, request_id: str) -> bool:
-        """True if somebody else recomputes the block."""
-        return block_id in self.taken or self.claimants.get(block_id, request_id) != request_id
+        """Return True if another request owns the block."""
+        return block_id in self.taken or self.owners.get(block_id, request_id) != request_id
 
 
 def update_requests_with_invalid_blocks(
     manager: KVCacheManager, holders: Iterable[Holder], invalid_block_ids: Container[int], in_use: BlocksInUse
 ) -> list[AffectedRequest]:
-    """Return what becomes of the holders of invalid blocks, in the given order: whoever comes first recomputes.
+    """Return the requests that hold invalid blocks, in the given order, with what each keeps, recomputes and waits for.
 
-    A request falls back to its first invalid block that nobody before it has claimed, and claims all from there on; if there is
-    none among its valid ones, it keeps what it had before the step and waits.
+    A request falls back to its first invalid block without another owner and owns all blocks from there on. If every invalid
+    block among its valid tokens has another owner, it keeps its valid tokens and waits.
     """
     affected: list[AffectedRequest] = []
     for holder in holders:
@@ -151,16 +170,16 @@ def update_requests_with_invalid_blocks(
         if first is None:
             continue
         num_kept = _num_kept(manager, holder, first, in_use)
-        claimed = _claim(manager, holder, num_kept, invalid_block_ids, in_use)
+        recomputed = _blocks_to_recompute(manager, holder, num_kept, invalid_block_ids, in_use)
         awaited = {block_id for _, block_id in holder.entries(0, num_kept) if in_use.is_anothers(block_id, holder.request_id)}
-        in_use.taken |= claimed
+        in_use.taken |= recomputed
         affected.append(
             AffectedRequest(
                 request=holder.request,
                 num_valid=holder.num_valid,
                 first_invalid=manager.floor_to_boundary(first),
                 num_kept=num_kept,
-                claimed=claimed,
+                recomputed=recomputed,
                 awaited=awaited,
             )
         )
@@ -168,19 +187,19 @@ def update_requests_with_invalid_blocks(
 
 
 def _num_kept(manager: KVCacheManager, holder: Holder, first: int, in_use: BlocksInUse) -> int:
-    """Return how many tokens stay: those before the first invalid block that is nobody's, else all that are valid."""
-    behind = holder.entries(first, holder.num_valid)
-    own = min((token for token, block_id in behind if not in_use.is_anothers(block_id, holder.request_id)), default=None)
+    """Return how many tokens stay: those before the first invalid block without another owner, else all valid ones."""
+    after_first = holder.entries(first, holder.num_valid)
+    own = min((token for token, block_id in after_first if not in_use.is_anothers(block_id, holder.request_id)), default=None)
     return holder.num_valid if own is None else manager.find_boundary(holder.request_id, own)
 
 
-def _claim(
+def _blocks_to_recompute(
     manager: KVCacheManager, holder: Holder, num_kept: int, invalid_block_ids: Container[int], in_use: BlocksInUse
 ) -> dict[int, int]:
-    """Return the blocks that the request writes from now on, up to the first that is gone, or that is not its own to write.
+    """Return the blocks from ``num_kept`` on that the request may write in place, with the number of tokens at their ends.
 
-    That is one that somebody else writes, or that is valid and somebody else relies on: with several groups the request may
-    have to go back behind such blocks.
+    In each table they end before the first block that is gone or quarantined, has another owner, or is valid and shared. With
+    several groups a request may fall back to before a valid shared block, which it must not overwrite.
     """
     found: dict[int, int] = {}
     blocks = manager.block_pool.blocks

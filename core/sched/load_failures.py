@@ -1,13 +1,13 @@
-"""KV that could not be loaded: which requests it concerns, and what becomes of them.
+"""Failed loads of KV: which requests are affected, and whether each ends or recomputes.
 
-A connector reports failures by request (``failed_recving``, asynchronous loads) or by block (``invalid_block_ids``). Whoever
-relies on such KV either ends with an error (policy *fail*) or computes it here (*recompute*); under both, nothing of it stays a
-hit or keeps its seal. Called by ``Scheduler.update_from_output`` before any output of the step is used, and by
-``Scheduler.schedule`` for blocks whose claimant has left. What a step computed on missing embeddings (``encoder_failures``) is
-discarded in the same way.
+A connector reports failures by request (``failed_recving``, asynchronous loads) or by block (``invalid_block_ids``). A request
+that relies on such KV ends with an error (policy *fail*) or computes the KV itself (*recompute*). Under both policies the bad
+KV is evicted and loses its seal. Runs before any output of the step is used, and again when the owner of an awaited block has
+left. What a step computed on missing embeddings (``encoder_failures``) is discarded in the same way.
 
-A request that is rolled back keeps its place and its blocks. What of them somebody else may write is replaced by fresh ones;
-the rest is written again in place. The runner holds a token too much of it, so it is sent as new with its next tokens.
+A request that is rolled back keeps its place and its blocks. Blocks that another request may write are replaced by fresh ones;
+the others are written again in place. The runner's copy of the request has a token too many, so the request is sent as new
+with its next tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import chain
 from core.errors import TransferError, fallback_reason
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
-from core.sched.inflight_steps import evict_left_behind, void_steps
+from core.sched.inflight_steps import discard_inflight_steps, evict_departed_blocks
 from core.sched.invalid_blocks import (
     AffectedRequest,
     BlocksInUse,
@@ -29,7 +29,7 @@ from core.sched.invalid_blocks import (
     spread_invalidity,
     update_requests_with_invalid_blocks,
 )
-from core.sched.recompute_ownership import Claim
+from core.sched.recompute_ownership import OwnedBlock
 from core.sched.state import SchedulerState, Step
 from core.wire.messages import ErrorInfo
 
@@ -37,8 +37,8 @@ from core.wire.messages import ErrorInfo
 def handle_load_failures(state: SchedulerState, output: KVConnectorOutput) -> dict[str, ErrorInfo]:
     """Apply a connector's report of failed loads; return the errors of the requests that end.
 
-    Blocks newly in quarantine count as invalid: they may still be written. Whoever goes on is in ``state.rolled_back``; its
-    output of the step must not be used either.
+    Blocks newly in quarantine count as invalid, as they may still be written. Affected running requests that recompute are in
+    ``state.rolled_back``; their output of the step must not be used.
     """
     errors = _handle_failed_recving(state, output.failed_recving)
     invalid_block_ids = output.invalid_block_ids | (output.quarantined_block_ids & state.quarantined)
@@ -49,22 +49,22 @@ def handle_load_failures(state: SchedulerState, output: KVConnectorOutput) -> di
 
 
 def reassign_orphans(state: SchedulerState) -> None:
-    """Give every block that is waited for, and whose claimant has left, to the next request that holds it."""
-    orphans = state.claims.take_orphans(lambda request_id: _live_block_ids(state, request_id))
+    """Give every awaited block whose owner has left to the next request that holds it."""
+    orphans = state.recompute_ownership.take_orphans(lambda request_id: _live_block_ids(state, request_id))
     for error in dict.fromkeys(orphans.values()):
         block_ids = {block_id for block_id, why in orphans.items() if why == error}
         _handle_invalid_blocks(state, _Report(block_ids, {}, _in_flight_tokens(state), error), None)
 
 
 def discard_computed(state: SchedulerState, step: Step, requests: Iterable[Request], error: ErrorInfo) -> None:
-    """Have what a step that has run computed for these requests computed again, by them and by whoever has built on it since.
+    """Discard the KV this step computed for ``requests`` and for any request that reused it; they recompute it.
 
-    Their blocks were no hits before the step was scheduled, so nobody who has left has used them.
+    The blocks were no hits before the step was scheduled, so no departed request has used them.
     """
     manager = state.kv_cache_manager
     block_ids: set[int] = set()
     for request in requests:
-        void_steps(state, request)  # those behind it
+        discard_inflight_steps(state, request)  # the steps after it
         request.num_in_flight_tokens = 0
         step.void.add(request.request_id)
         start = request.num_computed_tokens - step.output.num_scheduled_tokens[request.request_id]
@@ -76,22 +76,22 @@ def discard_computed(state: SchedulerState, step: Step, requests: Iterable[Reque
 
 
 def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput, dropped: Container[str]) -> None:
-    """Let those go on whose blocks the step has made whole again.
+    """Release the requests whose awaited blocks the step has made whole.
 
-    What ``dropped`` requests have computed does not count, nor what a claimant that had to begin anew computes in other blocks.
+    Tokens of ``dropped`` requests do not count, nor those of an owner that started again in other blocks.
     """
 
-    def is_whole(block_id: int, claim: Claim) -> bool:
-        request_id = claim.claimant.request_id
-        num_later = claim.claimant.num_in_flight_tokens - scheduler_output.num_scheduled_tokens.get(request_id, 0)
-        has_computed = request_id not in dropped and claim.claimant.num_computed_tokens - num_later >= claim.num_tokens
+    def is_whole(block_id: int, owned: OwnedBlock) -> bool:
+        request_id = owned.owner.request_id
+        num_later = owned.owner.num_in_flight_tokens - scheduler_output.num_scheduled_tokens.get(request_id, 0)
+        has_computed = request_id not in dropped and owned.owner.num_computed_tokens - num_later >= owned.num_tokens
         return has_computed and block_id in set(_live_block_ids(state, request_id))
 
-    state.claims.release_recomputed(is_whole)
+    state.recompute_ownership.release_recomputed(is_whole)
 
 
 def _in_flight_tokens(state: SchedulerState) -> dict[str, int]:
-    """Return how many tokens of a running request are in steps that are not processed, the one being processed included."""
+    """Return by running request how many tokens are in unprocessed steps, the one being processed included."""
     return {request.request_id: request.num_in_flight_tokens for request in state.running}
 
 
@@ -106,9 +106,9 @@ def _live_block_ids(state: SchedulerState, request_id: str) -> Iterable[int]:
 
 
 def _handle_failed_recving(state: SchedulerState, failed_recving: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
-    """End or roll back requests that still load; one that was aborted meanwhile has nothing left to fail.
+    """End or roll back the loading requests whose loads failed. Requests that were aborted meanwhile are ignored.
 
-    Of such a load nothing may be used, so what is left are the local hits that it started from.
+    Nothing of a failed load may be used: the request keeps only the local hits that the load started from.
     """
     errors: dict[str, ErrorInfo] = {}
     for request_id, error in failed_recving.items():
@@ -129,9 +129,9 @@ def _handle_failed_recving(state: SchedulerState, failed_recving: Mapping[str, E
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Invalid blocks, why by request, and how many tokens of each are in flight.
+    """Invalid blocks, the errors by request id, and the tokens in flight by request id.
 
-    ``error`` counts where a request has none of its own.
+    ``error`` is used for requests that are not in ``errors``.
     """
 
     block_ids: set[int]
@@ -147,10 +147,11 @@ class _Report:
 
 
 def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[str, ErrorInfo] | None) -> None:
-    """Take invalid blocks and all that rests on them out of the prefix cache; end or roll back whoever holds them.
+    """Evict invalid blocks and all blocks computed from them; end or roll back the requests that hold them.
 
-    Running requests come first, in their order: they are the first to be scheduled, so nobody waits for one who cannot run.
-    ``errors`` takes those that end. Without it nobody does: the policies have spoken when the failure was reported.
+    Running requests come first, in their order: they are scheduled first, so no request waits for an owner that cannot run.
+    The errors of requests that end are added to ``errors``. None: the failure policy was applied when the failure was first
+    reported, so no request ends.
     """
     manager = state.kv_cache_manager
     pool = manager.block_pool
@@ -161,45 +162,45 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     holders = find_holders(manager, chain(alive, ended), report.num_in_flight_tokens)
     invalid = spread_invalidity(manager, holders, reported, find_departed(manager, state.departures))
     if any(pool.blocks[block_id].block_hash is not None for block_id in invalid & reported):
-        # It had passed for good. Whoever built on it may be gone, and have left blocks in the cache.
-        evict_left_behind(state)
+        # The block was a hit, so requests that have left may have computed from it and left blocks in the cache.
+        evict_departed_blocks(state)
     pool.invalidate_blocks(pool.blocks[block_id] for block_id in sorted(invalid))
     going_on = [holder for holder in holders if not holder.request.status.is_finished]
     if errors is not None:
         for holder in going_on:
             _note_end(state, holder, invalid, report, errors)
         going_on = [holder for holder in going_on if holder.request_id not in errors]
-    _claim_and_roll_back(state, going_on, invalid, report)
+    _assign_owners_and_roll_back(state, going_on, invalid, report)
 
 
-def _claim_and_roll_back(state: SchedulerState, holders: list[Holder], invalid: set[int], report: _Report) -> None:
-    claims: dict[int, Claim] = {}
+def _assign_owners_and_roll_back(state: SchedulerState, holders: list[Holder], invalid: set[int], report: _Report) -> None:
+    owned: dict[int, OwnedBlock] = {}
     awaited: dict[str, set[int]] = {}
-    in_use = BlocksInUse(state.claims.claimants, state.quarantined)
+    in_use = BlocksInUse(state.recompute_ownership.owners, state.quarantined)
     for affected in update_requests_with_invalid_blocks(state.kv_cache_manager, holders, invalid, in_use):
         request, error = affected.request, report.error_of(affected.request)
-        claims |= {block_id: Claim(request, num_tokens, error) for block_id, num_tokens in affected.claimed.items()}
+        owned |= {block_id: OwnedBlock(request, num_tokens, error) for block_id, num_tokens in affected.recomputed.items()}
         if affected.awaited:
             awaited[request.request_id] = affected.awaited
         _roll_back(state, affected, error)
-    state.claims.add(claims, awaited)
+    state.recompute_ownership.add(owned, awaited)
 
 
 def _note_end(
     state: SchedulerState, holder: Holder, invalid: Container[int], report: _Report, errors: dict[str, ErrorInfo]
 ) -> None:
-    """Add the error of a holder of invalid blocks whose policy is to end. It leaves nothing that others could use."""
+    """Add the error of a request that holds invalid blocks under policy *fail*, and discard its in-flight steps."""
     request, error = holder.request, report.error_of(holder.request)
     if request.request_id not in errors and holder.first_of(invalid) is not None and _must_end(state, request, error):
         errors[request.request_id] = error
-        void_steps(state, request)
+        discard_inflight_steps(state, request)
 
 
 # ---- what becomes of a request ---------------------------------------------------------------------------------------
 
 
 def _must_end(state: SchedulerState, request: Request, error: ErrorInfo) -> bool:
-    """Tell whether the request's policy, else the engine's, is to end; count it if so."""
+    """Return True, and count it, if the request's failure policy, or else the engine's, is *fail*."""
     policy = request.kv_load_failure_policy or state.kv_load_failure_policy
     if policy == "fail":
         state.num_load_fallbacks[fallback_reason(error.code), "fail"] += 1
@@ -207,13 +208,13 @@ def _must_end(state: SchedulerState, request: Request, error: ErrorInfo) -> bool
 
 
 def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInfo) -> None:
-    """Let a request go on from the tokens that it keeps.
+    """Reset a request to the tokens that it keeps.
 
-    The blocks of one that still loads stay with it until the load has ended; ``settle_failed_load`` does the rest.
+    A loading request keeps its blocks until the load has ended; ``settle_failed_load`` does the rest.
     """
     request, manager = affected.request, state.kv_cache_manager
     request_id = request.request_id
-    void_steps(state, request)
+    discard_inflight_steps(state, request)
     request.num_computed_tokens = affected.num_kept
     is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     if affected.num_kept < affected.num_valid:
@@ -223,8 +224,8 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
             state.failed_recving_kv_req_ids.add(request_id)
     state.inflight_prefills[request_id] = request
     if not is_loading:
-        manager.drop_shared_tail(request, affected.num_kept, affected.claimed)
+        manager.drop_shared_tail(request, affected.num_kept, affected.recomputed)
         manager.truncate(request, min(affected.num_kept, affected.first_invalid))
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)
-        state.encoder.give_up(request)  # it may be held back for long: whom it waits for may need the room
+        state.encoder.give_up(request)  # it may wait for long, and the owner it waits for may need the room

@@ -16,7 +16,7 @@ from core.request import (
     RequestStatus,
 )
 from core.sched.finish import finish_requests, free_request, remove_from_running
-from core.sched.inflight_steps import evict_failed_departures, evict_left_behind
+from core.sched.inflight_steps import evict_departed_blocks, evict_failed_departures
 from core.sched.state import SchedulerState, Step
 from core.sched.stop import append_output_tokens
 from core.wire.messages import ErrorInfo
@@ -105,7 +105,7 @@ def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorI
         for block_ids in manager.get_block_ids(request_id):
             manager.evict_blocks(block_ids)
     if evict_failed_departures(state, step, failed) or found:
-        evict_left_behind(state)
+        evict_departed_blocks(state)
     return found
 
 
@@ -132,7 +132,7 @@ def cache_synchronous_loads(state: SchedulerState, step: Step, failed: Container
     """
     for request in step.synchronous_loads:
         is_dropped = request.request_id in failed or request.request_id in step.void
-        is_good = not is_dropped and not state.claims.holds_back(request.request_id)
+        is_good = not is_dropped and not state.recompute_ownership.holds_back(request.request_id)
         if request.status is RequestStatus.RUNNING and is_good:
             num_later = request.num_in_flight_tokens - step.output.num_scheduled_tokens[request.request_id]
             num_computed_tokens = request.num_computed_tokens - num_later

@@ -45,7 +45,7 @@ def settle_failed_load(state: SchedulerState, request: Request) -> bool:
         state.inflight_prefills.pop(request.request_id, None)
         state.empty_handed.add(request.request_id)
         return False
-    manager.drop_shared_tail(request, num_kept, state.claims.of(request))
+    manager.drop_shared_tail(request, num_kept, state.recompute_ownership.blocks_of(request))
     manager.truncate(request, num_kept)
     manager.cache_blocks(request, num_kept)
     manager.seal_blocks(request, num_kept)

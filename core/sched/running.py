@@ -9,7 +9,7 @@ from __future__ import annotations
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
 from core.sched.encoder_inputs import EncoderPlan
-from core.sched.inflight_steps import leave_steps
+from core.sched.inflight_steps import detach_from_inflight_steps
 from core.sched.queue import priority_key
 from core.sched.state import SchedulerState, Step
 
@@ -83,7 +83,7 @@ def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -
     The runner has appended a token to it that does not count, so it gets the request as it is now.
     """
     request_id = request.request_id
-    if state.claims and state.claims.holds_back(request_id):
+    if state.recompute_ownership and state.recompute_ownership.holds_back(request_id):
         return True
     num_new_tokens, plan = _chunk_if_available(state, step, request, request.num_computed_tokens)
     if num_new_tokens == 0:
@@ -143,7 +143,7 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
     Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own next step: it would
     lose the token that is being computed, begin anew once it fits, and come back to the very same place with nothing to show.
     """
-    is_loading = any(request in earlier.synchronous_loads for earlier in state.in_flight)
+    is_loading = any(request in earlier.synchronous_loads for earlier in state.inflight_steps)
     while True:
         # What a load may be bringing is no hit, nor what is computed from it, until its step has been processed.
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=is_loading)
@@ -177,7 +177,7 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     manager = state.kv_cache_manager
     if step.refund(request):
         manager.truncate(request, request.num_computed_tokens)
-    leave_steps(state, request, pins_blocks=False)
+    detach_from_inflight_steps(state, request, pins_blocks=False)
     manager.free(request)
     state.running.remove(request)
     state.inflight_prefills.pop(request.request_id, None)

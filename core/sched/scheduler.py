@@ -7,11 +7,11 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 The rules live beside this file, one topic each. Names and behaviour follow vLLM V1.
 
 - before a step: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
-  ``encoder_inputs`` (images) over ``encoder_cache``, ``in_flight`` (steps that are not processed yet)
-- behind it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (what peers may read), ``release`` (ends of requests),
+  ``encoder_inputs`` (images) over ``encoder_cache``, ``inflight_steps`` (steps that are not processed yet)
+- after it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (blocks that peers may read), ``finish`` (ends of requests),
   ``remote_kv`` (ends of transfers), ``stats`` (gauges and counters)
-- behind failures: ``load_failures`` with ``invalid_blocks`` (who relies on them) and ``claims`` (who computes them again),
-  ``encoder_failures``, ``quarantine`` (blocks that late bytes may still hit)
+- after failures: ``load_failures`` with ``invalid_blocks`` (affected requests) and ``recompute_ownership`` (which request
+  recomputes which block), ``encoder_failures``, ``quarantine`` (blocks that late bytes may still overwrite)
 
 ``state`` is what they share.
 """
@@ -33,7 +33,7 @@ from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.finish import finish_requests
-from core.sched.inflight_steps import end_step, seal_left_behind
+from core.sched.inflight_steps import end_step, seal_departed_blocks
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, still_running, unhash_failed
 from core.sched.quarantine import quarantine_blocks, release_quarantined
@@ -81,7 +81,7 @@ class Scheduler:
         The result may schedule nothing and must be run even so: it carries the ends of requests and the connector's message.
         """
         state = self._state
-        if state.claims:
+        if state.recompute_ownership:
             reassign_orphans(state)
         step = Step(token_budget=state.config.max_num_batched_tokens)
         state.encoder.begin_step()
@@ -110,7 +110,7 @@ class Scheduler:
             request.num_in_flight_tokens += num_tokens
             if async_scheduling and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
-        state.in_flight.append(step)
+        state.inflight_steps.append(step)
         prefills = state.inflight_prefills
         for request in list(prefills.values()):
             if request.num_computed_tokens >= request.num_tokens:
@@ -123,7 +123,7 @@ class Scheduler:
         its blocks to readers at once. Ends of transfers last: they free blocks, and failures spread through all who hold any.
         """
         state, kv_output = self._state, model_output.kv_connector_output
-        step = state.in_flight.popleft()
+        step = state.inflight_steps.popleft()
         assert step.output is scheduler_output, "steps are processed in the order in which they were scheduled"
         state.encoder.update_from_output(model_output)
         if kv_output is not None:
@@ -177,11 +177,11 @@ class Scheduler:
         state = self._state
         if step.synchronous_loads:
             cache_synchronous_loads(state, step, failed)
-        if state.claims:
+        if state.recompute_ownership:
             release_recomputed(state, step.output, dropped)
         seal_computed_blocks(state, step.output, dropped)
         if state.departures:
-            seal_left_behind(state, step)
+            seal_departed_blocks(state, step)
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
@@ -311,12 +311,12 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps that are scheduled and not processed yet."""
-        return len(self._state.in_flight)
+        return len(self._state.inflight_steps)
 
     @property
     def pinned(self) -> list[int]:
         """Blocks that steps in flight keep for requests that have left or were rolled back, once for each reference."""
-        return [block.block_id for step in self._state.in_flight for block in step.pinned]
+        return [block.block_id for step in self._state.inflight_steps for block in step.pinned]
 
     def make_stats(self) -> SchedulerStats:
         """Take a reading for gauges and counters."""

@@ -30,7 +30,7 @@ from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.queue import RequestQueue, create_request_queue
-from core.sched.recompute_ownership import BlockClaims
+from core.sched.recompute_ownership import RecomputeOwnership
 from core.wire.messages import LoadFailurePolicy, TransferUsage
 
 _NOTHING_LOADED = TransferUsage()
@@ -44,7 +44,7 @@ class SchedulerState:
     their first token, loads included.
 
     After a failed load: ``failed_recving_kv_req_ids`` hold blocks, wait, and have lost tokens that were to be loaded;
-    ``rolled_back`` run, but the runner's copy of them is out of date; some of both are held back by ``claims``.
+    ``rolled_back`` run, but the runner's copy of them is out of date; some of both wait for blocks (``recompute_ownership``).
     """
 
     def __init__(  # noqa: PLR0913
@@ -67,7 +67,7 @@ class SchedulerState:
         self.encoder = encoder if encoder is not None else EncoderInputs(cache_size=0, max_embeds_per_step=0)
 
         self.async_scheduling = config.async_scheduling == "on"  # steps may be scheduled on tokens that are not known yet
-        self.in_flight: deque[Step] = deque()  # scheduled and not yet processed, oldest first
+        self.inflight_steps: deque[Step] = deque()  # scheduled and not yet processed, oldest first
         self.departures: list[Departure] = []  # of requests that were in these steps, or in the one being processed
 
         self.requests: dict[str, Request] = {}
@@ -82,7 +82,7 @@ class SchedulerState:
         self.awaiting_sending: set[str] = set()  # finished, but the connector still reads the blocks
         self.failed_recving_kv_req_ids: set[str] = set()
         self.rolled_back: set[str] = set()
-        self.claims = BlockClaims()
+        self.recompute_ownership = RecomputeOwnership()
         self.quarantined: set[int] = set()  # blocks that a transfer may still write; each has a reference of its own
         self.transfer_usage: dict[str, TransferUsage] = {}  # goes out with the next output of the request
         self.empty_handed: set[str] = set()  # have lost all they were to load, and wait to be admitted again

@@ -319,7 +319,7 @@ class World:
     def held_blocks(self) -> Counter[int]:
         """Count the references that no block table accounts for."""
         state = self.scheduler._state
-        return Counter(state.quarantined) + Counter(block.block_id for step in state.in_flight for block in step.pinned)
+        return Counter(state.quarantined) + Counter(block.block_id for step in state.inflight_steps for block in step.pinned)
 
     def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:
         return expected_tokens(token_ids, num_tokens, self.config.vocab_size, self.config.attentions)

@@ -4,7 +4,7 @@ import pytest
 
 from core.kv.seals import BROKEN
 from core.sched import finish as release
-from core.sched.inflight_steps import leave_steps
+from core.sched.inflight_steps import detach_from_inflight_steps
 
 
 @pytest.fixture
@@ -67,7 +67,11 @@ def test_a_load_gets_no_block_that_a_void_step_may_still_write(ahead, remote):
 def test_without_pins_the_void_step_spoils_the_load(ahead, remote, monkeypatch):
     """The test above would notice."""
     ahead.remote = remote
-    monkeypatch.setattr(release, "leave_steps", lambda state, request: leave_steps(state, request, pins_blocks=False))
+    monkeypatch.setattr(
+        release,
+        "detach_from_inflight_steps",
+        lambda state, request: detach_from_inflight_steps(state, request, pins_blocks=False),
+    )
     request = load_into_the_blocks_of_a_request_that_has_left(ahead)
     ahead.run()
     with pytest.raises(AssertionError):

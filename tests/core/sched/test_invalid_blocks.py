@@ -25,11 +25,11 @@ def make_request(name: str) -> Request:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is expected of a request: kept tokens, first invalid position, claimed blocks, awaited blocks."""
+    """What is expected of a request: kept tokens, first invalid position, recomputed blocks, awaited blocks."""
 
     num_kept: int
     first_invalid: int
-    claimed: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
 
 
@@ -39,7 +39,7 @@ class Case:
     holders: list[tuple[int, list[int]]]  # C and the table of each request
     reported: set[int]
     expected: list[Kept | None]
-    claimants: dict[int, str] = field(default_factory=dict)  # the requests are r0, r1, ...
+    owners: dict[int, str] = field(default_factory=dict)  # the requests are r0, r1, ...
     quarantined: set[int] = field(default_factory=set)
     num_scheduled: int = 0  # for each request
 
@@ -70,15 +70,15 @@ CASES = [
     Case("R1 a block that is full at C is looked at", [(32, [1, 2, 3])], {2}, [Kept(16, 16, (2, 3))]),
     Case("R4 truncated at the first invalid block", [(80, [1, 2, 3, 4, 5])], {2, 4}, [Kept(16, 16, (2, 3, 4, 5))]),
     Case("R4 the first block of all", [(80, [1, 2, 3, 4, 5])], {1}, [Kept(0, 0, (1, 2, 3, 4, 5))]),
-    Case("R4 the fresh blocks of the step are claimed too", [(32, [1, 2, 3, 4])], {2}, [Kept(16, 16, (2, 3, 4))]),
+    Case("R4 the fresh blocks of the step are recomputed too", [(32, [1, 2, 3, 4])], {2}, [Kept(16, 16, (2, 3, 4))]),
     Case(
-        "R2 the first of two that share claims, R5 the second keeps what it had and waits",
+        "R2 the first of two that share recomputes, R5 the second keeps its tokens and waits",
         [(40, [1, 2, 3]), (32, [1, 2, 4])],
         {2},
         [Kept(16, 16, (2, 3)), Kept(32, 16, (4,), (2,))],
     ),
     Case(
-        "R3 R5 all that a second request shares is claimed already",
+        "R3 R5 all that a second request shares has an owner already",
         [(64, [1, 2, 3, 4]), (64, [1, 2, 3, 4])],
         {2, 3},
         [Kept(16, 16, (2, 3, 4)), Kept(64, 16, (), (2, 3, 4))],
@@ -98,31 +98,31 @@ CASES = [
     Case("R6 others are left alone", [(32, [1, 2]), (32, [3, 4])], {3}, [None, Kept(0, 0, (3, 4))]),
     Case("blocks that nobody holds concern nobody", [(32, [1, 2])], {9}, [None]),
     Case(
-        "three share: one claims, two wait",
+        "three share, as in the example of the module: one recomputes, two wait",
         [(32, [1, 2]), (48, [1, 2, 3]), (48, [1, 2, 4])],
         {2},
         [Kept(16, 16, (2,)), Kept(32, 16, (3,), (2,)), Kept(32, 16, (4,), (2,))],
     ),
     Case(
-        "a later report finds a claim: nobody else claims, whoever waits goes on waiting",
+        "a later report finds an owner: the others go on waiting",
         [(16, [1, 2]), (32, [1, 2, 3])],
         {2},
         [None, Kept(32, 16, (3,), (2,))],
-        claimants={2: "r0"},
+        owners={2: "r0"},
     ),
     Case(
-        "a claimant half-way through its block claims it again",
+        "an owner half-way through its block recomputes all of it",
         [(24, [1, 2]), (32, [1, 2, 3])],
         {2},
         [Kept(16, 16, (2,)), Kept(32, 16, (3,), (2,))],
-        claimants={2: "r0"},
+        owners={2: "r0"},
     ),
     Case(
-        "who waits for a claim keeps waiting when a block of its own turns out invalid too",
+        "a waiting request goes on waiting when a block of its own is invalid too",
         [(16, [1, 2]), (48, [1, 2, 3])],
         {3},
         [None, Kept(32, 32, (3,), (2,))],
-        claimants={2: "r0"},
+        owners={2: "r0"},
     ),
     Case(
         "copies of one prefix: a block that others rewrite is not rewritten here, nor anything behind it",
@@ -161,10 +161,10 @@ def test_rule(case):
         for index, (num_valid, table) in enumerate(case.holders)
     ]
     invalid = spread_invalidity(manager, holders, case.reported)
-    in_use = BlocksInUse(case.claimants, case.quarantined)
+    in_use = BlocksInUse(case.owners, case.quarantined)
     affected = {one.request.request_id: one for one in update_requests_with_invalid_blocks(manager, holders, invalid, in_use)}
     found = [
-        Kept(one.num_kept, one.first_invalid, tuple(one.claimed), tuple(sorted(one.awaited))) if one is not None else None
+        Kept(one.num_kept, one.first_invalid, tuple(one.recomputed), tuple(sorted(one.awaited))) if one is not None else None
         for one in (affected.get(holder.request.request_id) for holder in holders)
     ]
     assert found == case.expected
@@ -180,27 +180,27 @@ def test_what_a_request_that_has_left_computed_behind_an_invalid_block_is_invali
     assert spread_invalidity(manager, [sharing], {3}, [departed]) == {3, 4}, "what it was about to fill may be reported"
 
 
-def test_claims_say_when_a_block_is_whole_again():
+def test_owned_blocks_say_when_they_are_whole_again():
     manager = make_manager(16)
     holder = Holder(make_request("r"), 48, 48, ([1, 2, 3],), (16,))
     (one,) = update_requests_with_invalid_blocks(manager, [holder], {2, 3}, BlocksInUse({}, ()))
-    assert one.claimed == {2: 32, 3: 48}
+    assert one.recomputed == {2: 32, 3: 48}
 
 
 @pytest.mark.parametrize(
-    ("invalid", "num_kept", "claimed"),
+    ("invalid", "num_kept", "recomputed"),
     [
         ({23}, 64, {15: 80, 23: 96}),  # the second group's block of tokens 64..95
         ({13}, 32, {13: 48, 14: 64, 15: 80, 22: 64, 23: 96}),  # the first group's block of tokens 32..47
         ({12}, 0, {11: 16, 12: 32, 13: 48, 14: 64, 15: 80, 21: 32, 22: 64, 23: 96}),  # 16 is no boundary of the second
     ],
 )
-def test_several_groups_fall_back_to_a_boundary_of_all(invalid, num_kept, claimed):
+def test_several_groups_fall_back_to_a_boundary_of_all(invalid, num_kept, recomputed):
     manager = make_manager(16, 32)
     holder = Holder(make_request("r"), 80, 80, ([11, 12, 13, 14, 15], [21, 22, 23]), (16, 32))
     invalid = spread_invalidity(manager, [holder], invalid)
     (one,) = update_requests_with_invalid_blocks(manager, [holder], invalid, BlocksInUse({}, ()))
-    assert (one.num_kept, one.claimed) == (num_kept, claimed)
+    assert (one.num_kept, one.recomputed) == (num_kept, recomputed)
 
 
 def test_valid_tokens_are_those_before_the_step():

@@ -39,12 +39,12 @@ HAVE_FAILED = {  # seeds, by what was wrong when they failed
     "what a request went back over kept its seals": (1796,),
 }
 LEFT_BEHIND = (
-    "claims",
     "departures",
     "empty_handed",
     "failed_recving_kv_req_ids",
     "finished_recving_kv_req_ids",
     "inflight_prefills",
+    "recompute_ownership",
     "rolled_back",
     "transfer_usage",
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from core.request import NewRequest, Request, RequestStatus
-from core.sched.recompute_ownership import BlockClaims, Claim
+from core.sched.recompute_ownership import OwnedBlock, RecomputeOwnership
 from core.sched.running import preempt
 from core.sched.state import Step
 from core.wire.sampling import SamplingParams
@@ -37,7 +37,7 @@ def assert_all_right(world, *names):
     world.run()
     for name in names:
         world.assert_right(world.requests[name], world.requests[name].max_tokens)
-    assert not world.scheduler._state.claims
+    assert not world.scheduler._state.recompute_ownership
     world.assert_sound()
     world.assert_clean()
 
@@ -73,7 +73,7 @@ def test_sharers_hold_the_same_blocks_when_all_is_over(shared):
     assert tables[0][:4] == tables[1][:4] == tables[2][:4] == world.shared
 
 
-def test_claimant_that_is_aborted_is_followed_by_the_next(shared):
+def test_owner_that_is_aborted_is_followed_by_the_next(shared):
     world = shared()
     world.abort("a")
     world.schedule()
@@ -83,7 +83,7 @@ def test_claimant_that_is_aborted_is_followed_by_the_next(shared):
     assert_all_right(world, "b", "c")
 
 
-def test_claimants_that_leave_one_by_one(shared):
+def test_owners_that_leave_one_by_one(shared):
     world = shared(max_num_batched_tokens=20)
     world.step()
     world.abort("a")
@@ -92,7 +92,7 @@ def test_claimants_that_leave_one_by_one(shared):
     assert_all_right(world, "c")
 
 
-def test_claimant_that_is_preempted_is_followed_by_the_next(shared):
+def test_owner_that_is_preempted_is_followed_by_the_next(shared):
     world = shared(max_tokens=8)
     preempt(world.scheduler._state, Step(token_budget=0), world.requests["a"])
     world.model._batch.pop("a", None)
@@ -102,7 +102,7 @@ def test_claimant_that_is_preempted_is_followed_by_the_next(shared):
     assert_all_right(world, "a", "b", "c")
 
 
-def test_claimant_that_ends_with_the_block_complete_leaves_it_whole(make_world):
+def test_owner_that_ends_with_the_block_complete_leaves_it_whole(make_world):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     world.requests = {"a": world.add("a", prompt, max_tokens=2), "b": world.add("b", prompt, max_tokens=20)}
@@ -130,7 +130,7 @@ def test_sharer_that_waits_may_be_preempted(shared):
     assert_all_right(world, "a", "b", "c")
 
 
-def test_second_report_about_a_claimed_block_changes_nothing(shared):
+def test_second_report_about_an_owned_block_changes_nothing(shared):
     world = shared(max_num_batched_tokens=20)
     world.step()
     world.script.report.invalid_block_ids = {world.shared[2]}
@@ -164,7 +164,7 @@ def test_late_bytes_in_a_shared_block_give_everybody_fresh_ones(make_world):
     assert_all_right(world, "a", "b", "c")
 
 
-def test_loading_request_waits_for_a_running_claimant(make_world, remote):
+def test_loading_request_waits_for_a_running_owner(make_world, remote):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     a = world.add("a", prompt[:40], max_tokens=30)
@@ -187,7 +187,7 @@ def test_loading_request_waits_for_a_running_claimant(make_world, remote):
     assert_all_right(world, "a", "b")
 
 
-def test_claimant_that_is_aborted_while_it_loads_is_followed_by_the_next(make_world, remote):
+def test_owner_that_is_aborted_while_it_loads_is_followed_by_the_next(make_world, remote):
     """Its blocks stay with it until the load has ended, but it will not write them."""
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
@@ -213,7 +213,7 @@ def test_claimant_that_is_aborted_while_it_loads_is_followed_by_the_next(make_wo
     assert_all_right(world, "c")
 
 
-def test_claim_does_not_pass_to_a_load_that_will_give_its_blocks_back(make_world, remote, load_error):
+def test_ownership_does_not_pass_to_a_load_that_will_give_its_blocks_back(make_world, remote, load_error):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     world.add("a", prompt[:40])
@@ -234,7 +234,7 @@ def test_claim_does_not_pass_to_a_load_that_will_give_its_blocks_back(make_world
     assert_all_right(world, "b", "c")
 
 
-def test_claimant_that_begins_anew_in_other_blocks_has_repaired_nothing(make_world, remote):
+def test_owner_that_begins_anew_in_other_blocks_has_repaired_nothing(make_world, remote):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     world.add("a", prompt[:40])
@@ -270,25 +270,25 @@ def request_():
     return make
 
 
-def test_claims_that_nobody_waits_for_are_not_kept(request_, load_error):
-    claims = BlockClaims()
-    claims.add({7: Claim(request_("a"), 16, load_error), 8: Claim(request_("a"), 32, load_error)}, {"b": {7}})
-    assert claims.claimants == {7: "a"}
-    assert claims.holds_back("b")
-    assert not claims.holds_back("a")
+def test_blocks_without_waiting_requests_are_not_kept(request_, load_error):
+    ownership = RecomputeOwnership()
+    ownership.add({7: OwnedBlock(request_("a"), 16, load_error), 8: OwnedBlock(request_("a"), 32, load_error)}, {"b": {7}})
+    assert ownership.owners == {7: "a"}
+    assert ownership.holds_back("b")
+    assert not ownership.holds_back("a")
 
 
-def test_without_anybody_waiting_claims_are_false(request_, load_error):
-    claims = BlockClaims()
-    claims.add({7: Claim(request_("a"), 16, load_error)}, {})
-    assert not claims
-    assert claims.claimants == {}
+def test_is_false_without_waiting_requests(request_, load_error):
+    ownership = RecomputeOwnership()
+    ownership.add({7: OwnedBlock(request_("a"), 16, load_error)}, {})
+    assert not ownership
+    assert ownership.owners == {}
 
 
 def test_orphans_keep_the_error_that_made_them(request_, load_error):
-    claims = BlockClaims()
-    claims.add({7: Claim(request_("a"), 16, load_error)}, {"b": {7}, "c": {7}})
-    assert claims.take_orphans(lambda name: {"a": [7], "b": [7], "c": []}[name]) == {}
-    assert not claims.holds_back("c")
-    assert claims.take_orphans(lambda name: {"a": [], "b": [7]}[name]) == {7: load_error}
-    assert not claims
+    ownership = RecomputeOwnership()
+    ownership.add({7: OwnedBlock(request_("a"), 16, load_error)}, {"b": {7}, "c": {7}})
+    assert ownership.take_orphans(lambda name: {"a": [7], "b": [7], "c": []}[name]) == {}
+    assert not ownership.holds_back("c")
+    assert ownership.take_orphans(lambda name: {"a": [], "b": [7]}[name]) == {7: load_error}
+    assert not ownership

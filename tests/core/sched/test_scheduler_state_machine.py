@@ -311,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, manager = self.world.scheduler, self.world.manager
         seals, (group,) = manager.block_pool.seals, manager.coordinator.managers
         for request in scheduler.running:
-            if not scheduler._state.claims.holds_back(request.request_id):
+            if not scheduler._state.recompute_ownership.holds_back(request.request_id):
                 for block in manager.get_blocks(request.request_id).blocks[0][: group.num_sealed_block[request.request_id]]:
                     is_sealed = seals.sealed_generation(block.block_id) == block.generation
                     assert is_sealed or block.block_id in being_filled, (request, block)
@@ -321,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state, manager = self.world.scheduler._state, self.world.manager
         found = set()
         for request in state.running:
-            loads = any(request in step.synchronous_loads for step in state.in_flight)
+            loads = any(request in step.synchronous_loads for step in state.inflight_steps)
             start = 0 if loads else request.num_computed_tokens - request.num_in_flight_tokens
             found.update(manager.get_block_ids(request.request_id)[0][start // 4 :])
         for departure in state.departures:
