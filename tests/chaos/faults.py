@@ -12,7 +12,6 @@ from kvferry.local import ROUTER
 from tests.chaos.cluster import ChaosCluster
 
 WHOLE_TIMEOUT_S = 120.0
-CALM_S = 1.0  # between two faults, with the cluster whole
 
 
 @dataclass(slots=True)
@@ -27,9 +26,13 @@ class Incident:
 
 
 class Injector:
-    """Makes faults in a cluster until it is told to stop. ``kinds`` are names of ``FAULTS``."""
+    """Makes faults in a cluster until it is told to stop. ``kinds`` are names of ``FAULTS``.
 
-    def __init__(self, cluster: ChaosCluster, kinds: Sequence[str], seed: int) -> None:
+    ``calm_s`` is the time from the moment that the cluster is whole again to the next fault, if they come one at a time.
+    """
+
+    def __init__(self, cluster: ChaosCluster, kinds: Sequence[str], seed: int, calm_s: float) -> None:
+        self._calm_s = calm_s
         self.incidents: list[Incident] = []
         self.problems: list[str] = []
         self._cluster = cluster
@@ -59,7 +62,7 @@ class Injector:
     def _one_at_a_time(self) -> None:
         """Make every kind once, in a drawn order, then again."""
         order: list[str] = []
-        while not self._stop.wait(CALM_S):
+        while not self._stop.wait(self._calm_s):
             if not order:
                 order = self._rng.sample(self._kinds, len(self._kinds))
             incident = self._make(order.pop())

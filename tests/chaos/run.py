@@ -38,6 +38,11 @@ class ChaosPlan:
     seed: int
 
     @property
+    def calm_s(self) -> float:
+        """Seconds between two faults; without survivors as long as a stream takes: it outlives one restart, not any number."""
+        return 1.0 if self.num_pairs > 1 else 20.0
+
+    @property
     def has_survivors(self) -> bool:
         """True if one fault at a time leaves a worker of each role."""
         return self.num_pairs > 1 and self.num_at_a_time == 1
@@ -134,7 +139,7 @@ def run(plan: ChaosPlan, folder: Path) -> Report:
     with ChaosCluster(plan.transport, plan.num_pairs, folder) as cluster:
         load = Load(cluster.base_url, questions, plan.seed, plan.num_clients, retries_refusals=not plan.has_survivors)
         watch = Watch(lambda: cluster.pids)
-        injector = Injector(cluster, plan.kinds, plan.seed)
+        injector = Injector(cluster, plan.kinds, plan.seed, plan.calm_s)
         watch.start()
         load.start()
         injector.start(plan.num_at_a_time)
