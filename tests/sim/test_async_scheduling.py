@@ -116,7 +116,7 @@ def take_tokens_of_void_steps(patch: Patch) -> None:
 
 
 def forget_steps_in_flight_at_preemption(patch: Patch) -> None:
-    patch(core.sched.running, "leave_steps", lambda *_args, **_kwargs: None)
+    patch(core.sched.running, "detach_from_inflight_steps", lambda *_args, **_kwargs: None)
 
 
 @pytest.mark.parametrize(

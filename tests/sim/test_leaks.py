@@ -30,8 +30,8 @@ SCHEDULER = (
     "rolled_back",
     "empty_handed",
     "quarantined",
-    "claims",
-    "in_flight",
+    "recompute_ownership",
+    "inflight_steps",
 )
 
 
