@@ -1,6 +1,6 @@
 """The router's process: model files, signals, and a graceful end.
 
-Owns what a process has once: the event loop and the signal handlers. Knows nothing of requests. ``kvferry.roles`` calls it.
+Owns the event loop and the signal handlers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from router.openai.served_model import served_model
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. Returns the exit code, 1 after a bug of ours.
+    """Serve until SIGTERM or SIGINT; a second one stops at once. Returns the exit code, 1 after a bug.
 
-    ``announce`` is told the bound addresses as ``http_address`` and ``worker_address``, and ``ops_address`` if there is one.
+    ``announce`` receives the bound ``http_address`` and ``worker_address``, and ``ops_address`` if there is one.
 
     Raises:
         ConfigError: the model cannot be found or used, or an address cannot be bound.

@@ -1,7 +1,7 @@
-"""What the router counts, under vLLM's metric names with the prefix ``kvferry_``.
+"""The router's metrics, under vLLM's names with the prefix ``kvferry_``.
 
-Owns names, units and labels; the registry is injected. Gauges are read when ``/metrics`` is asked. Times are those that the
-client sees: queueing, both legs and the handoff included.
+Owns names, units and labels. Gauges are read when ``/metrics`` is scraped. Latencies are those that clients see, and include
+queueing, both legs and the handoff.
 """
 
 from __future__ import annotations
@@ -104,23 +104,23 @@ class RouterMetrics:
             gauge.labels(value).set_function(read)
 
     def observe_first_token(self, seconds: float) -> None:
-        """Record the time to the first token of a request."""
+        """Record the time to the first token of a request, seconds."""
         self._first_token_s.observe(seconds)
 
     def observe_inter_token(self, seconds: float) -> None:
-        """Record the time between two arrivals of tokens."""
+        """Record the time between two arrivals of tokens, seconds."""
         self._inter_token_s.observe(seconds)
 
     def observe_first_token_parts(self, timing: FirstTokenTiming) -> None:
-        """Record where the time to the first token went."""
+        """Record the parts of the time to the first token."""
         self._queue_s.observe(timing.queue_ms / 1e3)
         self._prefill_s.observe(timing.prefill_ms / 1e3)
         _observe_parts(self._first_token_part_s, timing)
 
     def observe_handoff(self, timing: SecondTokenTiming | None, outcome: str) -> None:
-        """Record a handoff: where the time to the second token went, and what became of the transfer.
+        """Record a handoff: the parts of the time to the second token, and the outcome of the transfer.
 
-        ``timing`` is None if there was none, as a decode worker has served alone.
+        ``timing`` is None if there was no handoff because a decode worker served alone.
         """
         self._handoffs.labels(outcome).inc()
         if timing is None:
@@ -130,26 +130,26 @@ class RouterMetrics:
         _observe_parts(self._second_token_part_s, timing)
 
     def count_encodes(self, outcome: str, num_images: int, num_cached: int) -> None:
-        """Count the images of one encode leg; ``num_cached`` of them had been embedded before."""
+        """Count the images of one encode leg; ``num_cached`` of them were embedded before."""
         self._encodes.labels("cached").inc(num_cached)
         self._encodes.labels(outcome).inc(num_images - num_cached)
 
     def count_retry(self, kind: str, code: str) -> None:
-        """Count a worker's failure after which a request went on."""
+        """Count a failure of a worker after which the request continued."""
         self._retries.labels(kind, code).inc()
 
     def count_retried(self, kind: str, outcome: str) -> None:
-        """Count a request that was retried, at its end; ``outcome`` is "served" or an error's code."""
+        """Count an ended request that was retried; ``outcome`` is "served" or an error code."""
         self._retried.labels(kind, outcome).inc()
 
     def observe_success(self, seconds: float, finish_reasons: list[str]) -> None:
-        """Record a request that ended well."""
+        """Record a successful request."""
         self._latency_s.observe(seconds)
         for reason in finish_reasons:
             self._success.labels(reason).inc()
 
     def count_tokens(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count the tokens of a request that ended, well or not."""
+        """Count the tokens of an ended request, successful or not."""
         self._prompt_tokens.inc(num_prompt_tokens)
         self._generation_tokens.inc(num_output_tokens)
 
@@ -162,15 +162,15 @@ class RouterMetrics:
         self._http.labels(path, str(status)).inc()
 
     def count_cut(self, reason: str) -> None:
-        """Count a client's connection that a limit has ended."""
+        """Count a client's connection that a limit ended."""
         self._cut.labels(reason).inc()
 
     def count_malformed(self) -> None:
-        """Count a frame that was refused."""
+        """Count a malformed frame."""
         self._malformed.inc()
 
     def count_refused_handshake(self) -> None:
-        """Count a connection that was not let in."""
+        """Count a failed handshake."""
         self._refused_handshakes.inc()
 
     def count_lost(self, role: str) -> None:
@@ -178,7 +178,7 @@ class RouterMetrics:
         self._lost.labels(role).inc()
 
     def count_stalled(self, role: str) -> None:
-        """Count a worker whose engine makes no progress."""
+        """Count a stall of a worker's engine."""
         self._stalls.labels(role).inc()
 
     def _histogram(

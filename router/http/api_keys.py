@@ -1,7 +1,4 @@
-"""The API key of a request, out of its ``Authorization`` header.
-
-Owns the reading of the header. Knows nothing of which keys are right (``router.http.app``).
-"""
+"""Reads the API key of a request from its ``Authorization`` header. ``router.http.app`` checks it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,6 @@ _SCHEME = b"bearer"
 
 
 def bearer_key(authorization: bytes) -> bytes:
-    """Return the key of ``Authorization: Bearer KEY``, empty where there is none; the scheme may be in any case (RFC 9110)."""
+    """Return the key of ``Authorization: Bearer KEY``, or empty; the scheme is case-insensitive (RFC 9110)."""
     scheme, _, key = authorization.strip().partition(b" ")
     return key.strip() if scheme.lower() == _SCHEME else b""

@@ -1,7 +1,6 @@
 """The router's HTTP application: routes, authorization, body limits, and errors in OpenAI's shape.
 
-Owns what is HTTP about the API. Knows nothing of what a request means (``router.http.endpoints``). ``router.http.server``
-serves it.
+Owns the HTTP part of the API; ``router.http.endpoints`` gives requests their meaning.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-_GONE = "client disconnected prematurely"  # all that tells Litestar's exception for it from other failures
+_GONE = "client disconnected prematurely"  # the text is the only difference to Litestar's other exceptions
 _OPEN = "is_open"  # handler option: served without the API key
 
 
 class StrictBody(MsgspecDTO[msgspec.Struct]):
-    """Decodes bodies by ``parse_body``, whose refusals name the field, and describes them in the OpenAPI document."""
+    """Decodes bodies with ``parse_body``, whose errors name the field, and describes them in the OpenAPI document."""
 
     @classmethod
     def create_for_field_definition(
         cls, field_definition: FieldDefinition, handler_id: str, backend_cls: object = None
     ) -> None:
-        """Prepare nothing: bodies are decoded as their own type."""
+        """Do nothing: bodies are decoded as their own type."""
 
     @classmethod
     def create_openapi_schema(
@@ -78,11 +77,11 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """Bytes of one request's body and of the bodies of all requests together; and how many requests one key may have."""
+    """Limits: bytes of one request's body, bytes of all bodies together, and requests per API key."""
 
     max_body_bytes: int = 12 << 20
     max_upload_bytes: int = 256 << 20
-    max_requests_per_key: int = 0  # open at once; 0 = any number
+    max_requests_per_key: int = 0  # open at once; 0 = no limit
 
 
 def create_app(
@@ -94,9 +93,10 @@ def create_app(
     has_metrics: bool = True,
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application. An empty ``api_key`` leaves it open; several are separated by commas.
+    """Return the ASGI application. An empty ``api_key`` turns authorization off; commas separate several keys.
 
-    Without ``has_metrics`` metrics and status are on a port of their own. Pages of ``cors_origins`` may call the API.
+    Without ``has_metrics`` the application has no metrics and status; they have their own port. Browser pages from
+    ``cors_origins`` may call the API.
     """
     limits = limits or BodyLimits()
     probes = Probes(endpoints, version)
@@ -132,7 +132,7 @@ def create_app(
 def _cors(origins: Sequence[str]) -> CORSConfig | None:
     if not origins:
         return None
-    # No credentials: the key is a header that the page's script sends, and cookies mean nothing here.
+    # No credentials: the page's script sends the key as a header, and the API uses no cookies.
     return CORSConfig(
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
@@ -188,12 +188,12 @@ def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandle
 
     @get(["/health", "/ping"], opt={_OPEN: True})
     async def health() -> ASGIResponse:
-        """Say whether the process does its work."""
+        """Report whether the process is alive and working."""
         return _answer(probes.health())
 
     @get(["/ready", "/readyz"], opt={_OPEN: True})
     async def ready() -> ASGIResponse:
-        """Say whether a request could be served now, and if not, why."""
+        """Report whether a request could be served now, and if not, why."""
         return _answer(probes.ready())
 
     @get("/version", opt={_OPEN: True})
@@ -217,7 +217,7 @@ def _operator_routes(probes: Probes) -> list[BaseRouteHandler]:
 
     @get("/status", opt={_OPEN: True})
     async def status_page() -> ASGIResponse:
-        """Show the cluster to a person."""
+        """Return the status page for browsers."""
         return _answer(probes.status_page())
 
     @get("/status.json", opt={_OPEN: True})
@@ -243,12 +243,14 @@ def _answer(response: OpsResponse) -> ASGIResponse:
 
 
 def _guard(api_key: str) -> Guard:
-    """Let through who sends one of the keys, which are separated by commas; how long that takes tells nothing of them."""
+    """Return a guard that requires one of the comma-separated keys, and compares them in constant time."""
     expected = [key.strip().encode() for key in api_key.split(",") if key.strip()]
 
     def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
         given = bearer_key(connection.headers.get("authorization", "").encode())
-        num_matches = sum(hmac.compare_digest(given, known) for known in expected)  # all of them, whichever it is
+        num_matches = sum(
+            hmac.compare_digest(given, known) for known in expected
+        )  # compare all, so that the time does not depend on the match
         if not handler.opt.get(_OPEN) and not num_matches:
             raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")
 
@@ -272,7 +274,7 @@ def _describe(error: Exception) -> ErrorInfo:
             return error.info
         case KVFerryError():
             return ErrorInfo.of(error)
-        case ValidationException():  # bodies are checked by parse_body; what is left is no body at all
+        case ValidationException():  # parse_body checks bodies, so this is a missing body
             return ErrorInfo.of(InvalidRequest("the body is empty"))
         case InternalServerException() if error.detail == _GONE:
             return ErrorInfo.of(Cancelled("the client disconnected before its request had arrived"))

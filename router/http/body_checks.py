@@ -1,8 +1,8 @@
-"""A look at a body before it is decoded: how many values it can hold.
+"""Bounds the number of values in a JSON body before it is decoded.
 
-Decoding holds the interpreter's lock to its end, so what would take long is refused by what it looks like from outside. Each
-value but the first follows a comma or an opening bracket, each key is followed by a colon. Those inside texts do not count: a
-text is one value, however long.
+Decoding holds the interpreter's lock until it ends, so a count of separators refuses bodies that would take too long.
+Every value except the first follows a comma or an opening bracket, and a colon follows each key. Characters inside strings do
+not count, because a string is one value of any length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from core.errors import InvalidRequest
 
 _UNCHECKED_BYTES = 256 << 10
 _PIECE_BYTES = 1 << 20
-_MOST = {",": 600_000, "[": 50_000, "{": 50_000, ":": 50_000}  # some ten milliseconds each
+_MOST = {",": 600_000, "[": 50_000, "{": 50_000, ":": 50_000}  # about ten milliseconds each
 _QUOTE, _BACKSLASH = b'"\\'
 
 _Octets = npt.NDArray[np.uint8]
@@ -24,7 +24,7 @@ def check_num_values(body: bytes) -> None:
     """Refuse a body of too many values.
 
     Raises:
-        InvalidRequest: names the character that is there too often.
+        InvalidRequest: names the character that occurs too often.
     """
     if len(body) <= _UNCHECKED_BYTES:
         return
@@ -37,7 +37,7 @@ def check_num_values(body: bytes) -> None:
 
 
 def separators_outside_texts(body: bytes, piece_bytes: int = _PIECE_BYTES) -> dict[str, int]:
-    """Count the characters that separate values; ``piece_bytes`` are looked at at once, which bounds the memory this takes."""
+    """Count the separators of values. The body is read in pieces of ``piece_bytes``, which bounds the memory used."""
     found = dict.fromkeys(_MOST, 0)
     octets, texts = np.frombuffer(body, np.uint8), _Texts()
     for start in range(0, len(octets), piece_bytes):
@@ -45,27 +45,27 @@ def separators_outside_texts(body: bytes, piece_bytes: int = _PIECE_BYTES) -> di
         ends = texts.ends_in(piece)
         for character in _MOST:
             positions = np.flatnonzero(piece == ord(character))
-            # Behind an even number of ends no text is open.
+            # After an even number of quotation marks no string is open.
             found[character] += int(np.count_nonzero((np.searchsorted(ends, positions) + texts.num_before) % 2 == 0))
         texts.num_before += len(ends)
     return found
 
 
 class _Texts:
-    """Where the texts of a body begin and end, piece by piece."""
+    """Finds where the strings of a body begin and end, piece by piece."""
 
     def __init__(self) -> None:
-        self.num_before = 0  # ends of texts in earlier pieces
-        self._num_backslashes = 0  # at the end of the last piece, in a row
+        self.num_before = 0  # quotation marks in earlier pieces
+        self._num_backslashes = 0  # consecutive ones at the end of the last piece
 
     def ends_in(self, piece: _Octets) -> npt.NDArray[np.intp]:
-        """Return the positions of the quotation marks that no backslash escapes."""
+        """Return the positions of the quotation marks that are not escaped by a backslash."""
         quotes = np.flatnonzero(piece == _QUOTE)
         is_other = piece != _BACKSLASH
         if self._num_backslashes == 0 and is_other.all():
             return quotes
         last_other = np.maximum.accumulate(np.where(is_other, np.arange(len(piece)), -1))
-        before = np.where(quotes > 0, last_other[quotes - 1], -1)  # the last that is no backslash, in front of the mark
+        before = np.where(quotes > 0, last_other[quotes - 1], -1)  # the last character before the mark that is no backslash
         num_backslashes = quotes - 1 - before + np.where(before < 0, self._num_backslashes, 0)
         in_a_row = len(piece) - 1 - int(last_other[-1])
         self._num_backslashes = in_a_row + (self._num_backslashes if in_a_row == len(piece) else 0)

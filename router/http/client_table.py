@@ -1,8 +1,8 @@
-"""Which clients are connected, from where, and which of their connections wait for a request.
+"""Counts clients' connections by address, and knows which of them are idle.
 
-Owns the counts and the order in which idle connections are given up. Sans-I/O: ``router.http.connections`` closes what it says.
-An address of IPv6 counts as its /64 network, since one client has a whole one. Load balancers are exempt from the bound per
-address: behind theirs stand many clients.
+Owns the counts and the order in which idle connections are closed; ``router.http.connections`` closes them. IPv6 addresses
+count by their /64 network, because one client usually has a whole one. Load balancers are exempt from the limit per address,
+because many clients share their addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IPV6_PREFIX_BITS = 64
 
 
 class ClientTable(Generic[Connection]):
-    """Connections by address. ``max_per_address`` 0 = no such bound; ``proxies`` are addresses and networks without one.
+    """Connections by address. ``max_per_address`` 0 = no limit; ``proxies`` are exempt addresses and networks.
 
     Raises:
         ConfigError: one of ``proxies`` is neither an address nor a network.
@@ -38,16 +38,16 @@ class ClientTable(Generic[Connection]):
 
     @property
     def num_idle(self) -> int:
-        """Connections that wait for a request."""
+        """The number of connections that wait for a request."""
         return len(self._idle)
 
     @property
     def is_overfull(self) -> bool:
-        """True if one connection has to go."""
+        """True if one connection must be closed."""
         return len(self._group_of) > self._max_connections
 
     def add(self, connection: Connection, address: str) -> bool:
-        """Count a new connection, which is idle; return False if its address has too many, it included."""
+        """Add a new, idle connection; return False if its address now has too many."""
         group = self._group(address)
         self._group_of[connection] = group
         self._idle[connection] = None
@@ -66,21 +66,21 @@ class ClientTable(Generic[Connection]):
                 del self._num_of_group[group]
 
     def mark_busy(self, connection: Connection) -> None:
-        """Note that a whole request head has come."""
+        """Record that a whole request head was received."""
         self._idle.pop(connection, None)
 
     def mark_idle(self, connection: Connection) -> None:
-        """Note that the connection waits for its next request."""
+        """Record that the connection waits for its next request."""
         if connection in self._group_of:
             self._idle[connection] = None
             self._idle.move_to_end(connection)
 
     def longest_idle(self) -> Connection:
-        """Return the connection that has waited longest for a request; the newest one is always there."""
+        """Return the connection that has been idle longest; there is always one, because new connections are idle."""
         return next(iter(self._idle))
 
     def _group(self, address: str) -> str:
-        """Return what is counted together with an address; empty for those that have no bound."""
+        """Return the key under which an address is counted; empty if it has no limit."""
         try:
             known = ip_address(address.partition("%")[0])
         except ValueError:
@@ -94,7 +94,7 @@ class ClientTable(Generic[Connection]):
 
 
 def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """Return the IPv4 address that a socket of both families shows as IPv6."""
+    """Return the IPv4 address that a dual-stack socket reports as IPv6."""
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
 

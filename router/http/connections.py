@@ -1,8 +1,7 @@
-"""Clients' connections with bounds, so that none can hold a descriptor, memory or a request by doing nothing or too much.
+"""Clients' connections with limits, so that no client holds descriptors, memory or requests by idling or flooding.
 
-Owns what uvicorn leaves open: how long a request may take to arrive, how large its head may be, how long an answer may wait for
-its reader, and how many connections there may be. Knows nothing of routes. ``router.http.server`` gives ``HttpConfig`` to
-uvicorn.
+Owns the limits that uvicorn lacks: how long a request may take to arrive, how large its head may be, how long an answer may
+wait for the client to read, and how many connections may be open.
 
     connected ──first byte──► head ──► body ──► answer ──► idle (uvicorn's keep-alive)
     └───── receive_timeout_s ────┘└ the same ┘ └ send_timeout_s without progress
@@ -31,30 +30,30 @@ from router.http.errors import error_body
 
 CutReason = Literal["address", "head", "idle", "limit", "pipeline", "receive", "send"]
 MAX_HEADERS = 256
-MAX_PIPELINED = 32  # requests of one connection that wait for an earlier one's answer
+MAX_PIPELINED = 32  # requests of one connection that wait until an earlier one is answered
 ACCEPT_BATCH = 128  # connections that one callback of the event loop may accept
-_SLICE_BYTES = 16 << 10  # so much is parsed between two looks at the bounds
-_LINGER_S = 2.0  # how long a refused client may go on sending before the answer is given up
+_SLICE_BYTES = 16 << 10  # parsed between two checks of the limits
+_LINGER_S = 2.0  # how long a refused client may still send before the connection is aborted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """What one client, and all together, may hold. Times in seconds."""
+    """Limits per connection, per address and in total. Times in seconds."""
 
     max_connections: int
     receive_timeout_s: float  # for the head of a request, and again for its body
-    send_timeout_s: float  # for a reader that takes nothing
+    send_timeout_s: float  # without progress of the client's reading
     idle_timeout_s: float = 75.0  # between an answer and the next request
-    max_head_bytes: int = 64 << 10  # of a request's head; also between two pieces of a body, where trailers are
-    max_connections_per_address: int = 0  # 0 = any number
-    proxies: tuple[str, ...] = ()  # whose connections the bound per address leaves alone
+    max_head_bytes: int = 64 << 10  # of a request's head; also between two pieces of a body, because of trailers
+    max_connections_per_address: int = 0  # 0 = no limit
+    proxies: tuple[str, ...] = ()  # exempt from the limit per address
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's settings for the router. ``count_cut`` is told of every connection that is ended by a limit.
+    """uvicorn's settings for the router. ``count_cut`` is called for every connection that a limit ends.
 
     Raises:
-        ConfigError: ``limits.proxies`` are no addresses.
+        ConfigError: an entry of ``limits.proxies`` is not an address or network.
     """
 
     def __init__(self, app: ASGIApp, limits: ClientLimits, count_cut: Callable[[CutReason], None]) -> None:
@@ -78,7 +77,7 @@ class HttpConfig(uvicorn.Config):
 
 
 class _Refused(Exception):
-    """What the parser has found is beyond a bound. It ends the parsing of the connection."""
+    """A parsed request exceeds a limit. Parsing of the connection ends."""
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -99,16 +98,16 @@ class GuardedConnection(HttpToolsProtocol):
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._is_in_request = False  # from the end of a head to the end of its body
-        self._num_head_bytes = 0  # since the parser last gave out a head or a piece of a body
+        self._num_head_bytes = 0  # since the parser last reported a head or a piece of a body
         self._num_headers = 0
         self._served: RequestResponseCycle | None = None
         self._is_refused = False
-        self._reason: CutReason | None = None  # of a refusal that the parser's callback has found
+        self._reason: CutReason | None = None  # why a parser callback refused the request
 
     # ---- what the event loop tells -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, unless there are too many: of its address, or of all, and none of them idle."""
+        """Accept the connection, unless its address has too many, or all are too many and none is idle."""
         super().connection_made(transport)
         is_within = self._clients.add(self, self.client[0] if self.client else "")
         if not is_within:
@@ -120,7 +119,7 @@ class GuardedConnection(HttpToolsProtocol):
             idle._cut("limit" if idle is self else "idle")
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, a slice at a time. Whatever comes between requests is the start of one."""
+        """Parse received bytes in slices. Any byte between requests is the start of a request."""
         if self._is_refused:
             return
         if self._receiving is None and not self._is_in_request:
@@ -137,7 +136,7 @@ class GuardedConnection(HttpToolsProtocol):
                 return
 
     def _parse(self, piece: bytes) -> None:
-        """Feed the parser, which calls what follows. In place of uvicorn's, which logs whatever a client gets wrong."""
+        """Feed the parser, which calls the ``on_`` methods. Unlike uvicorn's, this does not log clients' errors."""
         self._unset_keepalive_if_required()
         rest = piece
         while rest:
@@ -147,11 +146,11 @@ class GuardedConnection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self._refuse_unparsed()
                 return
-            except httptools.HttpParserUpgrade as stop:  # to nothing that we speak: what follows is the next request
+            except httptools.HttpParserUpgrade as stop:  # to an unsupported protocol: the bytes after it are the next request
                 rest = rest[stop.args[0] :]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all clocks, and the request that is being served: uvicorn tells only the last one that was sent ahead."""
+        """Stop all timers and the running request; with pipelining, uvicorn informs only the last request."""
         self._clients.remove(self)
         if self._served is not None and not self._served.response_complete:
             self._served.disconnected = True
@@ -161,17 +160,17 @@ class GuardedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Give the reader its time."""
+        """Start the timer of the client's reading."""
         super().pause_writing()
         self._stop_sending()
         self._sending = self.loop.call_later(self._limits.send_timeout_s, self._cut, "send")
 
     def resume_writing(self) -> None:
-        """The reader has made progress."""
+        """Stop the timer: the client has read."""
         self._stop_sending()
         super().resume_writing()
 
-    # ---- what the parser tells ---------------------------------------------------------------------------------------
+    # ---- parser callbacks --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Start to count the headers of a request."""
@@ -182,7 +181,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer behind a body, unless there are too many."""
+        """Accept a header, or a trailer after a body, unless there are too many."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._reason = "head"
@@ -190,7 +189,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Give the body its time."""
+        """Start the timer of the body."""
         self._num_head_bytes = 0
         self._is_in_request = True
         self._clients.mark_busy(self)
@@ -198,19 +197,19 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Accept a piece of the body."""
         self._num_head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is here."""
+        """Stop the timer: the request is complete."""
         self._num_head_bytes = 0
         self._is_in_request = False
         self._stop_receiving()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or go on with one that is here."""
+        """Wait for the next request, or continue with a pipelined one."""
         if not self.pipeline:
             self._clients.mark_idle(self)
         super().on_response_complete()
@@ -229,7 +228,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._receiving = None
         if self._is_refused:
             self.transport.abort()
-        elif self.flow.read_paused:  # by us, until an earlier request is served: the client can do nothing about it
+        elif self.flow.read_paused:  # paused by the router until an earlier request is served, which is not the client's fault
             self._expect_request()
         elif self._is_in_request and not self.cycle.response_started:
             self._tell_cut("receive")
@@ -251,7 +250,7 @@ class GuardedConnection(HttpToolsProtocol):
     # ---- refusals ----------------------------------------------------------------------------------------------------
 
     def _refuse_unparsed(self) -> None:
-        """Refuse what the parser has given up: it is no HTTP, or beyond one of our bounds."""
+        """Refuse a request that the parser rejected: it is invalid HTTP or exceeds a limit."""
         if self._reason == "head":
             self._refuse_head(f"it has more than {MAX_HEADERS} fields")
         elif self._reason is not None:
@@ -265,11 +264,11 @@ class GuardedConnection(HttpToolsProtocol):
         self._refuse(ErrorInfo(code="head_too_large", message=message, http_status=431))
 
     def _refuse(self, info: ErrorInfo) -> None:
-        """Send an error and take nothing more. What still comes is read for a while, or the client would lose the answer."""
+        """Send an error and accept nothing more. Further bytes are read for a while, or the client would lose the answer."""
         self._is_refused = True
         self._stop_receiving()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # it would stand in the middle of an earlier answer
+            self.transport.abort()  # an error would appear inside an earlier answer
             return
         self.transport.write(_response(info))
         if self.transport.can_write_eof():
@@ -284,7 +283,7 @@ class GuardedConnection(HttpToolsProtocol):
 
 
 def limit_unread_answers(listening: socket.socket, send_timeout_s: float) -> None:
-    """Have the kernel end connections whose peer takes nothing for so long, also those that are closed on our side."""
+    """Let the kernel end connections whose peer acknowledges nothing for this long, also those already closed here."""
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * send_timeout_s)))
 
 

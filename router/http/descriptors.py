@@ -1,7 +1,7 @@
-"""How many connections the process's limit of open files leaves room for.
+"""How many connections the process's limit of open files allows.
 
-Owns the arithmetic and the raising of the soft limit. Without it a router runs out of descriptors before
-``router.max_connections`` is reached, and then accepts nothing on any port, probes included.
+Raises the soft limit and computes the rest. Without this a router could run out of descriptors before it reaches
+``router.max_connections``, and then accept no connection on any port, probes included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def raise_descriptor_limit(max_connections: int) -> None:
 
 
 def connections_within(max_connections: int) -> int:
-    """Return how many connections there may be: ``max_connections``, or what the limit of descriptors allows."""
+    """Return the limit of connections: ``max_connections``, or fewer if the descriptor limit requires it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = max(1, soft - RESERVED)
     if soft == resource.RLIM_INFINITY or room >= max_connections:

@@ -1,7 +1,6 @@
-"""What the OpenAI endpoints do with a decoded body, from validation to the answer's first byte.
+"""The OpenAI endpoints after a body is decoded, from validation to the first byte of the answer.
 
-Owns the order of the steps and the identity of a request. Knows nothing of routing in HTTP (``router.http.app``) or in the
-cluster (``router.dispatch.worker_gateway``).
+Owns the order of the steps and the ids of requests.
 """
 
 from __future__ import annotations
@@ -62,16 +61,16 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: the id that names the request to the client, and the rest of its connection."""
+    """The client's side of a request: its id, its connection, its trace."""
 
     client_id: str
     receive: Receive
-    hold: Hold  # counts what is kept for the request beside its body
+    hold: Hold  # counts memory kept for the request in addition to its body
     trace: TraceContext | None = None  # the client's span
 
 
 class Endpoints:
-    """The endpoints of one model; one that sees images needs to be told how they are read."""
+    """The endpoints of one model. A model with image input needs an image reader."""
 
     def __init__(
         self,
@@ -100,13 +99,13 @@ class Endpoints:
     # ---- generation --------------------------------------------------------------------------------------------------
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
-        """Serve ``POST /v1/completions``. Raises what refuses or ends the request."""
+        """Serve ``POST /v1/completions``. Raises the error that refuses or ends the request."""
         options, limits = await self._check(request)
         prompts = await self._reader.read_completion(request, limits, caller.hold)
         return await self._generate(request, options, prompts, limits, caller)
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
-        """Serve ``POST /v1/chat/completions``. Raises what refuses or ends the request."""
+        """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
         options, limits = await self._check(request)
         prompt = await self._reader.read_chat(request, limits, caller.hold)
         return await self._generate(request, options, [prompt], limits, caller)
@@ -138,7 +137,7 @@ class Endpoints:
             model=self.model,
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
-        # Last: from here on, workers have to be stopped.
+        # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
         answer = Answer(generation, output, shaper, caller.receive, self._pool)
         try:
@@ -183,19 +182,19 @@ class Endpoints:
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a name that is not the served model's; none at all stands for it.
+        """Refuse a name other than the served model's; a missing name means the served model.
 
         Raises:
-            ModelNotFound: names both.
+            ModelNotFound: names both models.
         """
         if name and name != self.model:
             raise ModelNotFound(f"The model `{name}` does not exist; this cluster serves `{self.model}`.", param="model")
 
     def limits(self) -> ModelLimits:
-        """Return what bounds a request now.
+        """Return the current limits of a request.
 
         Raises:
-            NoWorker: no route is there, so that nothing can be served.
+            NoWorker: there is no route, so no request can be served.
         """
         reason = self.not_ready_reason
         if reason is not None:
@@ -210,7 +209,7 @@ class Endpoints:
 
     @property
     def not_ready_reason(self) -> str | None:
-        """What keeps a request from being served now; None if nothing does."""
+        """Why no request can be served now; None if requests can be served."""
         return "the router is shutting down" if self.is_closing else self.gateway.core.not_ready_reason
 
     async def tokenize(self, request: TokenizeRequest) -> Tokenized:
@@ -242,7 +241,7 @@ class Endpoints:
         return [self._tokenizer.token(token_id) or "" for token_id in token_ids]
 
     def close(self) -> None:
-        """Drop what waits for a thread."""
+        """Cancel work that waits for a thread."""
         self._pool.close()
 
     def models(self) -> list[dict[str, Any]]:

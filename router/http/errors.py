@@ -1,7 +1,6 @@
-"""Errors as OpenAI clients expect them: one JSON shape for whatever went wrong, with the right status.
+"""Errors as OpenAI clients expect them: one JSON shape for all errors, with the right status.
 
-Owns the shape and the statuses. Knows nothing of what raises: ``router.http.app`` maps exceptions here,
-``router.http.streaming`` the errors that come too late for a status.
+Owns the shape and the statuses.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from core.wire.messages import ErrorInfo
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WITH_RETRY = (429, 503)
-# What a client got wrong, or gave up: nothing here has failed.
+# Errors and cancellations by clients; the service has not failed.
 CLIENT_ERRORS = frozenset(
     {
         "invalid_request",
@@ -30,7 +29,7 @@ CLIENT_ERRORS = frozenset(
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong. ``param`` names the field at fault; ``code`` is stable."""
+    """The error. ``param`` names the field at fault; ``code`` is stable."""
 
     message: str
     type: str
@@ -45,7 +44,7 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class RequestFailure(Exception):
-    """An error that a worker or the router's own state machine reported for a request."""
+    """An error that a worker or the router core reported for a request."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -59,7 +58,7 @@ def error_body(info: ErrorInfo) -> ErrorBody:
 
 
 def error_response(info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S) -> Response[ErrorBody]:
-    """Return the response for an error; where it may pass, the client is told when to come back."""
+    """Return the response for an error; a retryable error has a ``Retry-After`` header."""
     status = _status(info)
     headers = {"retry-after": str(max(1, info.retry_after_s, retry_after_s))} if info.retryable or status in _WITH_RETRY else {}
     if status == 401:
@@ -68,5 +67,5 @@ def error_response(info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S) -> Respo
 
 
 def _status(info: ErrorInfo) -> int:
-    """Return the status for an error. What is wrong between workers now may be right soon: that is a 503, not a 502."""
+    """Return the status for an error. Errors between workers are often temporary, so they are 503, not 502."""
     return 503 if info.retryable and info.http_status == 502 else info.http_status

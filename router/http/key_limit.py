@@ -1,7 +1,6 @@
-"""One bound per API key over the requests that are open at once, so that one client cannot take all places.
+"""Limits the open requests per API key, so that one client cannot use up the router's limit of requests.
 
-Owns the count. Sits between ``router.http.middleware`` and the application; knows nothing of routes, and not which keys are
-right: a wrong one is refused by the application, and forgotten when its request ends.
+The middleware counts by the key as sent. The application refuses wrong keys, and their counts end with the request.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from router.http.errors import RequestFailure
 
 
 class KeyLimit:
-    """Passes requests on until ``max_requests`` of one key are open; further ones are told to come back."""
+    """Forwards requests while fewer than ``max_requests`` of their key are open; refuses others with ``Retry-After``."""
 
     def __init__(self, app: ASGIApp, max_requests: int) -> None:
         self._app = app
@@ -24,7 +23,7 @@ class KeyLimit:
         self._num_open: dict[bytes, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; looking at the state of the router is never refused."""
+        """Serve one request. Only POST requests count, so probes and status are never refused."""
         if scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

@@ -1,6 +1,6 @@
 """The outermost layer of the HTTP application: request ids and response counts.
 
-Owns the ``X-Request-Id`` header and the label set of ``kvferry_http_requests``. Knows nothing of routes but their names.
+Owns the ``X-Request-Id`` header and the labels of ``kvferry_http_requests``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATE_KEY = "kvferry_client_id"
 
 
 class RequestIdMiddleware:
-    """Wraps the application: takes or makes a request id, echoes it, and counts the response."""
+    """Wraps the application: accepts or makes a request id, returns it in a header, and counts the response."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str], ids: IdSource | None = None) -> None:
         self._app = app
@@ -48,6 +48,6 @@ class RequestIdMiddleware:
 
 
 def client_id(scope: Scope, named_in_body: str | None = None) -> str:
-    """Return the id under which the client knows the request: its header's, else its body's, else ours."""
+    """Return the client's id of the request: that of its header, else of its body, else the generated one."""
     known, is_given = scope["state"][_STATE_KEY]
     return named_in_body if named_in_body and not is_given else str(known)

@@ -1,7 +1,7 @@
-"""What operators and their programs ask a router: probes, metrics, version, and the status page.
+"""Probes, metrics, version and status page of a router, for operators and their programs.
 
-Owns these answers. ``router.http.app`` gives them on the API's port; with ``router.ops_port`` a small server of its own does,
-which shares neither connections nor limits with clients and stays reachable while they fill the API's port.
+The API's port serves them. With ``router.ops_port`` a separate small server does, which shares no connections or limits with
+clients and stays reachable when clients fill the API's port.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Probes:
         return {("GET", path): answer for path, answer in answers.items()}
 
     def health(self) -> OpsResponse:
-        """Say whether the process does its work."""
+        """Report whether the process is alive and working."""
         is_alive = self._endpoints.gateway.is_alive
         return _json(200 if is_alive else 503, {"status": "ok" if is_alive else "dead"})
 
     def ready(self) -> OpsResponse:
-        """Say whether a request could be served now, and if not, why."""
+        """Report whether a request could be served now, and if not, why."""
         reason = self._endpoints.not_ready_reason
         return _json(200 if reason is None else 503, {"status": "ready" if reason is None else "not ready", "reason": reason})
 
@@ -58,7 +58,7 @@ class Probes:
         return _json(200, {"version": self._version, "wire_version": WIRE_VERSION})
 
     def status_page(self) -> OpsResponse:
-        """Show the cluster to a person."""
+        """Return the status page for browsers."""
         headers = (("content-security-policy", CONTENT_SECURITY_POLICY), ("cache-control", "no-store"))
         return OpsResponse(200, PAGE.encode(), "text/html; charset=utf-8", headers)
 

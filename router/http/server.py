@@ -1,7 +1,6 @@
-"""A router in one object: the workers' socket, the HTTP server, and the order of their start and end.
+"""A whole router in one object: the workers' socket, the HTTP server, and the order of start and shutdown.
 
-Owns the listening HTTP socket and the shutdown. Knows nothing of signals and processes (``router.main``). Tests and the
-simulation of clients use it inside their own event loop.
+Owns the listening HTTP socket. Runs inside the caller's event loop, without signal handlers.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from router.metrics import RouterMetrics
 from router.openai.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-_BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+_BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 class Router:
     """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
 
-    Clients ask for ``model.name``, and workers register with it. With ``keys`` only their holders can be workers.
+    Clients request ``model.name``, and workers register with it. With ``keys``, only processes with a cluster key can register.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Router:
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut)
         routes = Probes(self.endpoints, package_version()).routes()
         self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
-        self.ops_address: str | None = None  # of the port for probes and metrics, once it is bound
+        self.ops_address: str | None = None  # of the probes' port, once it is bound
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -100,7 +99,7 @@ class Router:
 
     @property
     def http_address(self) -> str:
-        """The base of the clients' URLs."""
+        """The base URL for clients."""
         host = self._config.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -115,7 +114,7 @@ class Router:
         return self.gateway.worker_address
 
     async def start(self) -> None:
-        """Bind all sockets and serve.
+        """Bind all sockets and start to serve.
 
         Raises:
             ConfigError: an address cannot be bound.
@@ -134,7 +133,7 @@ class Router:
         self._server = _Server(self.http)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._server.is_up.wait()
-        self._socket.listen(_BACKLOG)  # uvicorn has made the queue as short as one callback's share of it
+        self._socket.listen(_BACKLOG)  # uvicorn has set the queue to what one callback accepts
         sampling = msgspec.structs.asdict(self._model.defaults)
         logger.info(
             event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
@@ -143,11 +142,11 @@ class Router:
             logger.info(event("ops_port_open", address=self.ops_address))
 
     async def drain(self) -> None:
-        """Stop as ``stop`` does, with the configured time for requests in flight."""
+        """Call ``stop`` with the configured time for requests in flight."""
         await self.stop(self._config.drain_timeout_s)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give those in flight ``grace_s`` to end, fail the rest, and close. Idempotent."""
+        """Refuse new requests, wait up to ``grace_s`` for those in flight, fail the rest, and close. Idempotent."""
         self.endpoints.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -170,14 +169,14 @@ class Router:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which belong to the process's entry point, and with a sign that it listens."""
+    """uvicorn without its signal handlers, which the entry point installs, and with an event for the start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start to listen, and set the event."""
         await super().startup(sockets)
         self.is_up.set()
 
@@ -199,7 +198,7 @@ def _client_limits(config: RouterSection) -> ClientLimits:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; ``""`` or ``*`` as host are all addresses.
+    """Return a listening socket; the host ``""`` or ``*`` means all addresses.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -210,7 +209,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server((name, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None
-    # asyncio sets it for sockets that it makes itself only. Without it a token waits for the client's kernel to acknowledge
+    # asyncio sets it only for sockets of its own. Without it a token waits until the client's kernel acknowledges
     # the one before: 40 ms on most systems.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
     return listening

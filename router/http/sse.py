@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI clients read them. Framing only; knows nothing of what is in an event."""
+"""Framing of server-sent events as OpenAI clients read them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(value: object) -> bytes:
-    """Return one event. JSON holds no raw line break, so one ``data`` line is enough."""
+    """Return one event. JSON has no raw line breaks, so one ``data`` line is enough."""
     return b"data: " + _encoder.encode(value) + b"\n\n"

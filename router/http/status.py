@@ -1,7 +1,7 @@
-"""What ``/status`` tells: the cluster as this router sees it, at one moment, and what it has counted so far.
+"""The report of ``/status``: the cluster as this router sees it now, and its counters.
 
-Owns the shape of the report; ``router.http.status_page`` shows it. Knows nothing of HTTP. It only reads: workers from the
-membership, counts from the router's own metrics, so that page and alerts cannot disagree. Rates are made by who asks twice.
+Owns the shape of the report. Workers come from the membership, and counts from the router's metrics, so the page and alerts
+cannot disagree. The page computes rates from two reports.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from router.metrics import PREFIX
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
-    """One live worker, as its last heartbeat told; an encode worker holds images instead of choices, and no KV."""
+    """One live worker by its last heartbeat; an encode worker counts images instead of choices, and has no KV."""
 
     engine_id: str
     role: str
-    version: str  # of the package; empty if it does not say
-    state: str  # "ready", "full", "draining", "stalled", or "closed": it has said that it takes nothing
+    version: str  # of the package; empty if not reported
+    state: str  # "ready", "full", "draining", "stalled", or "closed" if it reported that it takes no requests
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -35,7 +35,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
 
 class PartStatus(msgspec.Struct, kw_only=True):
-    """Where time went: seconds in all, over so many requests."""
+    """One part of the latency: total seconds, and the number of requests."""
 
     seconds: float
     num_requests: int
@@ -46,15 +46,15 @@ class Status(msgspec.Struct, kw_only=True):
 
     model: str
     version: str
-    wire_version: int  # of this router, and so of all its workers
+    wire_version: int  # of this router and all its workers
     is_ready: bool
-    reason: str  # why it is not, else empty
+    reason: str  # why it is not ready, else empty
     num_requests: int
     requests_by_phase: dict[str, int]
     workers: list[WorkerStatus]
-    handoffs: dict[str, int]  # by outcome: "loaded", or why not
-    failures: dict[str, int]  # of requests, by code, without those that were the client's doing
-    refusals: dict[str, int]  # of what clients got wrong, and requests that they gave up, by code
+    handoffs: dict[str, int]  # by outcome: "loaded", or the reason why not
+    failures: dict[str, int]  # of requests, by code, without client errors
+    refusals: dict[str, int]  # client errors and cancelled requests, by code
     finished: int
     generation_tokens: int
     prompt_tokens: int
@@ -118,7 +118,7 @@ class _Readings:
         return {labels[label]: int(value) for labels, value in self._samples.get(PREFIX + name, ())}
 
     def events(self, name: str, label: str) -> dict[str, int]:
-        """Return a counter's values by a label, less those that have not happened."""
+        """Return a counter's non-zero values by a label."""
         return {value: count for value, count in self.by_label(name, label).items() if count}
 
     def total(self, name: str) -> int:

@@ -1,6 +1,6 @@
-"""The page behind ``/status``: one text without external assets, which asks ``/status.json`` every other second.
+"""The page of ``/status``: one document without external assets, which reads ``/status.json`` every two seconds.
 
-Owns markup and script. What it shows is put in as text, never as markup: names of workers come from the workers.
+Owns markup and script. Values are inserted as text, never as markup, because names come from the workers.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _hash_of(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# Nothing but this script, this style and our own report may be loaded, whatever a worker calls itself.
+# Only this script, this style and the router's own report may load, whatever name a worker has.
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{_hash_of(_SCRIPT)}'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

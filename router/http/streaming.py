@@ -1,7 +1,7 @@
-"""Answers that take time: whole or as a stream of events, stopped when the client leaves.
+"""Answers that take time: whole or as a stream of events, aborted when the client disconnects.
 
-Owns the loop from a generation's updates to bytes, and the watch on the client's connection, which runs from before the first
-byte to the last. Knows nothing of the shapes (``router.openai.responses``). ``router.http.endpoints`` prepares an ``Answer``.
+Owns the loop from a generation's updates to bytes, and the watch on the client's connection, which lasts from before the first
+byte until the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-
 
 
 class Answer:
-    """One HTTP answer in the making. Whoever holds it calls ``close`` in the end."""
+    """One HTTP answer in progress. Its owner must call ``close``."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Answer:
         self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
 
     async def whole(self) -> ASGIResponse:
-        """Wait for everything and return the response.
+        """Wait for the whole output and return the response.
 
         Raises:
             RequestFailure: the request failed, or the client left.
@@ -58,7 +58,7 @@ class Answer:
         return ASGIResponse(body=body, media_type="application/json")
 
     async def first(self) -> bytes:
-        """Wait for the first updates and return their events; until here an error still has its own status.
+        """Wait for the first updates and return their events. An error before them still has its own status.
 
         Raises:
             RequestFailure: the request failed, or the client left.
@@ -69,7 +69,7 @@ class Answer:
         return events
 
     async def next(self) -> bytes:
-        """Wait for updates and return their events, which may be none.
+        """Wait for updates and return their events, possibly none.
 
         Raises:
             RequestFailure: the request failed, or the client left.
@@ -78,7 +78,7 @@ class Answer:
         return await self._shaped(lambda: b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)]))
 
     async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
-        """Return what ``shape`` does; log-probabilities of a long prompt are written off the event loop."""
+        """Return the result of ``shape``; log-probabilities of a long prompt are encoded on a thread."""
         return await self._pool.run(shape) if self._shaper.is_heavy else shape()
 
     def last(self, options: OutputOptions) -> bytes:
@@ -92,12 +92,12 @@ class Answer:
         return self._output.is_finished
 
     def close(self) -> None:
-        """Stop watching, and stop whatever is still running."""
+        """Stop watching the connection, and abort what is still running."""
         self._watch.cancel()
         self._generation.abort("the answer was given up")
 
     async def _deltas(self) -> list[Delta]:
-        """Wait for updates; what came before a failure is given out before the failure is raised."""
+        """Wait for updates. Output before a failure is returned first; the next call raises the failure."""
         if self._failure is not None:
             raise RequestFailure(self._failure)
         deltas, stopped, self._failure = self._output.apply(await self._generation.updates())
@@ -109,7 +109,7 @@ class Answer:
 
 
 class EventStream:
-    """ASGI application that sends an answer as server-sent events, from its first ones on."""
+    """ASGI application that sends an answer as server-sent events, beginning with ``first``."""
 
     def __init__(self, answer: Answer, first_events: bytes, options: OutputOptions, metrics: RouterMetrics) -> None:
         self._answer = answer
@@ -118,7 +118,7 @@ class EventStream:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, an error, or the client's departure."""
+        """Send events until the end, an error, or a disconnect."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             events = self._first_events
@@ -134,13 +134,13 @@ class EventStream:
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _failed(self, info: ErrorInfo) -> bytes:
-        """Return the error as an event; the stream then ends without the usual mark, so that nobody takes it for whole."""
+        """Return the error as an event. The stream then ends without ``[DONE]``, so that it does not look complete."""
         self._metrics.count_failed(info.code)
         return b"" if info.code == Cancelled.code else sse.event(error_body(info))
 
 
 async def _abort_when_gone(receive: Receive, generation: Generation) -> None:
-    """Wait for the client to disconnect. The body has been read, so nothing else can come."""
+    """Wait until the client disconnects. The body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         pass
     generation.abort("client disconnected")

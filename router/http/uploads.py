@@ -1,7 +1,6 @@
-"""One bound over the bodies of all requests: what clients have sent and not been answered for, and what was fetched for them.
+"""Limits the memory of all unanswered requests together: their bodies, and what was fetched for them.
 
-Owns the count of bytes. Sits between ``router.http.middleware`` and the application; knows nothing of routes. The bound of a
-single body (``router.max_body_bytes``) is the application's.
+Owns the count of bytes. The application limits single bodies (``router.max_body_bytes``).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _STATE_KEY = "kvferry_hold"
 
 
 class UploadLimit:
-    """Passes bodies on until all of them together hold more than ``max_bytes``; who sends more is asked to come back.
+    """Forwards bodies while all of them together hold at most ``max_bytes``; refuses more with ``Retry-After``.
 
-    A body counts from its first piece to the end of the answer: so long the application keeps it. So does what ``hold_of`` a
-    request is told of.
+    A body counts from its first piece until the end of the answer, because the application keeps it so long. Bytes added by
+    ``hold_of`` count until the end of the answer as well.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -64,6 +63,6 @@ class UploadLimit:
 
 
 def hold_of(scope: Scope) -> Callable[[int], None]:
-    """Return what counts further bytes that are kept until the answer ends; it raises where there are too many."""
+    """Return a function that counts further bytes kept until the answer ends; it raises at the limit."""
     hold: Callable[[int], None] = scope["state"][_STATE_KEY]
     return hold

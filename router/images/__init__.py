@@ -1,1 +1,1 @@
-"""Images that clients refer to: fetched within limits, and checked."""
+"""Fetches and checks the images of requests, within limits."""

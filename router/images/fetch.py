@@ -1,8 +1,7 @@
-"""Images behind http(s) URLs, fetched within limits of place, time and size.
+"""Fetches images from http(s) URLs, within limits of host, time and size.
 
-Owns connections to other hosts. Knows nothing of messages or image formats (``router.images.reader``), and leaves which host
-may be asked to ``router.images.hosts``. Each connection goes to the address that was checked, never to what a name resolves to
-a second time; redirects are followed one by one, and checked like the first URL.
+Owns connections to other hosts; ``router.images.hosts`` decides which hosts are allowed. Each connection goes to the address
+that was checked, and the name is not resolved a second time. Each redirect is checked like the first URL.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from router.images.hosts import DEFAULT_PORTS, Address, HostRules, as_address
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
 
-_RESOLVER_THREADS = 4  # names that take their time make each other wait, and nobody else
+_RESOLVER_THREADS = 4  # slow names delay only other names
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """What one image may cost; ``timeout_s`` holds from the wish for it to its last byte, ``max_fetches`` for all clients."""
+    """Limits per image. ``timeout_s`` covers everything up to its last byte; ``max_fetches`` holds for all clients together."""
 
     max_bytes: int
     max_redirects: int
@@ -49,10 +48,10 @@ class ImageFetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, url: str) -> bytes:
-        """Return what lies behind a URL.
+        """Return the content of a URL.
 
         Raises:
-            InvalidRequest: it may not be fetched, or was not to be had within the limits; says why.
+            InvalidRequest: it may not be fetched, or could not be fetched within the limits; says why.
         """
         try:
             async with asyncio.timeout(self._limits.timeout_s), self._places:
@@ -78,13 +77,13 @@ class ImageFetcher:
         raise InvalidRequest(f"its host redirects more than {self._limits.max_redirects} times")
 
     async def _get(self, url: httpx.URL) -> bytes | httpx.URL:
-        """Return the body behind a URL, or where it points to."""
+        """Return the body of a URL, or the target of its redirect."""
         address = await self._choose_address(url)
         request = self._open_client().build_request(
             "GET",
             url.copy_with(host=str(address)),
             headers={**_HEADERS, "host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": url.host},  # the certificate is held against the name
+            extensions={"sni_hostname": url.host},  # the certificate is verified against the name
         )
         response = await self._open_client().send(request, stream=True)
         try:
@@ -97,7 +96,7 @@ class ImageFetcher:
             await response.aclose()
 
     async def _read(self, response: httpx.Response) -> bytes:
-        """Return the body as it is; one that is compressed was not asked for, and could be larger than it looks."""
+        """Return the body. Compressed bodies were not requested and are refused, because they may expand beyond the limit."""
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("its host sends it compressed")
         body = bytearray()
@@ -108,7 +107,7 @@ class ImageFetcher:
         return bytes(body)
 
     async def _choose_address(self, url: httpx.URL) -> Address:
-        """Return an address of the URL's host that may be connected to."""
+        """Return an allowed address of the URL's host."""
         port = url.port or DEFAULT_PORTS[url.scheme]
         if not self._rules.allows_host(url.scheme, url.host, port):
             raise InvalidRequest(f"images are not fetched from {url.netloc.decode('ascii')}, see router.images.allowed_hosts")
@@ -120,9 +119,9 @@ class ImageFetcher:
         return allowed
 
     def _open_client(self) -> httpx.AsyncClient:
-        """Return the client, without proxies, which would resolve names by themselves.
+        """Return a client without proxies, because a proxy would resolve names itself.
 
-        No connection is used twice: it belongs to an address, and another name there would go by the first one's certificate.
+        Connections are not reused: another name at the same address would be accepted by the first name's certificate.
         """
         if self._client is None:
             self._client = httpx.AsyncClient(
@@ -132,10 +131,10 @@ class ImageFetcher:
 
 
 class Resolver:
-    """Asks the system for addresses, on threads of its own: those of the event loop tokenize."""
+    """Resolves names on its own threads, because the event loop's threads tokenize."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # they start with the first name
+        self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # started at the first name
 
     async def resolve(self, host: str, port: int) -> list[Address]:
         """Return the addresses of a name, in the system's order. Raises OSError if it has none."""
@@ -145,12 +144,12 @@ class Resolver:
         return [address for address in addresses if address is not None]
 
     def close(self) -> None:
-        """End the threads; one that waits for an answer ends with it. Idempotent."""
+        """Stop the threads; a thread that waits for an answer stops after it. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _parse(text: str) -> httpx.URL:
-    """Read a URL. Raises InvalidRequest if no host can be asked for it."""
+    """Parse a URL. Raises InvalidRequest if it is not http(s) or has no host."""
     try:
         url = httpx.URL(text)
     except (httpx.InvalidURL, ValueError):

@@ -1,11 +1,10 @@
-"""From which hosts the router fetches images: the operator's list, and what a name on it may resolve to.
+"""The hosts from which the router fetches images: the operator's list, and the addresses that its names may resolve to.
 
-Owns the rule that keeps a client from reaching into the operator's network through the router. Pure, without I/O:
-``router.images.fetch`` resolves names and asks here before every connection.
+Owns the rule that keeps clients from reaching the operator's network through the router. Pure functions without I/O.
 
-An entry is a name (``images.example.com``), all names below one (``*.example.com``), either with a port, or an address or a
-network (``10.1.0.0/16``). A name without a port stands for its scheme's. Addresses that are not public are reached only if a
-network on the list holds them, whether a URL spells them or a name resolves to them.
+An entry is a name (``images.example.com``), all names below one (``*.example.com``), both optionally with a port, or an
+address or a network (``10.1.0.0/16``). A name without a port allows the default port of the scheme. An address that is not
+public is allowed only if an entry contains it, whether it is in the URL or a name resolves to it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(
     r"(?P<any>\*\.)?(?P<name>[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*)(:(?P<port>\d{1,5}))?"
 )
-_UNICAST = IPv6Network("2000::/3")  # RFC 4291: all that is given to anybody; what translates or is of old lies outside it
+_UNICAST = IPv6Network("2000::/3")  # RFC 4291: all assigned unicast addresses; translation and deprecated prefixes are outside
 _NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 
 
@@ -30,7 +29,7 @@ class HostRules:
     """The parsed list.
 
     Raises:
-        ConfigError: an entry is none of the forms.
+        ConfigError: an entry has none of these forms.
     """
 
     def __init__(self, entries: Sequence[str], setting: str) -> None:
@@ -57,7 +56,7 @@ class HostRules:
         return bool(self._networks or self._names or self._suffixes)
 
     def allows_host(self, scheme: str, host: str, port: int) -> bool:
-        """Say whether a URL may name this host and port; what a name resolves to is another question."""
+        """Return True if a URL may name this host and port. Its address must be checked as well."""
         address = as_address(host)
         if address is not None:
             return self._is_listed(address)
@@ -69,7 +68,7 @@ class HostRules:
         )
 
     def allows_address(self, address: Address) -> bool:
-        """Say whether a connection may be made to it."""
+        """Return True if the router may connect to this address."""
         return self._is_listed(address) or is_public(address)
 
     def _is_listed(self, address: Address) -> bool:
@@ -77,7 +76,7 @@ class HostRules:
 
 
 def as_address(host: str) -> Address | None:
-    """Return what a URL's host spells if it is an address, with or without brackets."""
+    """Return the address that a URL's host is, with or without brackets; None if it is a name."""
     try:
         return ip_address(host.strip("[]"))
     except ValueError:
@@ -85,7 +84,7 @@ def as_address(host: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Say whether an address is one of the internet, also where IPv6 wraps an IPv4 address."""
+    """Return True if an address is public, also if it is an IPv4 address inside IPv6."""
     inner = _wrapped(address) if isinstance(address, IPv6Address) else None
     if inner is not None:
         return is_public(inner)

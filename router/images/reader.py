@@ -1,8 +1,7 @@
-"""Images of a conversation: from the parts that name them to the files, within limits, and what their heads say.
+"""Reads the images of a conversation, within limits.
 
-Owns which images a request may bring and how they are read: data URLs here, others by ``router.images.fetch``. Looks at the
-head of a file only; pixels are decoded in workers. Knows nothing of tokens (``router.openai.preprocess``) and models. A
-refusal names the part at fault, as ``messages[1].content[0]``.
+Owns the limits and the reading of data URLs; ``router.images.fetch`` fetches other URLs. Only a file's header is parsed here;
+workers decode pixels. An error names the part at fault, such as ``messages[1].content[0]``.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from router.images.fetch import FetchLimits, ImageFetcher
 from router.images.hosts import HostRules
 from router.openai.requests import ChatMessage, ImagePart
 
-Hold = Callable[[int], None]  # counts bytes that are kept until the answer ends; raises where there are too many
+Hold = Callable[[int], None]  # counts bytes that are kept until the answer ends; raises at the limit
 
-_MAX_ESCAPES = 65_536  # to take them apart is Python's work, some ten milliseconds
+_MAX_ESCAPES = 65_536  # unescaping them in Python takes about ten milliseconds
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageReference:
-    """Where a conversation names an image, and as what."""
+    """The place of an image in a conversation, and its URL."""
 
     place: str
     url: str
@@ -40,14 +39,14 @@ class ImageReference:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image as the client sent it, and where, for whoever finds fault with it."""
+    """An image as the client sent it, and its place for error messages."""
 
     place: str
     image: PromptImage
 
 
 def find_images(messages: Sequence[ChatMessage]) -> list[ImageReference]:
-    """Return the images of a conversation in its order."""
+    """Return the images of a conversation in order."""
     return [
         ImageReference(place_of(index, number), part.image_url.url)
         for index, message in enumerate(messages)
@@ -58,7 +57,7 @@ def find_images(messages: Sequence[ChatMessage]) -> list[ImageReference]:
 
 
 def place_of(message: int, part: int) -> str:
-    """Return what a part of a message is called in errors."""
+    """Return the name of a message part for error messages."""
     return f"messages[{message}].content[{part}]"
 
 
@@ -66,7 +65,7 @@ class ImageReader:
     """Reads images for one router.
 
     Raises:
-        ConfigError: ``router.images.reader.allowed_hosts`` holds what is no host.
+        ConfigError: an entry of ``router.images.reader.allowed_hosts`` is invalid.
     """
 
     def __init__(self, limits: ImagesSection, fetcher: ImageFetcher | None = None) -> None:
@@ -83,13 +82,11 @@ class ImageReader:
         )
 
     async def read(self, references: Sequence[ImageReference], hold: Hold) -> list[PlacedImage]:
-        """Return the files, in order; those that are elsewhere are fetched side by side.
-
-        ``hold`` is told of bytes that were not in the request's body.
+        """Return the files in order; remote files are fetched concurrently. ``hold`` counts bytes not in the request's body.
 
         Raises:
-            InvalidRequest: there are too many, they are too large, or one cannot be had or is no image; names it and says why.
-            EncoderInputMissing: there is no memory for the head of one at the moment.
+            InvalidRequest: there are too many images, they are too large, or one cannot be fetched or is not an image.
+            EncoderInputMissing: there is no memory for an image's header now.
         """
         limits = self._limits
         if len(references) > limits.max_count:
@@ -125,10 +122,10 @@ class ImageReader:
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
-    """Return the content of a data URL (RFC 2397); its media type is ignored, the file speaks for itself.
+    """Return the content of a data URL (RFC 2397). Its media type is ignored; the file's header counts.
 
     Raises:
-        InvalidRequest: it is malformed, or too large.
+        InvalidRequest: it is malformed or too large.
     """
     head, comma, text = url.partition(",")
     if not comma:
@@ -149,7 +146,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 
 async def _all_or_none(reads: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results; the first error ends the others, and is raised."""
+    """Return all results; the first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(read) for read in reads]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,1 +1,1 @@
-"""The vocabulary of the OpenAI API: bodies in, token ids through, bodies out."""
+"""The OpenAI API: request bodies to token ids, and output tokens to response bodies."""

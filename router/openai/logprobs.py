@@ -1,7 +1,7 @@
-"""Tokens as clients see them in log-probabilities: their text, their bytes, and OpenAI's two shapes.
+"""Log-probabilities for clients: the text and bytes of single tokens, and OpenAI's two shapes.
 
-Owns the rendering of single tokens. Knows nothing of streams or requests. A token that is part of a character has bytes but no
-text of its own: it is written as U+FFFD, with its exact bytes beside it where the shape has a place for them.
+A token that is only part of a character has bytes but no text of its own: it is written as U+FFFD, with its exact bytes if the
+shape has a field for them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class TokenTexts:
-    """Renders single tokens of one vocabulary, each once."""
+    """Renders single tokens of one vocabulary, and caches each."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, bytes]] = {}  # at most one entry per token of the vocabulary
+        self._known: dict[int, tuple[str, bytes]] = {}  # at most one entry per vocabulary token
 
     def text_of(self, token_id: int) -> str:
         """Return the token's text, with its leading space."""
@@ -68,10 +68,10 @@ class TokenTexts:
         return self._render(token_id)[1]
 
     def offsets_of(self, text: str, token_ids: Sequence[int]) -> list[int]:
-        """Return where in a prompt's text each of its tokens starts; one inside a character has the place of that character.
+        """Return where each token of a prompt starts in its text; a token inside a character has the offset of the character.
 
-        A special token counts where the text spells it out, and not where it was added to the text or left out of it. Nor
-        does the space count that a tokenizer drops at the start.
+        A special token advances the offset only if the text spells it out. A space that the tokenizer drops at the start does
+        not count.
         """
         stream = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
         offsets, offset = [], 0
@@ -110,7 +110,7 @@ class TokenTexts:
 def completion_logprobs(
     texts: TokenTexts, entries: Iterable[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """Return the parallel lists for tokens and where they start in the text; the first token of a prompt has no entry."""
+    """Return the parallel lists for tokens and their offsets in the text; the first token of a prompt has no entry."""
     result = CompletionLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, entry in zip(token_ids, entries, strict=True):
         result.tokens.append(texts.text_of(token_id))
@@ -162,4 +162,4 @@ def prompt_logprobs(texts: TokenTexts, entries: Iterable[TokenLogprobs | None]) 
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LOWEST else _LOWEST  # nan compares false
+    return logprob if logprob > _LOWEST else _LOWEST  # NaN compares false

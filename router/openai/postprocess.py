@@ -1,7 +1,6 @@
-"""From the tokens of a request's choices to text: detokenization, stop strings, what is held back, and the counts of ``usage``.
+"""Turns the tokens of a request's choices into text: detokenization, stop strings, held-back text, and the counts of ``usage``.
 
-Owns the state of every choice of one HTTP request. Knows nothing of JSON shapes (``router.openai.responses``) or workers. Fed
-by the handlers with the gateway's updates.
+Owns the state of all choices of one HTTP request. ``router.openai.responses`` gives the output its JSON shape.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from router.openai.sampling import OutputOptions
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice has gained. ``index`` counts over all prompts of the request. ``logprobs`` only if asked for.
+    """New output of a choice. ``index`` counts over all prompts of the request. ``logprobs`` only if requested.
 
-    ``offsets`` says for each token where its text starts, in characters of the choice's own text.
+    ``offsets`` has the start of each token's text, in characters of the choice's text.
     """
 
     index: int
@@ -34,7 +33,7 @@ class Delta:
     stop_reason: int | str | None = None
 
     def add(self, later: Delta) -> None:
-        """Append what came after."""
+        """Append a later delta."""
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -45,7 +44,7 @@ class Delta:
 
 @dataclass(slots=True)
 class PromptState:
-    """One prompt of the request and what its workers have reported of it."""
+    """One prompt of the request and the reports of its workers."""
 
     prompt: Prompt
     report: PromptReport | None = None
@@ -62,14 +61,14 @@ class ChoiceText:
         self._stops = StopStringMatcher(stops, include_stop_str_in_output=options.include_stop_str)
         self._options = options
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
-        self._num_characters = 0  # of the tokens so far; a character that is not whole yet does not count
+        self._num_characters = 0  # in the tokens so far, without an incomplete character at the end
         self.num_tokens = 0
         self.is_finished = False
 
     def push(self, update: ChoiceUpdate, index: int) -> Delta:
-        """Return what the update adds. A stop string ends the choice, and what came behind it is dropped."""
+        """Return the new output of an update. A stop string ends the choice, and the text after it is dropped."""
         delta = Delta(index)
-        if self._options.is_echo_only:  # the one token that a worker cannot help sampling is nobody's
+        if self._options.is_echo_only:  # the worker always samples one token; the client does not want it
             return self._finish(delta, "length", None)
         hidden_stop = update.finish_reason == "stop" and not self._options.include_stop_str
         for number, token_id in enumerate(update.token_ids):
@@ -91,7 +90,7 @@ class ChoiceText:
         return self._finish(delta, update.finish_reason, self._stop_reason(update.stop_reason))
 
     def _add(self, text: str, delta: Delta) -> str | None:
-        """Add text to the delta as far as it may be sent; return the stop string that it completes."""
+        """Add text to the delta, except what may begin a stop string; return the stop string that it completes."""
         self._num_characters += len(text)
         if self.num_tokens <= self._options.min_tokens:
             delta.text += text
@@ -106,7 +105,7 @@ class ChoiceText:
         return delta
 
     def _stop_reason(self, token_id: int | None) -> int | None:
-        """Return the stop token that the client named; the model's own end of sequence is no reason to report."""
+        """Return the client's stop token that ended the choice; None for the model's end-of-sequence token."""
         if token_id in self._eos_token_ids and token_id not in self._options.stop_token_ids:
             return None
         return token_id
@@ -128,17 +127,17 @@ class RequestOutput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Over all prompts."""
+        """Prompt tokens of all prompts."""
         return sum(len(state.prompt.token_ids) for state in self.prompts)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Over all choices, end-of-sequence and stop tokens included."""
+        """Output tokens of all choices, including end-of-sequence and stop tokens."""
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that did not have to be computed, over all prompts."""
+        """Prompt tokens loaded from a cache, of all prompts."""
         return sum(state.report.num_cached_tokens for state in self.prompts if state.report)
 
     def prompt_of(self, index: int) -> PromptState:
@@ -146,13 +145,13 @@ class RequestOutput:
         return self.prompts[index // self._n]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return a choice's prompt and its number among that prompt's choices."""
+        """Return the indices of a choice: of its prompt, and among the choices of this prompt."""
         return divmod(index, self._n)
 
     def apply(self, updates: Iterable[tuple[int, Update]]) -> tuple[list[Delta], list[int], ErrorInfo | None]:
-        """Digest updates; return one delta per choice that has any, the choices ended by a stop string, and the error, if any.
+        """Apply updates; return a delta for each choice with output, the choices ended by a stop string, and the error, if any.
 
-        Choices with an error are not finished; nothing must be applied after it.
+        After an error choices stay unfinished, and no further update may be applied.
         """
         deltas: dict[int, Delta] = {}
         stopped: list[int] = []

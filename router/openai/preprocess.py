@@ -1,8 +1,7 @@
-"""From prompts and conversations to token ids, without stalling the event loop.
+"""Turns prompts and conversations into token ids without stalling the event loop.
 
-Owns how a request's prompt becomes tokens: forms of ``prompt``, parts of messages, truncation. Knows nothing of sampling or
-workers. What takes more than some ten milliseconds is done on the threads of ``router.openai.text_pool``; what cannot fit is
-refused before it is looked at.
+Owns the forms of ``prompt``, the parts of messages, and truncation. Work of more than about ten milliseconds runs on the
+threads of ``router.openai.text_pool``. Input that cannot fit is refused before it is processed.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from router.openai.sampling import ModelLimits, check_token_ids
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 MAX_PROMPTS = 128
-MAX_MESSAGES = 4096  # of a conversation; so many parts of messages as well
-MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request together
-TOKEN_BYTES = 48  # of a prompt's token, while its request runs
-_UNCOUNTED_TOKENS = 1024  # of a request: what every request may have
-_INLINE_MESSAGES = 64  # a template takes some ten microseconds for each
-_MAX_TEXT_TOKENS = 32 << 10  # of a text that is not a prompt as it stands; the model's context, four times, if that is more
-MAX_CHOICES = 1024  # prompts times n: each has buffers here and a place in a worker's batch
+MAX_MESSAGES = 4096  # per conversation; the limit of message parts as well
+MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request
+TOKEN_BYTES = 48  # per prompt token, while its request runs
+_UNCOUNTED_TOKENS = 1024  # per request, which are not counted as held
+_INLINE_MESSAGES = 64  # a template takes about ten microseconds for each
+_MAX_TEXT_TOKENS = 32 << 10  # of a text that is not used directly as a prompt; four times the model's context if that is more
+MAX_CHOICES = 1024  # prompts times n; each choice has buffers here and a place in a worker's batch
 _RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens and as text, the client's own if there was one; and its images, with the names they have for it.
+    """A prompt as tokens and as text, the client's own text if it sent one; and its images with their identifiers.
 
-    ``model_fingerprint``: of the weights for which the images have their identifiers, empty without images.
+    The image identifiers are valid for the weights of ``model_fingerprint``, which is empty without images.
     """
 
     token_ids: tuple[int, ...]
@@ -59,9 +58,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model that sees images adds: their way in, how they stand in prompts, and the fingerprint that keys names.
+    """What a model with image input needs: an image reader, the form of images in prompts, and the current model fingerprint.
 
-    ``model_fingerprint`` raises NoWorker where nobody serves, so that there is none.
+    ``model_fingerprint`` raises NoWorker if there is no route.
     """
 
     reader: ImageReader
@@ -81,10 +80,10 @@ class PromptReader:
     async def read_completion(
         self, request: CompletionRequest, limits: ModelLimits, hold: Hold = lambda num_bytes: None
     ) -> list[Prompt]:
-        """Return the prompts of a completion request; ``hold`` is told of the memory that their tokens take.
+        """Return the prompts of a completion request; ``hold`` counts the memory of their tokens.
 
         Raises:
-            InvalidRequest: a prompt is empty, of mixed kinds, or holds unknown ids, or there are too many choices or tokens.
+            InvalidRequest: a prompt is empty, has mixed forms or unknown ids, or there are too many choices or tokens.
             ContextTooLong: a prompt has too many tokens, or a text is so long that no tokenization of it fits.
         """
         add_special = request.add_special_tokens is not False
@@ -94,7 +93,7 @@ class PromptReader:
         prompts, num_tokens = [], 0
         for index, item in enumerate(items):
             if index:
-                await asyncio.sleep(0)  # a thousand prompts are no reason to leave heartbeats unread
+                await asyncio.sleep(0)  # so that heartbeats are read during a thousand prompts
             if isinstance(item, str):
                 self._check_length(len(item), request, limits)
                 token_ids = await self._encode(item, request, limits, add_special, is_inline)
@@ -103,7 +102,7 @@ class PromptReader:
             if not token_ids:
                 raise InvalidRequest(f"prompt {index} is empty", param="prompt")
             kept = _truncate(token_ids, request.truncate_prompt_tokens, limits)
-            _check_num_tokens(kept, limits)  # before millions of them are looked at
+            _check_num_tokens(kept, limits)  # before millions of them are checked
             num_tokens += len(kept)
             _check_all_tokens(num_tokens)
             hold(_memory_of(num_tokens) - _memory_of(num_tokens - len(kept)))
@@ -113,7 +112,7 @@ class PromptReader:
     async def _prompt(
         self, source: str | list[int], token_ids: tuple[int, ...], num_before: int, limits: ModelLimits
     ) -> Prompt:
-        """Keep the client's text where it still is the text of the tokens."""
+        """Return the prompt, with the client's text if it still matches the tokens."""
         if isinstance(source, str) and len(token_ids) == num_before:
             return Prompt(token_ids, source)
         check_token_ids("prompt", token_ids, limits.vocab_size)
@@ -122,12 +121,12 @@ class PromptReader:
     async def read_chat(
         self, request: ChatCompletionRequest, limits: ModelLimits, hold: Hold = lambda num_bytes: None
     ) -> Prompt:
-        """Return the rendered conversation; ``hold`` is told of the memory that tokens and fetched images take.
+        """Return the rendered conversation; ``hold`` counts the memory of tokens and fetched images.
 
         Raises:
-            InvalidRequest: a part cannot be read or is no image, or the template refuses the conversation.
+            InvalidRequest: a part cannot be read or is not an image, or the template refuses the conversation.
             ContextTooLong: the text is so long that no tokenization of it fits.
-            NoWorker: there are images, and no worker by whose weights they could be named.
+            NoWorker: there are images but no route, so their identifiers cannot be made.
         """
         check_messages(request.messages)
         self._check_length(sum(map(_num_characters, request.messages)), request, limits)
@@ -153,7 +152,7 @@ class PromptReader:
         _check_num_tokens(token_ids, limits)
         fingerprint = self._sight.model_fingerprint()
         features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
-        places = {found.image.content: found.place for found in reversed(placed)}  # of equal files, the first one
+        places = {found.image.content: found.place for found in reversed(placed)}  # the first of equal files
         return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)
 
     async def _encode_chat(self, request: ChatCompletionRequest, text: str, limits: ModelLimits) -> Sequence[int]:
@@ -164,7 +163,7 @@ class PromptReader:
         return token_ids
 
     async def render_in_time(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return what ``render`` does, a long conversation on a thread. ``check_messages`` has passed."""
+        """Return the result of ``render``, for a long conversation from a thread. ``check_messages`` must have passed."""
         messages = request.messages or ()
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
         if is_short and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
@@ -172,7 +171,7 @@ class PromptReader:
         return await self._pool.run(lambda: self.render(request))
 
     def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return a conversation as the model's template writes it, a tag for each image.
+        """Return a conversation rendered by the model's template, with a tag for each image.
 
         Raises:
             InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
@@ -181,7 +180,7 @@ class PromptReader:
             raise InvalidRequest("messages is empty", param="messages")
         sees = self._sight is not None and isinstance(request, ChatCompletionRequest)
         messages = [_template_message(index, message, sees) for index, message in enumerate(request.messages)]
-        if self._sight is not None:  # such a template knows messages as lists of parts
+        if self._sight is not None:  # such a template expects messages as lists of parts
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         is_continued = bool(request.continue_final_message)
         add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
@@ -194,7 +193,7 @@ class PromptReader:
         )
 
     def _check_length(self, num_characters: int, request: CommonRequest, limits: ModelLimits) -> None:
-        """Refuse what cannot fit before spending seconds on tokenizing it."""
+        """Refuse a text that cannot fit, before seconds are spent on its tokenization."""
         param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         if request.truncate_prompt_tokens is not None:
             self.check_text(num_characters, limits.max_model_len, param)
@@ -206,10 +205,10 @@ class PromptReader:
             )
 
     def check_text(self, num_characters: int, max_model_len: int, param: str) -> None:
-        """Refuse a text that is not a prompt as it stands, if it has more tokens than ``max_text_tokens`` in any case.
+        """Refuse a text, not used directly as a prompt, that must have more tokens than ``max_text_tokens``.
 
         Raises:
-            ContextTooLong: says how long it may be.
+            ContextTooLong: names the limit.
         """
         most = self._longest_token * max_text_tokens(max_model_len)
         if num_characters > most:
@@ -219,12 +218,12 @@ class PromptReader:
         self, text: str, request: CommonRequest, limits: ModelLimits, add_special_tokens: bool, is_inline: bool = True
     ) -> Sequence[int]:
         is_cut = request.truncate_prompt_tokens is not None
-        # Twice, because the tokens of pieces are counted; the prompt's own number is checked where its limits are known.
+        # Twice, because pieces have more tokens than the whole; the exact number is checked later, with the prompt's limits.
         most = max_text_tokens(limits.max_model_len) if is_cut else 2 * limits.max_model_len
         return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most, is_inline=is_inline)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> Sequence[int]:
-        """Return the token ids of a text that is no prompt.
+        """Return the token ids of a text that is not a prompt.
 
         Raises:
             ContextTooLong: it has more than ``max_text_tokens``.
@@ -235,20 +234,20 @@ class PromptReader:
 
 
 def _memory_of(num_tokens: int) -> int:
-    """Return the bytes of a request's prompts that are counted as held."""
+    """Return the memory of a request's prompts in bytes, as counted by ``hold``."""
     return TOKEN_BYTES * max(0, num_tokens - _UNCOUNTED_TOKENS)
 
 
 def max_text_tokens(max_model_len: int) -> int:
-    """Return how many tokens a text may have that is not a prompt as it stands."""
+    """Return the most tokens of a text that is not used directly as a prompt."""
     return max(_MAX_TEXT_TOKENS, 4 * max_model_len)
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Refuse a conversation of too many messages, or of too many parts.
+    """Refuse a conversation with too many messages or parts.
 
     Raises:
-        InvalidRequest: says how many there may be.
+        InvalidRequest: names the limit.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"there are {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
@@ -269,7 +268,7 @@ def _num_characters(message: ChatMessage) -> int:
 
 
 def _split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Return the prompts of the four forms that OpenAI allows, which may not be mixed."""
+    """Return the prompts. OpenAI allows four forms, which may not be mixed."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -309,7 +308,7 @@ def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits) -> None:
 
 
 def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) -> tuple[int, ...]:
-    """Return the last ``limit`` tokens; -1 stands for what leaves room for one token of output."""
+    """Return the last ``limit`` tokens; -1 means the context length less one token of output."""
     if limit is None:
         return tuple(token_ids)
     if limit < 1 and limit != -1:
@@ -321,13 +320,13 @@ def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) 
 
 
 def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:
-    """Return a message for the template: its content a text, or a list of parts if it holds images."""
+    """Return a message for the template; its content is a string, or a list of parts if it has images."""
     for field in ("tool_calls", "function_call", "audio"):
         if getattr(message, field):
             raise InvalidRequest(
                 f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
             )
-    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates know the older one
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates use the older one
     content = message.content
     if isinstance(content, list):
         parts = [_template_part(place_of(index, number), part, sees_images) for number, part in enumerate(content)]

@@ -1,7 +1,7 @@
-"""The bodies that OpenAI clients send, as typed structs: fields, types and what is accepted without effect.
+"""The bodies that OpenAI clients send, as typed structs, including fields that are accepted without effect.
 
-Owns the shape of requests. Knows nothing of ranges or of what the fields mean (``router.openai.sampling``). Every optional
-field takes null, as clients send it. Fields that vLLM adds to OpenAI's are listed after them.
+Owns the shape of requests; ``router.openai.sampling`` owns ranges and meaning. Every optional field accepts null, which clients
+send. vLLM's additional fields are listed after OpenAI's.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import msgspec
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A piece of a message's text."""
+    """A text part of a message."""
 
     text: str
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    """A piece of an assistant's earlier refusal; read as text."""
+    """An earlier refusal of the assistant; read as text."""
 
     refusal: str
 
 
 class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
-    """Where an image lies: a ``data:`` URL, or an http(s) one. Of ``detail`` only "auto" is known."""
+    """The URL of an image, ``data:`` or http(s). ``detail`` may only be "auto"."""
 
     url: str
     detail: Literal["auto"] | None = None
@@ -37,11 +37,11 @@ class ImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", ta
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
-    """A sound: known only to be refused by name."""
+    """An audio part, known only so that the error can name it."""
 
 
 class FilePart(msgspec.Struct, tag_field="type", tag="file"):
-    """A file: known only to be refused by name."""
+    """A file part, known only so that the error can name it."""
 
 
 ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
@@ -64,7 +64,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a stream reports beside the text."""
+    """What a stream reports in addition to the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -72,13 +72,13 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class KVTransferParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How the request's KV cache is handed over. ``kv_load_failure_policy``: "recompute", or "fail" to be told of a failure."""
+    """Options of the KV handoff. ``kv_load_failure_policy``: "recompute", or "fail" to end the request with an error."""
 
     kv_load_failure_policy: str | None = None
 
 
 class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -106,9 +106,9 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     # prompt, scheduling and output beyond OpenAI's
-    priority: int | None = None  # smaller is served first by workers with scheduler.policy=priority; others ignore it
+    priority: int | None = None  # workers with scheduler.policy=priority serve smaller values first; others ignore it
     cache_salt: str | None = None
-    timeout_s: float | None = None  # how long the answer may take, whole; it is refused at once if that cannot be kept
+    timeout_s: float | None = None  # time limit of the whole answer; refused at once if it cannot be met
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -130,7 +130,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/completions``; ``prompt`` is a text, token ids, or a list of either."""
+    """Body of ``POST /v1/completions``; ``prompt`` is a string, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -190,7 +190,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     model: str | None = None
 
 
-# Field → the values that mean "not used". Anything else is refused as unsupported, instead of being ignored in silence.
+# Field → the values that mean "not used". Any other value is refused as unsupported, not silently ignored.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "length_penalty": (1, 1.0),

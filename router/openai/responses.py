@@ -1,8 +1,7 @@
-"""The bodies that OpenAI clients expect back, as typed structs, and how they are built from a request's output.
+"""The response bodies of the OpenAI API, as typed structs, and how they are built from a request's output.
 
-Owns the exact shapes, whole and streamed. Knows nothing of HTTP or of where the output came from. Fields that OpenAI does not
-have (``stop_reason``, ``token_ids``, ``prompt_logprobs``, ``usage.kv_transfer``) follow vLLM's names where it has them and are
-left out unless asked for, or there is something to say.
+Owns the exact shapes, whole and streamed. Fields that OpenAI does not have (``stop_reason``, ``token_ids``,
+``prompt_logprobs``, ``usage.kv_transfer``) use vLLM's names if it has them, and are omitted unless requested or non-empty.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from router.openai.logprobs import (
 from router.openai.postprocess import Delta, PromptState, RequestOutput
 from router.openai.sampling import OutputOptions
 
-_ENCODED_AT_ONCE = 128  # tokens of a prompt with their log-probabilities; some milliseconds
+_ENCODED_AT_ONCE = 128  # prompt tokens with log-probabilities; takes some milliseconds
 _encoder = msgspec.json.Encoder()
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Where the prompt's KV cache came from."""
+    """How many tokens of the prompt were loaded from a cache."""
 
     cached_tokens: int
 
 
 class KVTransferTiming(msgspec.Struct, kw_only=True):
-    """Where the time to the first token went, and from there to the second. Not told if a decode worker served alone."""
+    """The parts of the time to the first token, and from there to the second. Absent if a decode worker served alone."""
 
     first_token: FirstTokenTiming
     second_token: SecondTokenTiming
 
 
 class KVTransferUsage(msgspec.Struct, kw_only=True):
-    """What loading the request's KV cost, from a prefill worker or from a tier; of several prompts, sums and the slowest.
+    """What loading the request's KV cost, from a prefill worker or a tier; for several prompts, sums and slowest times.
 
-    ``retries`` counts the workers that have failed it, ``replays`` those of them that had put out tokens before, ``refusals``
-    the decode workers that had no room for it.
+    ``retries`` counts failures of workers, ``replays`` those of them after decode tokens, and ``refusals`` decode workers
+    without room.
     """
 
     transport: str
@@ -64,7 +63,7 @@ class KVTransferUsage(msgspec.Struct, kw_only=True):
 
 
 class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Token counts. ``kv_transfer`` is there if a pair of workers served the request, or a tier had lost some of its KV."""
+    """Token counts. ``kv_transfer`` is present if a pair of workers served the request, or a tier lost some of its KV."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -74,7 +73,7 @@ class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One choice of a completion, or what a chunk adds to it."""
+    """One choice of a completion, or its part of a chunk."""
 
     index: int
     text: str
@@ -132,7 +131,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """What a chunk adds to a chat choice."""
+    """The new output of a chat choice in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -163,7 +162,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class Envelope(TypedDict):
-    """What every body of one answer repeats. ``created`` is in Unix seconds."""
+    """The fields that every body of one answer repeats. ``created`` is in Unix seconds."""
 
     id: str
     created: int
@@ -172,7 +171,7 @@ class Envelope(TypedDict):
 
 @dataclass(slots=True)
 class _Gathered:
-    """A choice as it grows, for answers that are not streamed."""
+    """A choice in progress, for answers that are not streamed."""
 
     deltas: list[Delta] = field(default_factory=list)
 
@@ -205,7 +204,7 @@ class Shaper:
         return options.prompt_logprobs is not None or (options.echo and options.logprobs is not None)
 
     def gather(self, deltas: Sequence[Delta]) -> None:
-        """Keep deltas for the whole answer."""
+        """Collect deltas for the whole answer."""
         for delta in deltas:
             self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
 
@@ -221,7 +220,7 @@ class Shaper:
         )
 
     def _system_fingerprint(self) -> str | None:
-        """Return a name of the weights that answer, joined by + where prompts of a request met several. None = unknown."""
+        """Return a name of the weights that serve the request; several are joined by +. None = unknown."""
         reports = [state.report for state in self._output.prompts if state.report is not None]
         names = [f"fp_{report.model_fingerprint.hex()[:12]}" for report in reports if report.model_fingerprint]
         return "+".join(dict.fromkeys(names)) or None
@@ -234,7 +233,7 @@ class Shaper:
         return bool(delta.text or delta.finish_reason or (delta.token_ids and shows_tokens))
 
     def _chunk_usage(self) -> UsageBody | UnsetType | None:
-        """Return what ``usage`` is in an ordinary chunk: null when a last chunk will bring it."""
+        """Return ``usage`` of an ordinary chunk: null if the last chunk will have it."""
         if not self._options.include_usage:
             return UNSET
         return self.usage() if self._options.continuous_usage else None
@@ -251,7 +250,7 @@ class Shaper:
         entries = state.report.prompt_logprobs
         if len(entries) <= _ENCODED_AT_ONCE:
             return prompt_logprobs(self._texts, entries)
-        # As JSON already: a call of the encoder keeps the interpreter's lock, and this list has all of a long answer's length.
+        # Already as JSON: an encoder call holds the interpreter's lock, and this list has the length of the answer.
         starts = range(0, len(entries), _ENCODED_AT_ONCE)
         pieces = [_encoder.encode(prompt_logprobs(self._texts, entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
         joined = msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]")

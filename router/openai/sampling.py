@@ -1,7 +1,6 @@
-"""From an OpenAI body to what the workers and the output side need: unsupported fields, ranges, defaults.
+"""Turns the fields of an OpenAI body into sampling parameters and output options: unsupported fields, ranges, defaults.
 
-Owns the meaning of request fields. Knows nothing of HTTP, tokenization or workers. Every refusal is an ``InvalidRequest`` that
-names the field.
+Owns the meaning of request fields. Every refusal is an ``InvalidRequest`` that names the field.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from router.http.body_checks import check_num_values
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
 from router.openai.served_model import NEUTRAL_SAMPLING, SamplingDefaults
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the completions endpoint
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # of all stop strings of a request together
+MAX_STOP_CHARACTERS = 1024  # of all stop strings of a request
 MAX_LOGIT_BIAS = 8192
-MAX_LISTED_IDS = 1 << 20  # of one field, once for each prompt of the request
-MAX_PROMPT_LOGPROBS = 1 << 18  # of prompts' tokens with their alternatives, once for each choice
+MAX_LISTED_IDS = 1 << 20  # per field, counted once for each prompt of the request
+MAX_PROMPT_LOGPROBS = 1 << 18  # prompt tokens with their alternatives, counted once for each choice
 MAX_ID_CHARACTERS = 128
 MAX_CHOICES = 128
 
@@ -49,18 +48,18 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What of the served model bounds a request, and what stands in for fields that it leaves out."""
+    """The limits that the served model sets for a request, and its defaults for missing fields."""
 
     max_model_len: int
     vocab_size: int
-    max_prompt_tokens: int = 0  # the operator's limit; 0 = none
+    max_prompt_tokens: int = 0  # the operator's limit; 0 = no limit
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
     eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What the client gets to see. ``logprobs`` and ``prompt_logprobs``: number of alternatives, None = none at all."""
+    """What the answer contains. ``logprobs`` and ``prompt_logprobs``: number of alternatives, None = no log-probabilities."""
 
     is_stream: bool = False
     stop: tuple[str, ...] = ()
@@ -68,7 +67,7 @@ class OutputOptions:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     echo: bool = False
-    is_echo_only: bool = False  # the prompt and nothing else
+    is_echo_only: bool = False  # only the prompt
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
@@ -81,8 +80,8 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     """Decode a JSON body.
 
     Raises:
-        InvalidRequest: malformed JSON, an unknown field, a missing one, or one of a wrong type; ``param`` names it. Or it holds
-            too many values.
+        InvalidRequest: the JSON is malformed or has too many values, or a field is unknown, missing or of a wrong type;
+            ``param`` names the field.
     """
     check_num_values(body)
     try:
@@ -94,7 +93,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def check_supported(request: CommonRequest) -> None:
-    """Refuse known fields that have no effect here.
+    """Refuse known fields that are not supported.
 
     Raises:
         InvalidRequest: names the first such field.
@@ -110,10 +109,10 @@ def check_supported(request: CommonRequest) -> None:
 
 
 def output_options(request: CompletionRequest | ChatCompletionRequest) -> OutputOptions:
-    """Return what the client wants to see.
+    """Return what the answer is to contain.
 
     Raises:
-        InvalidRequest: a value is out of range, or two contradict.
+        InvalidRequest: a value is out of range, or two values contradict.
     """
     is_stream = bool(request.stream)
     stream_options = request.stream_options
@@ -145,10 +144,10 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
 def sampling_params(
     request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
 ) -> SamplingParams:
-    """Return the sampling parameters for the only prompt of a request. ``check_ranges`` has passed.
+    """Return the sampling parameters for the only prompt of a request. ``check_ranges`` must have passed.
 
     Raises:
-        InvalidRequest, ContextTooLong: as ``shared_params`` and ``params_of_prompt`` do.
+        InvalidRequest, ContextTooLong: as for ``shared_params`` and ``params_of_prompt``.
     """
     return params_of_prompt(request, shared_params(request, limits), num_prompt_tokens, seed, limits)
 
@@ -156,7 +155,7 @@ def sampling_params(
 def shared_params(
     request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, num_prompts: int = 1
 ) -> SamplingParams:
-    """Return what all prompts of a request have in common of their sampling parameters. ``check_ranges`` has passed.
+    """Return the sampling parameters that all prompts of a request share. ``check_ranges`` must have passed.
 
     Raises:
         InvalidRequest: a token id is outside the vocabulary, two values contradict, or there are too many ids for all prompts.
@@ -213,7 +212,7 @@ def params_of_prompt(
         shared,
         max_tokens=max(
             1, max_tokens
-        ),  # a worker ends a request by a token; with none asked for, ``router.openai.postprocess`` drops it
+        ),  # a worker always samples a token; ``router.openai.postprocess`` drops it if none was requested
         seed=seed if request.seed is None else request.seed % 2**63,
     )
 
@@ -221,10 +220,10 @@ def params_of_prompt(
 def check_num_logprobs(
     request: CompletionRequest | ChatCompletionRequest, shared: SamplingParams, nums_prompt_tokens: Sequence[int]
 ) -> None:
-    """Refuse log-probabilities of prompts that would be too many for one answer.
+    """Refuse prompt log-probabilities that would be too many for one answer.
 
     Raises:
-        InvalidRequest: says how many there would be.
+        InvalidRequest: names their number.
     """
     if shared.prompt_logprobs is None:
         return
@@ -239,7 +238,7 @@ def check_num_logprobs(
 
 
 def _check_listed_ids(request: CompletionRequest | ChatCompletionRequest, num_prompts: int) -> None:
-    """Refuse lists of ids that are too long for so many prompts: each goes to a worker with its own copy."""
+    """Refuse lists of ids that are too long for the number of prompts, because each prompt has its own copy."""
     for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         num_ids = num_prompts * len(getattr(request, field) or ())
         if num_ids > MAX_LISTED_IDS:
@@ -250,10 +249,10 @@ def _check_listed_ids(request: CompletionRequest | ChatCompletionRequest, num_pr
 
 
 def load_failure_policy(request: CommonRequest) -> LoadFailurePolicy | None:
-    """Return what shall become of the request if its KV cannot be loaded; None leaves it to the workers.
+    """Return the policy for KV that cannot be loaded; None means the workers' setting.
 
     Raises:
-        InvalidRequest: there is no such policy; names the field and what is allowed.
+        InvalidRequest: the policy is unknown; names the field and the allowed values.
     """
     wanted = request.kv_transfer_params and request.kv_transfer_params.kv_load_failure_policy
     if wanted is None:
@@ -279,7 +278,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_ranges(request: CommonRequest) -> None:
-    """Check what can be checked without the model.
+    """Check the ranges that do not depend on the model.
 
     Raises:
         InvalidRequest: names the first field out of range.
@@ -387,7 +386,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def _explain(message: str) -> InvalidRequest:
-    """Turn msgspec's message into one that names the field."""
+    """Return msgspec's error as one that names the field."""
     path = _PATH.search(message)
     place = path.group(1) if path else ""
     what = message[: path.start()] if path else message
@@ -404,7 +403,7 @@ def _explain(message: str) -> InvalidRequest:
 
 
 def _name_the_fix(expected: list[str], got: str) -> str:
-    """Say what a value of the wrong type must be, and what is to be done about the one that was sent."""
+    """Return the type that a value must have, and how to correct the value that was sent."""
     allowed = " or ".join(_TYPES.get(name, name) for name in expected if name != "null")
     text = f"must be {allowed}, not {_TYPES.get(got, got)}"
     if got == "str" and "bool" in expected:

@@ -1,6 +1,6 @@
-"""The model that a router serves: its name for clients, its tokenizer, its way with images, its authors' choice of sampling.
+"""The model that a router serves: its name, tokenizer, image prompts and sampling defaults.
 
-Owns the reading of ``generation_config.json``. Knows nothing of requests. ``router.main`` makes a ``ServedModel``.
+Owns the reading of ``generation_config.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEUTRAL = SamplingParams()
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used where a request says nothing. Named as in ``generation_config.json``, and read from it."""
+    """Defaults for missing request fields, named as in ``generation_config.json`` and read from it."""
 
     temperature: NonNegative = _NEUTRAL.temperature
     top_p: Fraction = _NEUTRAL.top_p
@@ -41,15 +41,15 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    image_prompts: ImagePrompts | None = None  # None = it reads text only
+    image_prompts: ImagePrompts | None = None  # None = text only
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
 
 
 def served_model(section: ModelSection, files: ModelFiles) -> ServedModel:
-    """Return what the settings and the model's files make of it.
+    """Return the model described by the settings and the model's files.
 
     Raises:
-        ConfigError: a file is unusable, or what reads images is not installed for a model that sees them.
+        ConfigError: a file is unusable, or the image libraries are missing for a model with image input.
     """
     defaults = sampling_defaults(files.generation_config) if section.generation_config == "auto" else NEUTRAL_SAMPLING
     tokenizer = Tokenizer(files)
@@ -62,10 +62,10 @@ def served_model(section: ModelSection, files: ModelFiles) -> ServedModel:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the sampling parameters of a ``generation_config.json``; null and other keys are ignored, as by vLLM.
+    """Return the sampling parameters of a ``generation_config.json``; like vLLM, ignores null and other keys.
 
     Raises:
-        ConfigError: a value is none that a request could have; names it and the way around it.
+        ConfigError: a value would be invalid in a request; names it and the workaround.
     """
     named = {key: generation_config.get(key) for key in SamplingDefaults.__struct_fields__}
     try:

@@ -1,7 +1,7 @@
-"""Threads for work on texts that would hold up the event loop: tokenizing, detokenizing, chat templates.
+"""Threads for text work that would block the event loop: tokenizing, detokenizing, chat templates.
 
-Owns the threads and the bound on what one text may cost: it is tokenized in pieces first, until there are more tokens than any
-use has room for. The tokenizer gives up Python's lock while it works; a template does so every few milliseconds.
+Owns the threads and the limit on the cost of one text. A long text is first tokenized in pieces, and refused when the pieces
+have too many tokens. The tokenizer releases Python's lock while it works; a template does so every few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from core.errors import ContextTooLong
 from core.model.tokenizer import Tokenizer
 
-INLINE_CHARACTERS = 4096  # of a text, or tokens: below 15 ms with any script
+INLINE_CHARACTERS = 4096  # characters or tokens; takes less than 15 ms in any script
 _PIECE_CHARACTERS = 32 << 10
 
 T = TypeVar("T")
@@ -28,14 +28,14 @@ class TextPool:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, done on a thread once one is free."""
+        """Run ``work`` on the next free thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int, is_inline: bool = True) -> Sequence[int]:
-        """Return the token ids of a text; without ``is_inline`` a short one leaves the event loop's thread as well.
+        """Return the token ids of a text; without ``is_inline`` even a short text is tokenized on a thread.
 
         Raises:
-            ContextTooLong: a long text has more than ``max_tokens``; it is not tokenized to its end.
+            ContextTooLong: a long text has more than ``max_tokens``; tokenization stops early.
         """
         if is_inline and len(text) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -48,7 +48,7 @@ class TextPool:
         return await self.run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def close(self) -> None:
-        """Drop what waits for a thread."""
+        """Cancel work that waits for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> Sequence[int]:
@@ -57,7 +57,7 @@ class TextPool:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Refuse a text whose pieces have too many tokens. A cut adds a few; who sets ``max_tokens`` leaves room for them."""
+        """Refuse a text whose pieces have too many tokens. Cuts add a few tokens, so ``max_tokens`` must leave room."""
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
             num_tokens += len(self._tokenizer.encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False))
