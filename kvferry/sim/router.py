@@ -21,7 +21,7 @@ from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
 from kvferry.sim.request_path import Setback, WorkerTurn
 from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
-from router.dispatch.members import WorkerKey
+from router.dispatch.members import Member, WorkerKey
 from router.dispatch.membership import Joined, Left
 from router.dispatch.progress import Standing
 from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
@@ -51,6 +51,7 @@ class SimRouter:
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
         self._wait_for_route: list[Client] = []
+        self._members: dict[bytes, Member] = {}  # by the connections that they have, or had
         self._greets_soon = False
         self._former: set[WorkerKey] = set()  # processes whose places others have taken
         address = router_address(host.process.name)
@@ -98,6 +99,9 @@ class SimRouter:
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
         self._perform(self.core.on_message(peer, decode_worker_frame(frame), self._now()))
+        member = self.core.membership.by_peer(peer)
+        if member is not None:
+            self._members[peer] = member
 
     def _on_lost_connection(self) -> None:
         if not self._greets_soon:
@@ -190,7 +194,7 @@ class SimRouter:
 
     def _note_turn(self, peer: bytes, message: RouterMessage) -> None:
         """A worker is given a request."""
-        member = self.core.membership.by_peer(peer)
+        member = self.core.membership.by_peer(peer) or self._members.get(peer)  # it may have been found lost a moment before
         if not isinstance(message, Generate) or member is None:
             return
         client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the attempt
