@@ -79,8 +79,12 @@ class ImageReadiness:
     def claim(self, identifier: bytes) -> None:
         """Learn that a ready image is embedded in this step."""
 
-    def end_step(self) -> None:
-        """Go on with what was asked for, now that all of it is known."""
+    def end_step(self) -> bool:
+        """Go on with what was asked for, now that all of it is known.
+
+        True if an image that was ready has made room for others: the next step finds it not ready.
+        """
+        return False
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
         """Forget a request that has shown these images, whatever ended it: what nobody else wants is not prepared."""

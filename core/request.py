@@ -282,6 +282,7 @@ class SchedulerOutput:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_identifiers: list[bytes] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
+    has_dropped_images: bool = False  # ready ones, for others; the next step may decide otherwise about who waits for them
 
 
 # ---- runner → scheduler ----------------------------------------------------------------------------------------------

@@ -57,8 +57,12 @@ class PixelSource(Protocol):
     def claim(self, identifier: bytes) -> None:
         """Learn that a ready image is embedded in this step."""
 
-    def end_step(self) -> None:
-        """Go on with what was asked for. What is claimed, and not taken yet, has its room still."""
+    def end_step(self) -> bool:
+        """Go on with what was asked for. What is claimed, and not taken yet, has its room still.
+
+        True if an image that was ready has made room.
+        """
+        ...
 
     def take(self, identifier: bytes, content: bytes) -> Pixels:
         """Return the pixels of an image, whose room is free with that. Raises: InvalidRequest if the file is bad."""

@@ -328,6 +328,7 @@ def _nothing_happened(scheduler_output: SchedulerOutput, runner_output: ModelRun
         scheduler_output.total_num_scheduled_tokens
         or scheduler_output.finished_req_ids
         or scheduler_output.preempted_req_ids
+        or scheduler_output.has_dropped_images
         or runner_output.kv_connector_output is not None
         or runner_output.ec_connector_output is not None
     )

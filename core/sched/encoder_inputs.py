@@ -242,7 +242,7 @@ class EncoderInputs:
 
     def complete_output(self, output: SchedulerOutput) -> None:
         """Add what the worker deletes, and last the connector's message; nothing more is asked for in this step."""
-        self._images.end_step()
+        output.has_dropped_images = self._images.end_step()
         output.free_encoder_identifiers = self.cache.take_freed_identifiers()
         if self.connector is not None:
             output.ec_connector_metadata = self.connector.build_connector_meta(output)

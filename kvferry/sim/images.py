@@ -34,10 +34,11 @@ class SimImages(ManualImages):
         """True if no image is being decoded, nor will be before the next step."""
         return not self._is_busy
 
-    def end_step(self) -> None:
+    def end_step(self) -> bool:
         """Choose what is kept, and begin if nothing is in progress."""
-        super().end_step()
+        has_dropped = super().end_step()
         self._go_on()
+        return has_dropped
 
     def _go_on(self) -> None:
         image = None if self._is_busy else self.begin_next()

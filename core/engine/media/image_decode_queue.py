@@ -81,10 +81,14 @@ class ImageDecodeQueue(ImageReadiness):
         """Note that a ready image is embedded in this step: it stays until it is taken."""
         self._images[identifier].is_claimed = True
 
-    def end_step(self) -> None:
-        """Choose what is kept, drop what finds no room beside it, and queue what is to be prepared."""
+    def end_step(self) -> bool:
+        """Choose what is kept, drop what finds no room beside it, and queue what is to be prepared.
+
+        True if an image was dropped that was ready.
+        """
         if not self._images:
-            return
+            return False
+        num_images = len(self._images)
         kept, room = self._choose_kept()
         self._queue = deque(image for image in kept if not image.is_begun)
         others = [image for image in self._images.values() if image.is_begun and not image.is_claimed and image not in kept]
@@ -94,6 +98,7 @@ class ImageDecodeQueue(ImageReadiness):
                 room -= image.num_bytes
             elif image.outcome is not None:
                 del self._images[image.identifier]
+        return len(self._images) < num_images
 
     def _choose_kept(self) -> tuple[list[QueuedImage], int]:
         """Return the front of the order that the budget holds, and the bytes that are left beside it."""

@@ -117,12 +117,13 @@ class ImageDecodeThread(ImageReadiness):
             with self._changed:
                 self._images.claim(identifier)
 
-    def end_step(self) -> None:
+    def end_step(self) -> bool:
         """See ``ImageReadiness``."""
         with self._changed:
-            self._images.end_step()
+            has_dropped = self._images.end_step()
             if self._images.has_next:
                 self._changed.notify()
+        return has_dropped
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
         """See ``ImageReadiness``."""

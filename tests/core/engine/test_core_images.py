@@ -17,31 +17,37 @@ from core.testing.hash_encoder import HashEncoder, Image, input_ids_of, lay_out
 from core.testing.hash_model import HashModel, expected_tokens, hash_model_kv_config
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
+from kvferry.sim.manual_images import ManualImages
 from tests.support.scripted_embeddings import EmbeddingScript, ScriptedECScheduler, ScriptedECWorker
 
-CAT = Image(b"cat", 6)
+CAT, DOG = Image(b"cat", 6), Image(b"dog", 6)
 
 
 class Engine:
-    """An engine that embeds images, and may load embeddings by a scripted connector."""
+    """An engine that embeds images, and may load embeddings by a scripted connector. ``images`` have to be prepared first."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ManualImages | None = None) -> None:
         self.script = EmbeddingScript()
-        encoder = HashEncoder(ScriptedECWorker(self.script))
+        encoder = HashEncoder(ScriptedECWorker(self.script), images.take if images is not None else None)
         self.model = HashModel(65, 16, encoder=encoder)
         manager = KVCacheManager(hash_model_kv_config(65, 16), 512, 16, 16, seals=self.model.seals)
         self.connector = ScriptedECScheduler(self.script)
-        scheduler = Scheduler(
-            SchedulerSection(), manager, 512, None, FakeClock(), encoder=EncoderInputs(64, 64, self.connector)
-        )
+        inputs = EncoderInputs(64, 64, self.connector, images)
+        scheduler = Scheduler(SchedulerSection(policy="priority"), manager, 512, None, FakeClock(), encoder=inputs)
         self.core = EngineCore(scheduler, self.model, BlockHasher(b"test", 16), self.model.vocab_size)
 
-    def add(self, name: str) -> list[int]:
-        """Add a request that shows the cat; return what it shall put out."""
-        token_ids, features, media = lay_out([[5, 6, 7], CAT, [8]])
-        sampling = SamplingParams(max_tokens=3)
+    def add(self, name: str, *parts: list[int] | Image, priority: int = 0) -> list[int]:
+        """Add a request that shows the cat, or has these parts; return what it shall put out."""
+        token_ids, features, media = lay_out(parts or ([5, 6, 7], CAT, [8]))
         self.core.add_request(
-            NewRequest(request_id=name, prompt_token_ids=token_ids, sampling=sampling, mm_features=features, media=media)
+            NewRequest(
+                request_id=name,
+                prompt_token_ids=token_ids,
+                sampling=SamplingParams(max_tokens=3),
+                mm_features=features,
+                media=media,
+                priority=priority,
+            )
         )
         return expected_tokens(input_ids_of(token_ids, features, media), 3)
 
@@ -94,6 +100,20 @@ def test_it_steps_while_the_ec_connector_asks_for_it_without_requests(engine, mo
     assert not engine.core.has_work()
     monkeypatch.setattr(engine.connector, "has_pending_push_work", lambda: True)
     assert engine.core.has_work()
+
+
+def test_it_goes_on_when_a_ready_image_has_made_room_and_its_request_blocks_no_others():
+    images = ManualImages(budget_embeds=6)
+    engine = Engine(images)
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.num_free_blocks - 1)
+    engine.add("too large for now", list(range(20)), CAT, priority=1)
+    assert engine.run() == []
+    images.work()
+    expected = engine.add("text", [5, 6, 7], priority=2)
+    assert engine.run() == [], "it has to wait for the blocks of the one before it"
+    engine.add("urgent", DOG, [5], priority=0)
+    assert engine.run() == expected, "the one before it waits for its image, which has made room for the urgent one's"
 
 
 def test_shutting_down_ends_both_sides_of_the_ec_connector_once(engine, monkeypatch):

@@ -118,6 +118,18 @@ def test_the_image_that_is_waited_for_first_gets_its_room_from_those_behind_it(b
     assert bench.ask("abcd") == "abc"
 
 
+def test_the_end_of_a_step_tells_whether_a_ready_image_has_made_room(bench):
+    bench.ask("bcd")
+    bench.images.begin_step()
+    assert not bench.images.end_step(), "nothing is ready"
+    bench.ask("bcd")
+    bench.prepare_all()
+    for name, has_dropped in (("d", False), ("a", True), ("a", False)):
+        bench.images.begin_step()
+        bench.is_ready(name)
+        assert bench.images.end_step() is has_dropped
+
+
 def test_images_that_nobody_asks_for_in_this_step_lose_their_room_first(bench):
     bench.ask("bc")
     bench.prepare_all()
