@@ -110,7 +110,7 @@ class SimRouter:
 
     def _greet_all(self) -> None:
         self._greets_soon = False
-        self._perform(self.core.greet_all())
+        self._perform(self.core.probe_connections())
 
     def _tick(self) -> None:
         self._perform(self.core.on_timer(self._now()))

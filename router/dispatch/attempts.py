@@ -37,10 +37,10 @@ class Attempts:
         """Register the name of a request's current attempt. Idempotent."""
         self._requests[request.wire_id] = request
 
-    def begin_next(self, request: RequestState, setback: ErrorInfo, now: float) -> None:
-        """End the current attempt of a request because of ``setback``, and begin the next one under a new name."""
+    def begin_next(self, request: RequestState, previous_error: ErrorInfo, now: float) -> None:
+        """End the current attempt of a request because of ``previous_error``, and begin the next one under a new name."""
         self.end(request, now)
-        request.attempt = request.next_attempt(setback)
+        request.attempt = request.next_attempt(previous_error)
         self.begin(request)
 
     def end(self, request: RequestState, now: float) -> None:

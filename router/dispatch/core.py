@@ -173,7 +173,7 @@ class RouterCore:
         worker = self.membership.by_peer(peer)
         return self._after(self.membership.on_unreachable(worker, now), now) if worker is not None else []
 
-    def greet_all(self) -> list[Action]:
+    def probe_connections(self) -> list[Action]:
         """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""
         return [Transmit(worker.peer, self.membership.welcome) for worker in self.membership.members]
 

@@ -180,7 +180,7 @@ class Dispatcher:
         if request.is_finished:
             return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
         self._inflight.free(request, sender.key)
-        return actions + self._hand_over(request, now)
+        return actions + self._send_to_decode(request, now)
 
     def on_tokens(self, sender: Worker, tokens: Sequence[Tokens], now: float) -> list[DispatchAction]:
         """Deliver the tokens of one engine step, one update per request."""
@@ -248,7 +248,7 @@ class Dispatcher:
         if not left.is_back:
             self._pairs.forget(key)
         affected = [request for request in self._requests.values() if key in request.workers]
-        return [action for request in affected for action in self._lose(request, left, now)]
+        return [action for request in affected for action in self._on_worker_lost(request, left, now)]
 
     def on_joined(self, member: Member, now: float) -> list[DispatchAction]:
         """Place waiting requests. A process that returns has not failed: requests get back the retries that its loss cost."""
@@ -260,7 +260,7 @@ class Dispatcher:
 
     def on_pause(self, lateness_s: float) -> None:
         """Extend deadlines by a pause of the router of this many seconds, except those that clients set."""
-        self._waiting.pardon(lateness_s)
+        self._waiting.exclude_pause(lateness_s)
         for request in self._requests.values():
             request.extend(lateness_s)
 
@@ -276,12 +276,12 @@ class Dispatcher:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
             else:
-                actions += self._leave_unresponsive(request, now)
+                actions += self._move_if_unresponsive(request, now)
         return [*actions, *self._handoffs.renewals(self._requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
         """Give waiting requests to workers that have room now."""
-        return [action for request in self._waiting.requests() for action in self._go_on(request, now)]
+        return [action for request in self._waiting.requests() for action in self._continue(request, now)]
 
     # ---- prefill and decode legs -------------------------------------------------------------------------------------
 
@@ -297,39 +297,39 @@ class Dispatcher:
             self._inflight.take(request, worker, request.submission.n)
         request.phase = Phase.ENCODE
         encodes = self._encode_legs.begin(request, first, now)
-        return [*encodes] if encodes else [self._begin_prompt(request, now)]
+        return [*encodes] if encodes else [self._send_prompt(request, now)]
 
-    def _begin_prompt(self, request: RequestState, now: float) -> Send:
+    def _send_prompt(self, request: RequestState, now: float) -> Send:
         """Send the prompt to the first worker of the route."""
         request.phase = Phase.PREFILL if request.attempt.prefill else Phase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
         return Send(request.current, new_generate(request, now))
 
-    def _go_on(self, request: RequestState, now: float) -> list[DispatchAction]:
+    def _continue(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Continue a request without a worker from its current output, or let it wait."""
-        return self._hand_over(request, now) if request.num_output_tokens else self._start_again(request, now)
+        return self._send_to_decode(request, now) if request.num_output_tokens else self._restart(request, now)
 
-    def _start_again(self, request: RequestState, now: float) -> list[DispatchAction]:
+    def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""
         try:
             route = self._placement.route(request, now)
         except (NoWorker, Overloaded) as error:
-            if request.attempt.setback is not None and request.attempt.setback.code == Overloaded.code:
-                return self._fail_with(request, request.attempt.setback, now)  # no worker has admitted it
+            if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
+                return self._fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
             return self._wait(request, error, now)
         except RequestError as error:
-            return self._fail_with(request, request.attempt.setback or ErrorInfo.of(error), now)
-        self._waiting.leave(request)
+            return self._fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)
+        self._waiting.remove(request)
         return self._start(request, route, now)
 
-    def _hand_over(self, request: RequestState, now: float) -> list[DispatchAction]:
+    def _send_to_decode(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Send a request with its output so far to a decode worker, or let it wait for one."""
         self._handoffs.begin(request, now)
         try:
             decode = self._placement.decode(request, now)
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
-        self._waiting.leave(request)
+        self._waiting.remove(request)
         actions = self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
@@ -339,7 +339,7 @@ class Dispatcher:
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:
         """Let a request wait for a worker; end it if it has waited too long."""
         is_only_busy = isinstance(error, Overloaded) or self._placement.may_resume(request)
-        too_long = self._waiting.stay(request, error, now, is_only_busy=is_only_busy)
+        too_long = self._waiting.keep(request, error, now, is_only_busy=is_only_busy)
         return self._fail(request, too_long, now) if too_long is not None else []
 
     # ---- the encode leg ----------------------------------------------------------------------------------------------
@@ -370,21 +370,21 @@ class Dispatcher:
 
     def _end_encode_leg(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Send the prompt on the reserved route, or on another one if a reserved worker is no longer available."""
-        request.accounts.encode_s = now - request.arrival
+        request.measurements.encode_s = now - request.arrival
         workers = [self._membership.get(key) for key in (request.attempt.prefill, request.attempt.decode) if key is not None]
         if workers and all(worker is not None and not worker.is_closed for worker in workers):
-            return [self._begin_prompt(request, now)]
+            return [self._send_prompt(request, now)]
         self._inflight.free_all(request)
         request.attempt.prefill = request.attempt.decode = None
-        return self._start_again(request, now)
+        return self._restart(request, now)
 
     # ---- retries -----------------------------------------------------------------------------------------------------
 
-    def _lose(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
+    def _on_worker_lost(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
         """Continue a request without a lost worker that had it or was reserved for it."""
         key = left.worker.key
         if request.phase is Phase.ENCODE:
-            return self._lose_while_encoding(request, left, now)
+            return self._on_lost_while_encoding(request, left, now)
         if request.current == key:
             role = "prefill" if request.phase is Phase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
@@ -394,7 +394,7 @@ class Dispatcher:
             self._inflight.free(request, key)
         return []  # the decode worker detects by itself whether it still needs the lost prefill worker
 
-    def _lose_while_encoding(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
+    def _on_lost_while_encoding(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
         """Stop waiting for a lost encode worker; a lost worker of the route is replaced after the encode leg."""
         key = left.worker.key
         ended = self._encode_legs.give_up(request, key, PeerUnreachable.code)
@@ -404,7 +404,7 @@ class Dispatcher:
             request.attempt.prefill = request.attempt.decode = None
         return []
 
-    def _leave_unresponsive(self, request: RequestState, now: float) -> list[DispatchAction]:
+    def _move_if_unresponsive(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Move a request away from a worker that makes no progress, if another one can take it."""
         worker = self._membership.get(request.current)
         why = worker.why_unresponsive if worker is not None else ""
@@ -435,7 +435,7 @@ class Dispatcher:
         self._inflight.free_all(request)
         if len(request.blamed) > self._max_retries:
             return actions + self._fail_with(request, error, now)
-        next_actions = self._go_on(request, now)
+        next_actions = self._continue(request, now)
         if request.error is None:
             if is_refusal:
                 request.num_refusals += 1
@@ -471,7 +471,7 @@ class Dispatcher:
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self._requests[request.request_id]
-        self._waiting.leave(request)
+        self._waiting.remove(request)
         self._attempts.end(request, now)
         self._inflight.free_all(request)
         return Ended(request, now)

@@ -47,14 +47,14 @@ class InflightCount:
 
 @dataclass(slots=True)
 class Encoding:
-    """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers they were asked for."""
+    """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers requested of them."""
 
     deadline: float
     waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Accounts:
+class Measurements:
     """The measurements of one request."""
 
     arrival: float
@@ -78,12 +78,12 @@ class Accounts:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to serve a request. A retry replaces it with a new one; ``setback`` is why the attempt before ended."""
+    """One attempt to serve a request. A retry replaces it with a new one, whose ``previous_error`` is the cause."""
 
     number: int = 1
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None  # reserved during PREFILL; None while the request waits for one
-    setback: ErrorInfo | None = None
+    previous_error: ErrorInfo | None = None
     has_handoff: bool = False  # the decode worker was given the handoff
     shown: set[int] = field(default_factory=set)  # choices with a token of this decode leg
     is_judged: bool = False  # its pair of workers has been judged by the first report
@@ -91,35 +91,35 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request on its way. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
+    """One running request. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
 
-    ``handoff`` is kept as long as it may be read: from the prefill worker's answer until every choice has shown a token, or the
-    prefill worker is lost. ``fallback_reason`` says why a later leg had to go without.
+    ``handoff`` is kept while it may be read: from the prefill worker's answer until every choice has a token of the decode leg,
+    or until no decode worker can read it. ``fallback_reason`` is why a decode leg had no handoff.
     """
 
     submission: Submission
     deadline: float
-    accounts: Accounts
+    measurements: Measurements
     output_token_ids: list[list[int]]
     finish_reasons: list[FinishReason | None]
     attempt: Attempt = field(default_factory=Attempt)
     phase: Phase = Phase.PREFILL
     model_fingerprint: bytes = b""
-    encoding: Encoding | None = None  # once it was tried
-    ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: embeddings that need not be computed
-    has_report: bool = False
-    has_decoded: bool = False  # a decode or aggregated worker has shown a token
+    encoding: Encoding | None = None  # None before its encode leg
+    ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded
+    has_report: bool = False  # the client has got the report of its prompt
+    has_decoded: bool = False  # a decode or aggregated worker has sent a token
     handoff: KVHandoff | None = None
     fallback_reason: str = ""
-    renew_at: float = 0.0
-    waits_since: float = 0.0
-    has_own_deadline: bool = False  # the client has set it, not the router
-    pardoned_s: float = 0.0  # of its deadline, for which the router itself stood still
-    blamed: list[WorkerKey] = field(default_factory=list)  # failures that count against its budget, by who failed
-    free_retries: dict[str, int] = field(default_factory=dict)  # others since its last token, by the error's code
-    retried: list[RetryKind] = field(default_factory=list)  # the retries after which it went on, refusals apart
-    num_refusals: int = 0  # by decode workers without room; they cost nothing but time
-    avoid: set[WorkerKey] = field(default_factory=set)  # workers that have failed it
+    renew_at: float = 0.0  # when the lease of the handoff is renewed next
+    waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
+    has_own_deadline: bool = False  # set by the client, not by the router
+    extended_s: float = 0.0  # how much pauses of the router have extended the deadline
+    blamed: list[WorkerKey] = field(default_factory=list)  # the workers whose failures count against its retries
+    free_retries: dict[str, int] = field(default_factory=dict)  # free retries since its last token, by error code
+    retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
+    num_refusals: int = 0  # by decode workers without room; they cost no retry
+    avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None
 
@@ -156,12 +156,12 @@ class RequestState:
             self.encoding.deadline += pause_s
         if not self.has_own_deadline:
             self.deadline += pause_s
-            self.pardoned_s += pause_s
+            self.extended_s += pause_s
 
-    def next_attempt(self, setback: ErrorInfo) -> Attempt:
+    def next_attempt(self, previous_error: ErrorInfo) -> Attempt:
         """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""
         prefill = None if self.phase is Phase.PREFILL else self.attempt.prefill
-        return Attempt(number=self.attempt.number + 1, prefill=prefill, setback=setback)
+        return Attempt(number=self.attempt.number + 1, prefill=prefill, previous_error=previous_error)
 
     @property
     def live_choices(self) -> list[int]:
@@ -181,12 +181,12 @@ class RequestState:
     @property
     def arrival(self) -> float:
         """When it was submitted."""
-        return self.accounts.arrival
+        return self.measurements.arrival
 
     @property
     def first_token_at(self) -> float | None:
         """When the first token of any choice arrived; None before."""
-        return self.accounts.first_token_at
+        return self.measurements.first_token_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def open_request(submission: Submission, now: float, timeout_s: float) -> Reques
         submission=submission,
         deadline=now + submission.budget_s(timeout_s),
         has_own_deadline=submission.timeout_s is not None and submission.timeout_s <= timeout_s,
-        accounts=Accounts(arrival=now),
+        measurements=Measurements(arrival=now),
         output_token_ids=[[] for _ in range(submission.n)],
         finish_reasons=[None] * submission.n,
     )

@@ -80,7 +80,7 @@ def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
 
 def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
     """Return True if a worker ended the request at a deadline that the router has since extended for its own pause."""
-    return error.code == DeadlineExceeded.code and request.pardoned_s > 0 and now < request.deadline
+    return error.code == DeadlineExceeded.code and request.extended_s > 0 and now < request.deadline
 
 
 def kind_of(request: RequestState) -> RetryKind:

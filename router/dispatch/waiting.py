@@ -27,11 +27,11 @@ class Waiting:
         """Return the waiting requests, oldest first."""
         return list(self._requests.values())
 
-    def leave(self, request: RequestState) -> None:
+    def remove(self, request: RequestState) -> None:
         """Remove a request; does nothing if it does not wait."""
         self._requests.pop(request.request_id, None)
 
-    def stay(self, request: RequestState, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
+    def keep(self, request: RequestState, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
         """Keep a request that no worker can take now because of ``error``; return an error if it has waited too long.
 
         If suitable workers are members but busy (``is_only_busy``), it waits until its deadline. Otherwise it waits for a
@@ -45,13 +45,13 @@ class Waiting:
         patience_s = self._restarts.patience_s(_ROLES_THAT_GO_ON)
         if now < request.waits_since + patience_s:
             return None
-        why = request.attempt.setback.message if request.attempt.setback else error.message
+        why = request.attempt.previous_error.message if request.attempt.previous_error else error.message
         return NoWorker(
             f"{why}; nobody could go on with the request for {patience_s:g} s",
             retry_after_s=self._restarts.retry_after_s(now),
         )
 
-    def pardon(self, lateness_s: float) -> None:
+    def exclude_pause(self, lateness_s: float) -> None:
         """Exclude a pause of the router of this many seconds from the waits."""
         for request in self._requests.values():
             request.waits_since += lateness_s

@@ -278,7 +278,7 @@ class WorkerGateway:
             await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
                 self._note_event(await monitor.recv_multipart())
-            self._guard(self.core.greet_all)
+            self._guard(self.core.probe_connections)
 
     def _note_event(self, parts: list[bytes]) -> None:
         """Count and log a failed handshake: a worker with another cluster key never connects, and retries forever."""
@@ -490,6 +490,6 @@ class WorkerGateway:
 
 def _recomputed(request: RequestState) -> dict[str, object]:
     """Return why blocks were not loaded and how many tokens that cost, for the log; {} if all were loaded."""
-    cost = request.accounts.cost
+    cost = request.measurements.cost
     reason = cost.fallback_reason or request.fallback_reason
     return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}

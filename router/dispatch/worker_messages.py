@@ -92,9 +92,9 @@ def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: Req
 
 def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
     """Record the first tokens and return the update for the client."""
-    accounts = request.accounts
-    accounts.first_token_at = now
-    accounts.first_token = first_token_timing(now - accounts.arrival, message.queue_ms, message.prefill_ms, accounts.encode_s)
+    measured = request.measurements
+    measured.first_token_at = now
+    measured.first_token = first_token_timing(now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s)
     request.has_report = True
     request.free_retries.clear()
     updates = []
@@ -104,11 +104,14 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
         request.output_token_ids[choice.index].append(choice.token_id)
         request.finish_reasons[choice.index] = choice.finish_reason
     if message.fallback_reason:
-        accounts.prefill_loss = TransferUsage(
+        measured.prefill_loss = TransferUsage(
             recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason
         )
     report = PromptReport(
-        message.num_cached_tokens, message.prompt_logprobs, accounts.first_token, model_fingerprint=request.model_fingerprint
+        message.num_cached_tokens,
+        message.prompt_logprobs,
+        measured.first_token,
+        model_fingerprint=request.model_fingerprint,
     )
     return Update(choices=updates, prompt=report, handoff=_report(request))
 
@@ -132,8 +135,8 @@ def apply_tokens(request: RequestState, item: Tokens, update: Update, now: float
     num_known = len(output) - item.position  # tokens of a repeated message
     token_ids = item.token_ids[num_known:]
     logprobs = item.logprobs[num_known:] if item.logprobs is not None else None
-    if token_ids and request.accounts.first_token_at is None:
-        request.accounts.first_token_at = now
+    if token_ids and request.measurements.first_token_at is None:
+        request.measurements.first_token_at = now
     output.extend(token_ids)
     request.finish_reasons[item.index] = item.finish_reason
     update.choices.append(ChoiceUpdate(item.index, token_ids, logprobs, item.finish_reason, item.stop_reason))
@@ -170,49 +173,49 @@ def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float
             item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
         )
     if request.is_degraded:
-        _account_alone(request, item.index, item.usage)
+        _record_cost_alone(request, item.index, item.usage)
     elif item.usage.kv_transfer is not None:
-        _account(request, item.index, item.usage, item.usage.kv_transfer, now)
+        _record_cost(request, item.index, item.usage, item.usage.kv_transfer, now)
     update.handoff = _report(request)
 
 
-def _account(request: RequestState, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
+def _record_cost(request: RequestState, index: int, usage: Usage, cost: TransferUsage, now: float) -> None:
     """Record the cost of a choice, unless an earlier attempt has reported one for it.
 
     Without a handoff, on an aggregated worker, the cost counts only if a tier lost blocks.
     """
-    accounts = request.accounts
-    has_handoff = accounts.first_token is not None
+    measurements = request.measurements
+    has_handoff = measurements.first_token is not None
     if not has_handoff and not cost.fallback_reason:
         return
     if request.fallback_reason and not request.attempt.has_handoff:
         num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = msgspec.structs.replace(cost, recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
-    if accounts.costs.get(index, (request.attempt.number,))[0] == request.attempt.number:
-        accounts.costs[index] = (request.attempt.number, cost)
-    if has_handoff and accounts.first_token_at is not None and accounts.second_token is None:
-        accounts.second_token = second_token_timing(now - accounts.first_token_at, cost)
+    if measurements.costs.get(index, (request.attempt.number,))[0] == request.attempt.number:
+        measurements.costs[index] = (request.attempt.number, cost)
+    if has_handoff and measurements.first_token_at is not None and measurements.second_token is None:
+        measurements.second_token = second_token_timing(now - measurements.first_token_at, cost)
 
 
-def _account_alone(request: RequestState, index: int, usage: Usage) -> None:
+def _record_cost_alone(request: RequestState, index: int, usage: Usage) -> None:
     """Record, for the first choice that reports, that the decode worker computed the prompt instead of loading it."""
-    if not request.accounts.costs:
+    if not request.measurements.costs:
         num_computed = max(0, len(request.submission.prompt_token_ids) - usage.num_cached_tokens)
         cost = TransferUsage(recomputed_tokens=num_computed, fallback_reason=request.fallback_reason)
-        request.accounts.costs[index] = (request.attempt.number, cost)
+        request.measurements.costs[index] = (request.attempt.number, cost)
 
 
 def _report(request: RequestState) -> HandoffReport | None:
     """Return the report; None before the handoff has ended, or without one, unless a tier lost blocks."""
-    accounts, cost = request.accounts, request.accounts.cost
-    is_over = request.is_degraded or accounts.second_token is not None
+    measurements, cost = request.measurements, request.measurements.cost
+    is_over = request.is_degraded or measurements.second_token is not None
     if not is_over and not cost.fallback_reason:
         return None
     return HandoffReport(
         cost=cost,
-        first_token=accounts.first_token,
-        second_token=accounts.second_token,
-        outcome=(accounts.handoff_cost.fallback_reason or "loaded") if is_over else None,
+        first_token=measurements.first_token,
+        second_token=measurements.second_token,
+        outcome=(measurements.handoff_cost.fallback_reason or "loaded") if is_over else None,
         num_retries=len(request.retried),
         num_replays=request.retried.count("replay"),
         num_refusals=request.num_refusals,

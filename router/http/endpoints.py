@@ -25,7 +25,7 @@ from router.images.reader import Hold, ImageReader
 from router.metrics import RouterMetrics
 from router.openai.logprobs import TokenTexts
 from router.openai.postprocess import RequestOutput
-from router.openai.preprocess import Prompt, PromptReader, Sight, check_messages, max_text_tokens
+from router.openai.preprocess import ImageSupport, Prompt, PromptReader, check_messages, max_text_tokens
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.responses import ChatShaper, CompletionShaper, Envelope
 from router.openai.sampling import (
@@ -88,9 +88,11 @@ class Endpoints:
         self.is_closing = False
         self._defaults = model.defaults
         self._tokenizer = model.tokenizer
-        sight = Sight(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
+        image_support = (
+            ImageSupport(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
+        )
         self._pool = TextPool(model.tokenizer, config.text_threads)
-        self._reader = PromptReader(model.tokenizer, self._pool, sight)
+        self._reader = PromptReader(model.tokenizer, self._pool, image_support)
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens

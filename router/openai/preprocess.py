@@ -57,7 +57,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ImageSupport:
     """What a model with image input needs: an image reader, the form of images in prompts, and the current model fingerprint.
 
     ``model_fingerprint`` raises NoWorker if there is no route.
@@ -71,10 +71,10 @@ class Sight:
 class PromptReader:
     """Tokenizes for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, pool: TextPool, sight: Sight | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, pool: TextPool, image_support: ImageSupport | None = None) -> None:
         self._tokenizer = tokenizer
         self._pool = pool
-        self._sight = sight  # None = the model reads text only
+        self._image_support = image_support  # None = the model reads text only
         self._longest_token = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
     async def read_completion(
@@ -132,8 +132,8 @@ class PromptReader:
         self._check_length(sum(map(_num_characters, request.messages)), request, limits)
         text = await self.render_in_time(request)
         references = find_images(request.messages)
-        if references and self._sight is not None:
-            return await self._read_with_images(request, text, await self._sight.reader.read(references, hold), limits)
+        if references and self._image_support is not None:
+            return await self._read_with_images(request, text, await self._image_support.reader.read(references, hold), limits)
         token_ids = _truncate(await self._encode_chat(request, text, limits), request.truncate_prompt_tokens, limits)
         hold(_memory_of(len(token_ids)))
         return Prompt(token_ids, text)
@@ -141,16 +141,16 @@ class PromptReader:
     async def _read_with_images(
         self, request: ChatCompletionRequest, text: str, placed: Sequence[PlacedImage], limits: ModelLimits
     ) -> Prompt:
-        assert self._sight is not None
+        assert self._image_support is not None
         if request.truncate_prompt_tokens is not None:
             raise InvalidRequest(
                 "truncate_prompt_tokens is not supported yet with images: leave it out", param="truncate_prompt_tokens"
             )
-        prompts, images = self._sight.prompts, [found.image for found in placed]
+        prompts, images = self._image_support.prompts, [found.image for found in placed]
         expanded = prompts.expand(text, [image.size for image in images])
         token_ids = await self._encode_chat(request, expanded, limits)
         _check_num_tokens(token_ids, limits)
-        fingerprint = self._sight.model_fingerprint()
+        fingerprint = self._image_support.model_fingerprint()
         features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
         places = {found.image.content: found.place for found in reversed(placed)}  # the first of equal files
         return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)
@@ -178,9 +178,9 @@ class PromptReader:
         """
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
-        sees = self._sight is not None and isinstance(request, ChatCompletionRequest)
-        messages = [_template_message(index, message, sees) for index, message in enumerate(request.messages)]
-        if self._sight is not None:  # such a template expects messages as lists of parts
+        has_image_input = self._image_support is not None and isinstance(request, ChatCompletionRequest)
+        messages = [_template_message(index, message, has_image_input) for index, message in enumerate(request.messages)]
+        if self._image_support is not None:  # such a template expects messages as lists of parts
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         is_continued = bool(request.continue_final_message)
         add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt

@@ -214,14 +214,14 @@ def release_the_lease_with_its_first_reader(patch: Patch) -> None:
 
 
 def do_not_wait_for_a_worker(patch: Patch) -> None:
-    real = Waiting.stay
+    real = Waiting.keep
 
-    def stay(self, request, error, now, *, is_only_busy):
+    def keep(self, request, error, now, *, is_only_busy):
         self._restarts._worker_wait_s = 0.0
         self._restarts._is_supervised.clear()
         return real(self, request, error, now, is_only_busy=is_only_busy)
 
-    patch(Waiting, "stay", stay)
+    patch(Waiting, "keep", keep)
 
 
 def never_take_a_worker_that_has_failed_the_request(patch: Patch) -> None:

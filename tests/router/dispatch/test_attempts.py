@@ -45,7 +45,7 @@ def test_next_attempt_keeps_nothing_of_the_last_one_but_a_computed_prompt(attemp
         first.prefill, first.decode, first.has_handoff, first.is_judged = P0, D0, True, True
         first.shown.add(0)
         attempts.begin_next(request, LOST, 1.0)
-        assert request.attempt == Attempt(number=first.number + 1, prefill=prefill, setback=LOST)
+        assert request.attempt == Attempt(number=first.number + 1, prefill=prefill, previous_error=LOST)
 
 
 def test_a_request_that_is_named_twice_is_found_once(attempts):
