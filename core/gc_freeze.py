@@ -1,7 +1,7 @@
-"""What a process has loaded, out of the garbage collector's sight.
+"""``gc.freeze()`` after start-up keeps full collections off the loaded objects.
 
-A full collection stops every thread while it walks all modules, classes and weights' wrappers that a worker will keep for its
-life; the end of a NIXL agent is one each time. Called once by a worker, behind the model, and by the router.
+A full collection stops every thread while it walks all modules, classes and weight wrappers that the process keeps for its
+whole life. Closing a NIXL agent runs one each time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ import gc
 
 
 def freeze_loaded_objects() -> None:
-    """Collect once more, then never look again at what is left. Takes as long as a full collection. Source: ``gc.freeze``."""
+    """Collect once, then exempt all remaining objects from collection. Takes as long as a full one. Source: ``gc.freeze``."""
     gc.collect()
     gc.freeze()

@@ -14,10 +14,10 @@ Life cycle. The state is derived from the fields, so that it can never disagree 
 | EVICTABLE | ref_cnt = 0, hashed  | free of a FULL block                    | a hit (same generation), reuse (new one) |
 
 A hit is not a reallocation: it adds a reference and keeps the generation. A lease, a pin or a transfer in flight is one more
-reference held by someone who is not a request (``BlockPool.touch``, later ``BlockPool.free_blocks``). While it lasts the block
-cannot be reused, whatever happens to its request. The states of a remote load are told apart by the holder of that
+reference that no request holds (``BlockPool.touch``, later ``BlockPool.free_blocks``). While it lasts the block
+cannot be reused, even if its request ends. The states of a remote load are told apart by the holder of that
 reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again; its generation grows whenever
-it is going to be rewritten in place, with or without its hash.
+it will be rewritten in place, with or without its hash.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class KVCacheCoordinator(ABC):
         """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
 
         In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
-        a hit that nobody references yet. Blocks that no token behind ``num_processed_tokens`` attends to are left out.
+        a hit that nobody references yet. Blocks that no token after ``num_processed_tokens`` attends to are left out.
         Returns the blocks of the second phase.
         """
         for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):
@@ -97,7 +97,7 @@ class KVCacheCoordinator(ABC):
         return tuple(manager.allocate_new_blocks(request_id, num_tokens) for manager in self.managers)
 
     def has_request(self, request_id: str) -> bool:
-        """Tell whether the request holds tables."""
+        """Return True if the request holds tables."""
         return request_id in self.managers[0].req_to_blocks
 
     def get_blocks(self, request_id: str) -> BlocksPerGroup:
@@ -139,7 +139,7 @@ class KVCacheCoordinator(ABC):
         return beyond
 
     def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
-        """Take what others reference behind ``num_tokens`` out of the tables; return those blocks, as they may be evicted."""
+        """Drop the shared blocks after ``num_tokens`` from the tables; return them, in the order of their eviction."""
         return [block for manager in self.managers for block in manager.drop_shared_tail(request_id, num_tokens, kept)]
 
     def num_cached_tokens(self, request_id: str) -> int:
@@ -196,7 +196,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups: a prefix is a hit as far as every group can go on behind it."""
+    """Several groups: a prefix is a hit up to where every group can continue."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
         """Ask the groups in turn, each for at most what those before it have left, until all agree on one length.

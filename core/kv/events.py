@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class BlockStored:
     """Consecutive full blocks became hits; ``parent_hash`` precedes the first one (None at the start of a sequence).
 
-    ``token_ids`` are the tokens of all these blocks, if whoever cached them told them.
+    ``token_ids`` are the tokens of all these blocks, empty if the caller did not pass them.
     """
 
     block_hashes: tuple[bytes, ...]

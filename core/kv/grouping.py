@@ -7,7 +7,7 @@ their blocks must have the same bytes: equal page sizes, and the same number of 
         sliding   group 0  0  1  2,  group 1  3  4  6,  ...  group 5  13 15 16
         full      group 2  5 11 17
 
-Knows neither models nor memory. Called by ``core.engine.kv_pool``, and by whoever wants to know beforehand what it would do.
+Knows neither models nor memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 def _choose_group_size(counts: Sequence[int]) -> int:
     """Return the number of slots of a block, given the number of layers of each spec.
 
-    The one that leaves the fewest slots empty, and the smallest of these: the number of layers of the rarest spec, where that
-    divides the others. From there on only: with fewer slots there would be more tables, and nothing to gain.
+    Chooses the number that leaves the fewest slots empty, and the smallest of these: the number of layers of the rarest spec,
+    if it divides the others. Smaller numbers are not considered: they would add tables without saving memory.
     """
     return min(range(min(counts), max(counts) + 1), key=lambda size: sum(-count % size for count in counts))

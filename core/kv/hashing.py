@@ -13,8 +13,7 @@ A media item has an identifier of its own, which the hashes of the blocks that i
     identifier = blake2b(digest_size=16, key=model_fingerprint, person=DOMAIN, len(processing): u32 | processing | file)
 
 All integers are little-endian. Full blocks and tails have different domains (BLAKE2's ``person``), so that a tail can never
-collide with a full block. Knows nothing about requests or pools; called by ``core.request`` for each new full block and by
-whoever seals or checks a partial last block.
+collide with a full block. Knows nothing about requests or pools.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ def _num_tokens(token_ids: TokenIds) -> int:
 def hash_media(model_fingerprint: bytes, processing: bytes, media: bytes) -> bytes:
     """Return the 16-byte identifier of a media file, as the model sees it.
 
-    ``processing`` are the parameters by which pixels are made of it: whatever changes the embeddings and is neither the file
-    nor the model. The same for every tenant: an embedding tells nothing that the file does not.
+    ``processing`` are the parameters of the conversion to pixels: everything that changes the embeddings besides the file and
+    the model. The identifier is the same for every tenant: an embedding reveals nothing that the file does not.
     Raises: ValueError for a fingerprint that is empty or longer than 64 bytes.
     """
     _check_fingerprint(model_fingerprint)

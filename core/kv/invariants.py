@@ -1,6 +1,6 @@
-"""Finds what is inconsistent in a KV cache: the invariants of ``core.kv``, checked from outside.
+"""Checks the invariants of ``core.kv`` and returns the violations.
 
-Costs time in proportion to the pool. Called by tests and by the simulation after each step, never while serving.
+Takes time in proportion to the pool, so tests and the simulation use it and a serving engine does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The KV cache as the scheduler sees it: prefix hits, slots for tokens, and their end.
+"""The KV cache as the scheduler sees it: prefix hits, slots for tokens, and freeing them.
 
 Decides whether a request may have blocks; owns no block itself (``core.kv.coordinator`` does) and knows no queue, budget or
-priority. Called by the scheduler, and read by the scheduler sides of connectors. One thread only.
+priority. One thread only.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class KVCacheBlocks:
 
 
 class KVCacheManager:
-    """Hands out KV slots and finds cached prefixes.
+    """Allocates KV slots and finds cached prefixes.
 
     ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps (default:
     ``max_model_len``, the safe upper bound). ``watermark`` is the share of the pool that the admission of a request must leave
     free while others run, so that they are not preempted at once. ``enable_kv_cache_events`` collects events without bound
-    until ``take_events``: for a caller that drains them, as the engine does where somebody may listen.
+    until ``take_events``, so the caller must drain them.
     ``seals`` is the pool's seal table; without one nothing is sealed.
     Raises: ValueError for sizes that do not fit together.
     """
@@ -154,7 +154,7 @@ class KVCacheManager:
         ``full_sequence_must_fit`` demands room for all ``num_tokens``; ``reserved_blocks`` must stay free. The watermark
         applies when a request without blocks joins others that run.
 
-        Returns None if free blocks do not suffice; then nothing has changed but that skipped blocks are given back, as always.
+        Returns None if free blocks do not suffice; then nothing has changed except that skipped blocks are freed, as always.
         Raises: ValueError if there is nothing to do.
         """
         if num_new_tokens < 0 or not (num_new_tokens or num_new_computed_tokens or num_external_computed_tokens):
@@ -199,13 +199,13 @@ class KVCacheManager:
     def seal_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Seal the full blocks of the first ``num_computed_tokens`` tokens: their KV is in the pool, complete and good.
 
-        Hits are left out, also where the same step fills them: whoever fills a block seals it.
+        Hits are left out, even if the same step fills them: the request that fills a block seals it.
         """
         if self.block_pool.seals is not None:
             self.coordinator.seal_blocks(request.request_id, request.block_hashes, num_computed_tokens)
 
     def seal_partial_block(self, request: KVCacheRequest, num_tokens: int, block_hash: bytes) -> None:
-        """Seal the last block of the first ``num_tokens`` tokens, if they do not fill it, for whoever reads just these.
+        """Seal the last block of the first ``num_tokens`` tokens, if they do not fill it, for a reader of just these tokens.
 
         ``block_hash`` identifies the ``num_tokens`` tokens (``BlockHasher.prefix_hash``). The request must not write any more.
         """
@@ -213,12 +213,12 @@ class KVCacheManager:
             self.coordinator.seal_partial_block(request.request_id, num_tokens, block_hash)
 
     def remove_skipped_blocks(self, request: KVCacheRequest) -> None:
-        """Give back the request's blocks that no token behind those that are processed attends to."""
+        """Free the request's blocks that no unprocessed token attends to."""
         num_processed = min(request.num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, max(0, num_processed))
 
     def withhold_first_block(self, request_id: str, group_id: int) -> None:
-        """Never hash or seal the first block of a group's table that is not null: its first tokens are not there.
+        """Never hash or seal the first block of a group's table that is not null: its first tokens are missing.
 
         For a window that begins within a block of which only the end was loaded.
         """
@@ -231,16 +231,16 @@ class KVCacheManager:
     def truncate(self, request: KVCacheRequest, num_tokens: int) -> KVCacheBlocks:
         """Prepare to recompute everything from token ``num_tokens`` on in place; return the blocks concerned.
 
-        They lose their hashes, so that nobody hits them, and get a new generation, so that nobody who knows the old one
-        accepts them. They are hashed again by ``cache_blocks`` as usual.
+        They lose their hashes, so that they are no hits, and get a new generation, so that a reader that knows the old one
+        rejects them. They are hashed again by ``cache_blocks`` as usual.
         """
         return KVCacheBlocks(self.coordinator.truncate(request.request_id, num_tokens))
 
     def drop_shared_tail(self, request: KVCacheRequest, num_tokens: int, kept: Container[int] = ()) -> None:
-        """Give up the request's blocks behind ``num_tokens``, from the first one on that others reference too.
+        """Drop the request's blocks after ``num_tokens``, from the first shared one on.
 
-        For a request that will write there again: a transfer may still write such a block, or somebody relies on it. ``kept``
-        are shared blocks that may be rewritten in place. The next allocation replaces what is given up by fresh blocks.
+        For a request that will write there again: a transfer may still write a shared block, or another request may read it.
+        ``kept`` are shared blocks that may be rewritten in place. The next allocation replaces the dropped blocks.
         """
         self.block_pool.free_blocks(self.coordinator.drop_shared_tail(request.request_id, num_tokens, kept))
 

@@ -1,9 +1,9 @@
-"""All KV cache blocks of one worker: which are free, which are cached, who is reused next.
+"""All KV cache blocks of one worker: which are free, which are cached, and which is reused next.
 
 Owns reference counts, generations, the free queue, the prefix map (block hash, group) -> blocks, and when a seal is broken:
-wherever a generation grows or content is no longer trusted. Does not know requests, block tables or tensors. Called by the KV
-cache managers, and by connectors that keep blocks beyond their request (a lease, a pin, a transfer in flight): they ``touch``
-a block to hold a reference of their own and ``free_blocks`` it when they are done.
+wherever a generation grows or content is no longer trusted. Does not know requests, block tables or tensors. A
+connector that keeps blocks beyond their request (a lease, a pin, a transfer in flight) calls ``touch`` to hold a reference of
+its own and ``free_blocks`` to drop it.
 
 Names and eviction order are those of vLLM V1's block pool.
 """
@@ -70,7 +70,7 @@ class FreeKVCacheBlockQueue:
         return self.popleft_n(1)[0]
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take this block out, wherever it is, in constant time.
+        """Remove this block from any position, in constant time.
 
         Raises: RuntimeError if it is not in the queue.
         """
@@ -207,7 +207,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that somebody references, 0 to 1."""
+        """Share of the usable blocks with a reference, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
@@ -237,7 +237,7 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference of each block. Of those left without one, the first given is reused first.
 
-        Blocks without a hash are reused before all others; hashed ones queue up behind them as evictable cache.
+        Blocks without a hash are reused before all others; hashed ones queue up after them as evictable cache.
         """
         unhashed: list[KVCacheBlock] = []
         hashed: list[KVCacheBlock] = []
@@ -288,7 +288,7 @@ class BlockPool:
             block_hash = block_hashes[(index + 1) * k - 1]
             stored.append(index)
             if block.block_hash is not None:
-                # Shared and hashed again after a rollback by somebody else: the content must be the same.
+                # Shared, and hashed again after another request rolled back: the content must be the same.
                 assert (block.block_hash, block.group_id) == (block_hash, group_id), block
                 continue
             self.cached_blocks.add(cache_key(block_hash, group_id), block)
@@ -346,7 +346,7 @@ class BlockPool:
         self.break_seals(rewritten)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes and seals of these blocks, so that nobody hits or reads them again; references stay.
+        """Drop the hashes and seals of these blocks, so that they are neither hit nor read again; references stay.
 
         Raises: ValueError for an id outside the pool; then nothing has changed.
         """

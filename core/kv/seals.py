@@ -77,7 +77,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class SealMemory:
-    """Zeroed host memory for the rows of a table. ``memory_fd`` is the anonymous memory file behind it, or None.
+    """Zeroed host memory for the rows of a table. ``memory_fd`` is the anonymous memory file that backs it, or None.
 
     Each block has ``num_landing`` landing rows: one for every block of a peer that may be read into it.
     """
@@ -108,11 +108,11 @@ def num_landing_rows(block_size: int) -> int:
 
 
 class SealTable:
-    """One row per block, and behind them landing rows of each block for the seals of peers' blocks.
+    """One row per block, followed by the landing rows of each block for the seals of peers' blocks.
 
-    The last row belongs to no block: probes of a transport land there, and nothing looks at it.
+    The last row belongs to no block: a transport's probes write there, and it is never read.
 
-    ``digest_blocks`` computes the digests of blocks by their ids; None = seals are made without. Written by the engine thread;
+    ``digest_blocks`` computes the digests of blocks by their ids; None = seals have no digests. Written by the engine thread;
     landing rows by the transfer thread.
     """
 
@@ -191,7 +191,7 @@ class SealTable:
         return bytes(self.buffer[row * SEAL_BYTES : (row + 1) * SEAL_BYTES])
 
     def rows(self, rows: Sequence[int]) -> bytes:
-        """Return copies of own or landing rows, one behind the other."""
+        """Return copies of own or landing rows, concatenated."""
         return self._rows.take(rows, 0).tobytes()
 
     def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
@@ -252,7 +252,7 @@ class ExpectedRows:
         self._are_possible = all(one.generation != BROKEN for one in wanted)
 
     def equal(self, rows: bytes, digests: Sequence[int] | None = None) -> bool:
-        """Say whether these are the rows; with ``digests`` also whether every one has the digest of its block."""
+        """Return True if the rows match; with ``digests`` each must also have the digest of its block."""
         if not self._are_possible or len(rows) != self._num_bytes:
             return False
         if (int.from_bytes(rows, "little") ^ self._value) & self._compared:
@@ -266,7 +266,7 @@ def _digest_of(row: tuple[Any, ...]) -> int | None:
 
 
 def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:
-    """Say, with both values, why a seal is not the expected one; None if it is. Digests are not looked at."""
+    """Return how a seal differs from the expected one, with both values; None if it does not. Digests are not compared."""
     magic, version, group_id, sealed_by, block_hash, _, num_tokens, _, layout, generation = _ROW.unpack(row)
     if (
         generation == expected.generation != BROKEN

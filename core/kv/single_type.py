@@ -1,10 +1,9 @@
 """Block tables of one KV cache group: what one attention type holds for each request.
 
 Owns request id -> blocks and how many leading blocks of each are hashed, and sealed. Does not know other groups, budgets or why
-blocks are asked for. Called only by ``core.kv.coordinator``, which checks that enough blocks are free before it lets anyone
-allocate.
+blocks are requested. ``core.kv.coordinator`` checks that enough blocks are free before it allocates.
 
-A table has an entry for every block of the sequence. What no later token attends to is the null block, always a prefix:
+A table has an entry for every block of the sequence. Blocks that no later token attends to are null, always a prefix:
 
     table   | null | null | 17 | 4 | 29 |
     tokens  |-- skipped --|-- window -- p       p = first token that is not processed yet
@@ -52,18 +51,18 @@ class SingleTypeKVCacheManager(ABC):
         self.max_admission_blocks = max_admission_blocks
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
-        self.num_sealed_block: dict[str, int] = {}  # hits count: whoever filled them seals them
+        self.num_sealed_block: dict[str, int] = {}  # hits count as sealed: the request that filled them seals them
 
     @abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
-        """Return the table of the longest prefix of at most ``max_length`` tokens behind which a request can go on.
+        """Return the table of the longest prefix of at most ``max_length`` tokens after which a request can continue.
 
         Its length is a multiple of ``scheduler_block_size``; blocks that no later token attends to are null.
         ``block_hashes`` has one value per ``hash_block_size`` tokens. Takes no reference.
         """
 
     def num_skipped_blocks(self, num_processed_tokens: int) -> int:
-        """Return how many leading blocks no token behind the first ``num_processed_tokens`` attends to."""
+        """Return how many leading blocks no token after the first ``num_processed_tokens`` attends to."""
         return self.spec.num_skipped_tokens(num_processed_tokens) // self.block_size
 
     def num_null_blocks(self, request_id: str) -> int:
@@ -75,7 +74,7 @@ class SingleTypeKVCacheManager(ABC):
         return self.num_null_blocks(request_id)
 
     def withhold_first_block(self, request_id: str) -> None:
-        """Never hash or seal the first block that is not null: its first tokens are not there, and nobody here needs them."""
+        """Never hash or seal the first block that is not null: its first tokens are missing, and no later token needs them."""
         raise AssertionError(f"{request_id}: every token of a table without null blocks is needed")
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
@@ -91,9 +90,9 @@ class SingleTypeKVCacheManager(ABC):
     ) -> int:
         """Return how many free blocks it takes to give the request slots for ``num_tokens`` tokens.
 
-        Hits that nobody references lie in the free queue and leave it when they are adopted, so they count. Without the cap
-        it is exactly what an allocation takes now. With it, what the request takes at most at any time until it has these
-        slots, skipped blocks given back meanwhile: for the decision whether it may begin at all.
+        Hits without a reference lie in the free queue and leave it when they are adopted, so they count. Without the cap the
+        result is exactly the size of an allocation now. With it, it is the most that the request takes at any time until it
+        has these slots, while skipped blocks are freed: for the decision whether it may begin at all.
         """
         num_required = -(-num_tokens // self.block_size)
         blocks = self.req_to_blocks.get(request_id)
@@ -152,7 +151,7 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[request_id] = num_full
 
     def reachable_block_mask(self, start: int, end: int) -> list[bool] | None:
-        """Say of each block [start, end) of a table whether a hit can ever use it; None if all can be used.
+        """Return for each block [start, end) of a table whether a hit can ever use it; None if all can be used.
 
         The others are never hashed: they would only push useful blocks out of the cache.
         """
@@ -191,10 +190,10 @@ class SingleTypeKVCacheManager(ABC):
         return self.req_to_blocks[request_id][num_kept:]
 
     def drop_shared_tail(self, request_id: str, num_tokens: int, kept: Container[int]) -> list[KVCacheBlock]:
-        """Take the blocks behind ``num_tokens`` out of the table, from the first one on that others reference too.
+        """Remove the blocks after ``num_tokens`` from the table, from the first shared one on.
 
-        A block in ``kept`` stays all the same, a null block never: nothing can be written there. Returns them last first, the
-        order in which they may be evicted.
+        A block in ``kept`` counts as not shared. A null block never stays: nothing can be written there. Returns the blocks
+        last first, the order in which they may be evicted.
         """
         blocks = self.req_to_blocks[request_id]
         behind = range(ceil_div(num_tokens, self.block_size), len(blocks))
@@ -207,10 +206,10 @@ class SingleTypeKVCacheManager(ABC):
         return dropped
 
     def get_boundary(self, request_id: str, num_tokens: int) -> int:
-        """Return the most tokens, ``num_tokens`` at most, behind which the request can go on with the blocks it holds here.
+        """Return the most tokens, ``num_tokens`` at most, after which the request can continue with the blocks it holds here.
 
-        Fewer tokens need earlier blocks: if those that ``num_tokens`` need are gone, what is left is the last place before it
-        where nothing is needed. That is the start, or the start of a chunk.
+        Fewer tokens need earlier blocks: if the blocks that ``num_tokens`` need are gone, the result is the last earlier
+        position that needs no block: the start, or the start of a chunk.
         """
         if self.num_skipped_blocks(num_tokens) >= self.num_lacking_blocks(request_id):
             return num_tokens
@@ -249,7 +248,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class RecyclingManager(SingleTypeKVCacheManager):
-    """Blocks of layers whose tokens attend to a part of those before them: the rest is given back while a request runs."""
+    """Blocks of layers whose tokens attend to a part of the earlier tokens: the others are freed while a request runs."""
 
     def __init__(
         self,
@@ -283,9 +282,9 @@ class RecyclingManager(SingleTypeKVCacheManager):
         self._num_null_blocks[request_id] = self.num_skipped_blocks(num_processed_tokens)
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
-        """Replace by null what no later token attends to, and give it back, last block first.
+        """Replace the blocks that no later token attends to by null, and free them, last block first.
 
-        Only behind tokens that are processed: a step in flight may still read what the tokens scheduled with it attend to.
+        Only processed tokens count: a step in flight may still read the blocks that its tokens attend to.
         """
         blocks = self.req_to_blocks.get(request_id)
         if blocks is None:
@@ -302,9 +301,9 @@ class RecyclingManager(SingleTypeKVCacheManager):
         self.block_pool.free_blocks(removed)
 
     def reachable_block_mask(self, start: int, end: int) -> list[bool]:
-        """See the base class: a hit uses a block if it is needed behind the first place after it where a hit may end.
+        """See the base class: a hit uses a block if it is needed from the first position after it where a hit may end.
 
-        Behind any later place, what is skipped reaches further. With blocks of 16, a window of 16 and hits that end at
+        From any later position, more blocks are skipped. With blocks of 16, a window of 16 and hits that end at
         multiples of 64, only the last of four blocks is ever used:
 
             blocks  | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |

@@ -1,10 +1,9 @@
 """How much KV one attention type keeps, and which layers share a block table.
 
-A spec says how many bytes a block of one layer takes, how many leading tokens of a sequence nobody needs any more, and how many
-blocks one request holds at most. That last number is the only bound there is: it sizes the pool at start-up and caps admission
-at run time. Two numbers could drift apart, and then a prompt that fits would wait for ever, or a prefill would lack blocks
-half-way. Knows no tensors. Built by ``core.engine`` from the model's configuration and grouped by ``core.kv.grouping``. A new
-attention type is a subclass here and a manager in ``core.kv.single_type``.
+A spec gives the bytes of a block of one layer, the number of leading tokens of a sequence that are not needed any more, and
+the most blocks that one request holds. That last number is the only bound: it sizes the pool at start-up and caps admission at
+run time. With two different bounds a prompt that fits could wait forever, or a prefill could lack blocks half-way. Knows no
+tensors. A new attention type is a subclass here and a manager in ``core.kv.single_type``.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ class KVCacheSpec(ABC):
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return how many leading tokens no token behind the first ``num_computed_tokens`` attends to. Never falls."""
+        """Return how many leading tokens no token after the first ``num_computed_tokens`` attends to. Never falls."""
         return 0
 
     @abstractmethod
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Most blocks one request really holds at a time.
+        """Return the most blocks that one request holds at a time.
 
-        ``max_in_flight_tokens`` are scheduled but not yet processed: blocks are dropped only behind them.
+        ``max_in_flight_tokens`` are scheduled but not yet processed; the blocks that they attend to are not dropped.
         """
 
     def max_memory_usage_bytes(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -91,7 +90,7 @@ class SlidingWindowSpec(KVCacheSpec):
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Blocks of a window and of what is in flight behind it.
+        """Return the blocks of a window and of the tokens in flight after it.
 
         One more, because a window need not start where a block does:
 
@@ -124,7 +123,7 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
         return num_computed_tokens - num_computed_tokens % self.attention_chunk_size
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Blocks of a chunk and of what is in flight behind it; a chunk starts where a block does, so none more."""
+        """Return the blocks of a chunk and of the tokens in flight after it; a chunk starts at a block, so no extra one."""
         num_tokens = min(self.attention_chunk_size + max_in_flight_tokens, max_model_len)
         return ceil_div(num_tokens, self.block_size)
 
@@ -139,7 +138,7 @@ class KVCacheGroup:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVCacheSizes:
-    """Token counts that all parts of one KV cache are built with. They are handed down as they are; nobody recomputes one.
+    """Token counts that all parts of one KV cache are built with. They are passed down unchanged and never recomputed.
 
     Prefix hits end at multiples of ``scheduler_block_size``; the hash chain has one value per ``hash_block_size``.
     ``max_in_flight_tokens`` bounds the tokens scheduled but not yet processed, over all concurrent steps.

@@ -1,11 +1,11 @@
-"""The second pass of a step: requests that wait get blocks and start to run, or start to load.
+"""The second pass of a step: waiting requests get blocks and start to run, or start to load.
 
-Called by ``Scheduler.schedule``, and only if every running request got its blocks. Knows the connector's scheduler side: it
-asks what can be loaded, and tells what was allocated.
+Runs only if every running request got its blocks. Asks the connector's scheduler side what can be loaded, and reports to it
+what was allocated.
 
-Holders first: a request that holds blocks while it waits (it loads, or has loaded) comes before any that holds none, and one
-that cannot get its next block lets other holders try but nobody else. Otherwise blocks would be pinned behind a request that
-waits for just these blocks.
+Holders come first: requests that hold blocks while they wait (they load, or have loaded). If a holder cannot get its next
+block, other holders may still try, but no request without blocks is admitted. Otherwise the admitted request could take the
+blocks that the holder needs while the holder pins blocks that the other one needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import next_chunk
 from core.sched.state import SchedulerState, Step
 
-_LOADS_AHEAD_SHARE = 2  # one load ahead for so many running slots, whatever blocks there are
+_LOADS_AHEAD_SHARE = 2  # one load ahead per this many running slots, however few blocks are free
 
 
 class _Outcome(Enum):
@@ -29,8 +29,8 @@ class _Outcome(Enum):
 
     RUNS = auto()
     LOADS = auto()  # holds blocks now; the connector fills them while others run
-    SKIPPED = auto()  # not its turn: KV or embeddings not here yet, or the connector wants to be asked again
-    EMPTY_HANDED = auto()  # its load has failed and left nothing: it waits without blocks now
+    SKIPPED = auto()  # KV or embeddings have not arrived, or the connector cannot tell yet
+    EMPTY_HANDED = auto()  # its failed load has left nothing: it waits without blocks now
     NO_BLOCKS = auto()
 
 
@@ -38,8 +38,8 @@ class _Outcome(Enum):
 class _Prefix:
     """The part of a waiting request that need not be computed: local hits, then tokens that the connector loads.
 
-    ``blocks`` are the hits, none of them included. None: nothing was looked up, since the request is a holder that goes on with
-    the blocks that it has; so it is not admitted, and counts as no hit or miss.
+    ``blocks`` are the hits, possibly none. None means that nothing was looked up: the request is a holder and continues
+    with its blocks, so it is not admitted again and counts neither as hit nor as miss.
     """
 
     blocks: KVCacheBlocks | None = None
@@ -58,7 +58,7 @@ def schedule_waiting(state: SchedulerState, step: Step) -> None:
 
 
 def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> bool:
-    """Start every holder that can go on; say whether none of them lacks blocks, so that others may be admitted."""
+    """Start every holder that can continue; return True if none lacks blocks, so that other requests may be admitted."""
     holder_lacks_blocks = False
     empty_handed: deque[Request] = deque()
     while state.kv_holding_waiting and _has_room(state, step):
@@ -69,12 +69,14 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
         elif outcome is not _Outcome.RUNS:
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
-    state.waiting.prepend_requests(empty_handed)  # as after a preemption: their turn had come before anybody's here
+    state.waiting.prepend_requests(
+        empty_handed
+    )  # at the head, as after a preemption: they were admitted before the requests that wait here
     return not holder_lacks_blocks
 
 
 def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> None:
-    """Admit requests without blocks, up to the first that gets none; those that begin to load are holders from now on."""
+    """Admit requests without blocks, up to the first that gets none; those that start to load become holders."""
     step.holders = step_skipped_kv_holding
     step_skipped_waiting: deque[Request] = deque()
     while state.waiting and _has_room(state, step):
@@ -94,13 +96,13 @@ def _has_room(state: SchedulerState, step: Step) -> bool:
 
 
 def _resume_holder(state: SchedulerState, step: Step, request: Request) -> _Outcome:
-    """Let a request run whose load has ended. It has its blocks and is not looked up again, unless nothing is left of them."""
+    """Start a request whose load has ended. It keeps its blocks without a new lookup, unless the load has left none."""
     request_id = request.request_id
     if not _has_its_kv(state, request):
         state.encoder.announce(request)
         return _Outcome.SKIPPED
     if request_id in state.failed_recving_kv_req_ids and not settle_failed_load(state, request):
-        step.output.preempted_req_ids.add(request_id)  # blocks have become free: others may go on in the next step
+        step.output.preempted_req_ids.add(request_id)  # its blocks are free: other requests may go on in the next step
         return _Outcome.EMPTY_HANDED
     return _allocate_and_start(state, step, request, _Prefix())
 
@@ -127,7 +129,7 @@ def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
         return prefix
     num_external_tokens, load_kv_async = state.connector.get_num_new_matched_tokens(request, num_local_tokens)
     if request.skip_reading_prefix_cache or request.has_failed_load:
-        return prefix  # what failed once is not tried again: every failure must bring the request nearer to its end
+        return prefix  # a failed load is not repeated, so a request cannot fall back without end
     if num_external_tokens is None:
         return None
     if num_external_tokens == 0:
@@ -143,7 +145,7 @@ def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
 
 
 def _allocate_and_start(state: SchedulerState, step: Step, request: Request, prefix: _Prefix) -> _Outcome:
-    """Give a request the blocks that it needs to begin, tell the connector, and have it run in this step, or load."""
+    """Allocate the blocks of a request, inform the connector, and add the request to this step or start its load."""
     num_computed_tokens = request.num_computed_tokens + prefix.num_local_tokens + prefix.num_external_tokens
     if not state.encoder.is_available(request, num_computed_tokens):
         return _Outcome.SKIPPED
@@ -186,11 +188,11 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
 
 
 def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool:
-    """Tell whether a load may begin now, so that its request is there when a running slot becomes free.
+    """Return True if a load may begin now, ahead of a free running slot.
 
-    A request that has loaded keeps its blocks until it runs, and cannot be preempted; running requests that lack blocks are.
-    So a load for which no slot is free leaves free what those with a slot may still ask for: their outputs may get as long as
-    ``max_tokens``. Some may load ahead in any case, for requests that promise to be far longer than they become.
+    A loaded request keeps its blocks until it runs and cannot be preempted, while running requests without blocks are. So a
+    load without a free slot must leave enough free blocks for the requests with a slot, whose outputs may grow to
+    ``max_tokens``. A few loads may begin in any case, because most requests end well before ``max_tokens``.
     """
     num_slots = state.config.max_num_seqs
     num_ahead = len(state.running) + len(step.holders) + 1 - num_slots
@@ -217,7 +219,7 @@ def _blocks_for(state: SchedulerState, num_tokens: int) -> int:
 
 
 def _begin_load(state: SchedulerState, request: Request) -> _Outcome:
-    """Let the request wait for its KV: it takes neither budget nor a running slot."""
+    """Make the request wait for its KV; it uses neither budget nor a running slot."""
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     state.inflight_prefills[request.request_id] = request
     state.encoder.announce(request)
@@ -225,7 +227,7 @@ def _begin_load(state: SchedulerState, request: Request) -> _Outcome:
 
 
 def _begin_run(state: SchedulerState, step: Step, request: Request, num_new_tokens: int, num_loaded_in_step: int) -> _Outcome:
-    """Make the request part of the step, and a running one from now on."""
+    """Add the request to the step and to the running ones."""
     if request.num_computed_tokens + num_new_tokens < request.num_tokens:
         state.inflight_prefills[request.request_id] = request
     if num_loaded_in_step:
@@ -242,7 +244,7 @@ def _begin_run(state: SchedulerState, step: Step, request: Request, num_new_toke
 def _reserved_blocks(state: SchedulerState) -> int:
     """Count the blocks that in-flight prefills and loads still need.
 
-    A load pins its blocks without making progress and cannot be preempted, so it must not take what they rely on.
+    A load pins its blocks without making progress and cannot be preempted, so it must not take the blocks that these need.
     """
     manager = state.kv_cache_manager
     return sum(manager.get_num_missing_blocks(request) for request in state.inflight_prefills.values())

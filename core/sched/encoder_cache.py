@@ -1,9 +1,8 @@
-"""The encoder cache, as the scheduler accounts for it: which embeddings the worker holds, for whom, and which may go.
+"""The encoder cache as the scheduler accounts for it: the embeddings the worker holds, their users, and their eviction.
 
-Owns a budget in embeddings (rows), the references of requests, and the order of eviction. Embeddings that nobody refers to any
-more stay until their room is needed, the longest unused first; a later request with the same item takes them up again. The
-tensors themselves are the worker's: it deletes what ``take_freed_identifiers`` names. Called by ``core.sched.encoder_inputs``.
-After vLLM's ``EncoderCacheManager``.
+Owns a budget in embeddings (rows), the references of requests, and the order of eviction. Embeddings without a reference stay
+until their space is needed, and the longest unused are evicted first; a later request with the same item reuses them. The
+worker owns the tensors and deletes those that ``take_freed_identifiers`` names. After vLLM's ``EncoderCacheManager``.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from core.request import Request
 
 
 class EncoderCacheManager:
-    """Room for ``cache_size`` embeddings. The unit of every count is one embedding.
+    """Space for ``cache_size`` embeddings. The unit of every count is one embedding.
 
-    ``num_free_slots`` are empty, ``num_freeable_slots`` can be had: they are empty, or hold what nobody refers to.
+    ``num_free_slots`` are empty; ``num_freeable_slots`` are empty or hold embeddings without a reference.
     """
 
     def __init__(self, cache_size: int) -> None:
@@ -42,7 +41,7 @@ class EncoderCacheManager:
         return True
 
     def can_allocate(self, request: Request, index: int, compute_budget: int, num_embeds_to_schedule: int) -> bool:
-        """Say whether a feature may be computed and finds room behind ``num_embeds_to_schedule`` others; make that room.
+        """Return True, and make room, if a feature may be computed in addition to ``num_embeds_to_schedule`` embeddings.
 
         ``compute_budget`` is what the encoder may still compute in this step.
         """
@@ -107,7 +106,7 @@ class EncoderCacheManager:
         return tuple(self._held)
 
     def forget(self, identifier: bytes) -> None:
-        """Drop an entry that the worker does not hold after all, whoever refers to it. The worker is not told."""
+        """Drop an entry that the worker turned out not to hold, with all its references. The worker needs no message."""
         if identifier not in self._users:
             return
         for request_id in sorted(self._users[identifier]):
@@ -134,7 +133,7 @@ class EncoderCacheManager:
 
     @property
     def usage(self) -> float:
-        """The part of the room that somebody refers to, 0..1."""
+        """Share of the space that requests refer to, 0..1."""
         return 1.0 - self.num_freeable_slots / self.cache_size if self.cache_size else 0.0
 
     def _refer(self, request: Request, index: int, identifier: bytes) -> None:

@@ -1,9 +1,9 @@
-"""Embeddings that a step was to have and has not had: what was computed without them is discarded.
+"""Missing embeddings: the KV that a step computed without them is discarded.
 
-The worker reports them by identifier, with whatever it put in their place already in the KV of the step. If the encoder failed
-on the item itself, a bad image, the requests that needed it end, each with an error that names the image by its own feature; if
-it was lost on its way, they compute that part again, with embeddings computed here. Called by ``Scheduler.update_from_output``
-behind the failures of KV loads.
+The worker reports them by identifier; by then the KV of the step was computed from placeholders. If the encoder failed on the
+item itself (a bad image), the requests that needed it end, each with an error that names its own feature. If the embeddings
+were lost in transfer, the requests compute that part again, with embeddings computed here. Runs after failed KV loads are
+handled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.wire.messages import ErrorInfo
 def handle_failed_embeddings(state: SchedulerState, step: Step, failed: Mapping[bytes, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Discard the step of every request that needed one of these embeddings; return the errors of those that end.
 
-    A request that is rolled back already, because of its KV, has nothing left of the step.
+    A request that was already rolled back because of its KV is skipped.
     """
     computed = _computed_identifiers(state, step.output)
     errors: dict[str, ErrorInfo] = {}

@@ -1,11 +1,9 @@
-"""Media in the token step: which embeddings a step computes or loads, who waits for some, and when they are let go.
+"""Media in the token step: which embeddings a step computes or loads, which requests wait, and when embeddings are released.
 
-A request's next tokens are cut before the first item whose embeddings cannot be had in this step. Owns the encoder's budget of
-a step and the scheduler side of the EC connector; the room is ``core.sched.encoder_cache``'s, and which images are decoded
-``ImageReadiness``'. Knows no queue and no KV block:
-``core.sched.running`` and ``core.sched.admission`` ask for each request with media ahead of it, ``core.sched.finish`` and
-``Scheduler.update_from_output`` tell what has ended. One order for all: once an item found no room, none behind it gets any in
-the same step, lest small images overtake a large one for ever.
+A request's next tokens are cut before the first item whose embeddings are not available in this step. Owns the encoder's
+budget of a step and the scheduler side of the EC connector. ``core.sched.encoder_cache`` owns the space, ``ImageReadiness``
+the decoded images. Knows no queue and no KV block. Items are served in one order: once an item found no room, no later item
+gets any in the same step, so that small images cannot overtake a large one forever.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class EncoderPlan:
 
 @dataclass(slots=True)
 class EncoderCounts:
-    """Features by where their embeddings came from, and requests that were told to wait, for these or for images, in steps."""
+    """Features by the source of their embeddings, and deferrals: steps in which a request waited for embeddings or an image."""
 
     num_computed: int = 0
     num_loaded: int = 0
@@ -97,15 +95,15 @@ class EncoderInputs:
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Give the encoder its budget for the next step. Raises: whatever has ended the preparation of images."""
+        """Give the encoder its budget for the next step. Raises: the error that ended the image decode thread."""
         self._compute_budget = self._max_embeds_per_step
         self._is_cut = False
         self._images.begin_step()
 
     def is_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Say whether the request may be scheduled behind these tokens; False = its embeddings are on their way.
+        """Return True if the request may be scheduled after these tokens, False while its embeddings are on their way.
 
-        Comes before anything is allocated for it, and changes nothing here: a request that waits holds nothing.
+        Called before anything is allocated for the request, and changes nothing: a waiting request holds nothing.
         """
         self._counted_on.clear()
         if self.connector is None or num_computed_tokens >= request.mm_end or request.has_failed_embedding:
@@ -124,11 +122,11 @@ class EncoderInputs:
             items        [ cached ]   [ new ]      [ no room ]
             plan               |-------------------|
 
-        A request that does not run yet and whose first item awaits its image is given no token, not even those before it: it
-        would hold blocks while it waits. The image behind the window is decoded while these tokens are computed.
+        A request that does not run yet and whose first item waits for its image gets no token, not even those before it: it
+        would hold blocks while it waits. The image after the window is decoded while these tokens are computed.
 
-        References are taken to what is cached, and room is made for the rest. ``allocate`` follows; if the request does not get
-        its blocks, ``release_computed`` lets go of them.
+        Cached embeddings are referenced, and room is made for the others. ``allocate`` follows; if the request does not get
+        its blocks, ``release_computed`` drops the references.
         """
         plan = EncoderPlan(num_new_tokens)
         is_begun = request.status is RequestStatus.RUNNING
@@ -148,10 +146,10 @@ class EncoderInputs:
         return plan
 
     def announce(self, request: Request) -> None:
-        """Have the first image behind the KV that a request waits for decoded meanwhile; it is neither computed nor claimed.
+        """Request decoding of the first image after the KV that a request waits for; it is neither computed nor claimed.
 
-        Called in every step, at the request's place in the order: it holds blocks, which nobody can take from it, and is not to
-        hold them for the image's sake as well. The last token is always computed, with the image that it belongs to.
+        Done in every step, at the request's place in the order: the request holds blocks that cannot be preempted, and should
+        not hold them longer to wait for an image. The last token is always computed, with the image that it belongs to.
         """
         start = min(request.num_computed_tokens, request.num_tokens - 1)
         index = next((index for index, feature in enumerate(request.mm_features) if feature.end > start), None)
@@ -159,7 +157,7 @@ class EncoderInputs:
             self._announce(request, index)
 
     def _announce(self, request: Request, index: int) -> None:
-        """Have an image decoded that will be computed soon, as things are."""
+        """Request decoding of an image that will probably be computed soon."""
         identifier = request.mm_features[index].identifier
         is_computed = request.has_media(index) and not self.cache.has(identifier) and not self._can_load(request, identifier)
         if is_computed:
@@ -170,7 +168,7 @@ class EncoderInputs:
         return self._images.is_ready(request.request_id, feature, request.media[feature.media_index])
 
     def _plan_item(self, request: Request, index: int, plan: EncoderPlan) -> bool:
-        """Say where the embeddings of an item come from; False if nowhere, in this step."""
+        """Add the source of an item's embeddings to the plan; return False if there is none in this step."""
         new = [*plan.computed, *plan.loaded]
         if request.mm_features[index].identifier in {request.mm_features[other].identifier for other in new}:
             plan.duplicates.append(index)
@@ -188,7 +186,7 @@ class EncoderInputs:
         is_loaded = self._can_load(request, feature.identifier)
         if not is_loaded and not request.has_media(index):
             if feature.identifier in self._counted_on:
-                return False  # it has made room for an earlier item of the request; the connector is asked for it next time
+                return False  # an earlier item of the request has used the room; the connector is asked next time
             self._unavailable[request.request_id] = _missing(index)
             return False
         if not is_loaded and not self._is_ready(request, index):
@@ -241,7 +239,7 @@ class EncoderInputs:
         self.cache.free(request)
 
     def complete_output(self, output: SchedulerOutput) -> None:
-        """Add what the worker deletes, and last the connector's message; nothing more is asked for in this step."""
+        """Add the embeddings that the worker deletes, and last the connector's message. Ends the step for the encoder."""
         output.has_dropped_images = self._images.end_step()
         output.free_encoder_identifiers = self.cache.take_freed_identifiers()
         if self.connector is not None:

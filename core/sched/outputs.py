@@ -1,6 +1,6 @@
-"""What one step produced, request by request: new tokens, ends, and what goes out with them.
+"""The results of one step, request by request: new tokens, ends, and the handoffs and statistics sent with them.
 
-Called by ``Scheduler.update_from_output`` once per step; loops over the requests that the step computed, a hot path.
+Runs once per step and loops over the requests that the step computed, a hot path.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from core.wire.messages import ErrorInfo
 def process_sampled_tokens(
     state: SchedulerState, step: Step, model_output: ModelRunnerOutput, dropped: Container[str]
 ) -> list[EngineCoreOutput]:
-    """Append the step's tokens and end the requests that stop; return one output per request with news.
+    """Append the step's tokens and end the requests that stop; return one output per request with new tokens or an end.
 
-    ``dropped`` requests, which end or are rolled back, and those that left or were preempted since the step was scheduled get
-    nothing: their tokens rest on KV that is not theirs any more, or was never good.
+    ``dropped`` requests (they end or are rolled back) and requests that left or were preempted since the step was scheduled
+    get nothing: their tokens were computed from bad KV, or from KV that is no longer theirs.
     """
     outputs: list[EngineCoreOutput] = []
     stopped: list[Request] = []
@@ -76,10 +76,10 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
 
 
 def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
-    """Return the errors of those that the step still counts for.
+    """Return the errors of the requests for which the step still counts.
 
-    A request that is rolled back has computed on KV that is known to be bad: it goes on, and so does one that has come under
-    the id of a request of the step.
+    A rolled-back request computed on bad KV, so its error is dropped and it goes on. A new request that has reused the id of a
+    request of the step is not affected either.
     """
     running = RequestStatus.RUNNING
     found = {request_id: state.requests.get(request_id) for request_id in errors}

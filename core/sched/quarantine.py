@@ -1,7 +1,7 @@
-"""Blocks that a transfer may still write although nobody waits for it any more.
+"""Blocks that an abandoned transfer may still write.
 
-Each has a reference of its own from the report that its transfer will not end in time until the report that nothing can arrive
-any more. Meanwhile nobody gets it: whoever held it gets a fresh one. Called by ``Scheduler.update_from_output``.
+A block enters quarantine with the report that its transfer will not end in time, and leaves it with the report that no more
+bytes can arrive. In between it has an extra reference, so it is not reused, and its request gets a fresh block instead.
 """
 
 from __future__ import annotations

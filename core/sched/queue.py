@@ -27,7 +27,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Queue a request behind those that came before it."""
+        """Queue a request after those that came before it."""
 
     @abstractmethod
     def pop_request(self) -> Request:
@@ -43,7 +43,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Drop these requests, wherever they are; those not queued are ignored. One pass for all of them."""
+        """Remove these requests; those not queued are ignored. One pass for all of them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -75,7 +75,7 @@ class FCFSRequestQueue(RequestQueue):
         self._requests.extendleft(requests)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Keep all others, in order."""
+        """Keep all other requests, in order."""
         removed = set(requests)
         if removed:
             self._requests = deque(request for request in self._requests if request not in removed)

@@ -1,8 +1,8 @@
-"""Requests whose KV comes from, or is read by, somebody else: the end of loads and of sends.
+"""Requests whose KV is loaded from, or read by, another process: the end of loads and of sends.
 
     WAITING --(asynchronous load)--> WAITING_FOR_REMOTE_KVS --(finished_recving, next pass)--> WAITING --> RUNNING
 
-Called by admission (promotion) and by ``Scheduler.update_from_output`` (the worker side's report).
+Admission promotes loaded requests; the worker side's report ends transfers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from core.sched.state import SchedulerState
 
 
 def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
-    """Make a loading request an ordinary waiting one if its load has ended; say whether it has.
+    """Make a loading request an ordinary waiting one if its load has ended; return True if it has.
 
     All loaded blocks are hashed and sealed first, by the full count; only then the last token of a completely loaded sequence
     is marked as not computed, since there must be one to sample from. So a prompt of full blocks has all of them cached, needs
     no block and computes one token; the last block loses its seal when that token is scheduled, and is sealed again after it.
-    What a failed load has left is seen to by ``settle_failed_load``.
+    ``settle_failed_load`` handles what a failed load has left.
     """
     if request.request_id not in state.finished_recving_kv_req_ids:
         return False
@@ -33,10 +33,10 @@ def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
 
 
 def settle_failed_load(state: SchedulerState, request: Request) -> bool:
-    """Prepare a request whose load has failed, and ended, to compute what it lacks; False if it holds no block now.
+    """Prepare a request whose failed load has ended to compute the rest; return False if it holds no block any more.
 
-    It keeps what is valid, hashed and sealed; what somebody else may write is replaced by fresh blocks, the rest will be
-    written in place. If nothing is valid it gives its blocks back: it may find other hits when it is admitted again.
+    Valid blocks stay, hashed and sealed. Blocks that another request may write are replaced by fresh ones; the others will be
+    written in place. If nothing is valid the request frees its blocks: it may find other hits when it is admitted again.
     """
     state.failed_recving_kv_req_ids.remove(request.request_id)
     manager, num_kept = state.kv_cache_manager, request.num_computed_tokens
@@ -55,8 +55,8 @@ def settle_failed_load(state: SchedulerState, request: Request) -> bool:
 def update_from_kv_xfer_finished(state: SchedulerState, output: KVConnectorOutput) -> None:
     """Apply the terminal transfers: loaded requests may run, blocks of finished ones are freed.
 
-    A finished request may wait for both, a load that can still write and a reader; the last one frees. Reports that nobody
-    waits for (late, or told twice) are counted and change nothing.
+    A finished request may wait for a load that can still write and for a reader; the last of the two frees the blocks. Late
+    and duplicate reports are counted and change nothing.
     """
     for request_id in sorted(output.finished_recving):  # the order in which blocks are freed must not depend on hashing
         request = state.requests.get(request_id)

@@ -1,7 +1,7 @@
 """The first pass of a step: tokens for the requests that run, and preemption where blocks run out.
 
 A running request asks for what it lacks, a chunk of its prompt or the one token it sampled last; there is no other difference
-between prefill and decode. Called by ``Scheduler.schedule``; never looks at waiting requests.
+between prefill and decode. Does not look at waiting requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
         if num_new_tokens != 1 or not 0 < num_computed % size < last or num_computed < request.mm_end:
             num_new_tokens, plan = _chunk_if_available(state, step, request, num_computed)
             if num_new_tokens == 0:
-                index += 1  # all it has is in flight, or it waits for embeddings; those behind it may still go
+                index += 1  # all its tokens are in flight, or it waits for embeddings; later requests may still go
                 continue
             blocks = _allocate_or_preempt(state, step, request, num_new_tokens)
             if blocks is None:
@@ -68,9 +68,10 @@ def schedule_running(state: SchedulerState, step: Step) -> None:
 
 
 def _can_schedule_ahead(state: SchedulerState, request: Request) -> bool:
-    """Tell whether a request whose newest token is not known yet may have the next one computed.
+    """Return True if the next token of a request may be computed although its newest one is not known yet.
 
-    Not if that token ends it whatever it is; nor if its blocks are handed over at its end, which nothing may write by then.
+    False if the newest token ends the request in any case, by length, or if its blocks go to a decode worker at its end: no
+    step may write into them by then.
     """
     num_promised = request.num_output_placeholders
     has_room = request.num_output_tokens + num_promised < request.max_tokens
@@ -98,7 +99,7 @@ def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -
 
 
 def next_chunk(state: SchedulerState, step: Step, request: Request, num_computed_tokens: int) -> tuple[int, EncoderPlan | None]:
-    """Return how many tokens behind these fit this step, and where the embeddings that they need come from, if any."""
+    """Return how many tokens after the computed ones fit this step, and where the embeddings that they need come from."""
     num_tokens = request.num_tokens + request.num_output_placeholders
     num_new_tokens = _chunk_of(state, step, num_tokens - num_computed_tokens)
     if num_computed_tokens >= request.mm_end:
@@ -110,7 +111,7 @@ def next_chunk(state: SchedulerState, step: Step, request: Request, num_computed
 def _chunk_if_available(
     state: SchedulerState, step: Step, request: Request, num_computed_tokens: int
 ) -> tuple[int, EncoderPlan | None]:
-    """Return what ``next_chunk`` does, or no token if embeddings behind these are still on their way."""
+    """Return the result of ``next_chunk``, or no token if embeddings for the next tokens have not arrived."""
     if not state.encoder.is_available(request, num_computed_tokens):
         return 0, None
     return next_chunk(state, step, request, num_computed_tokens)
@@ -145,7 +146,7 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
     """
     is_loading = any(request in earlier.synchronous_loads for earlier in state.inflight_steps)
     while True:
-        # What a load may be bringing is no hit, nor what is computed from it, until its step has been processed.
+        # Loaded KV, and KV computed from it, becomes a hit only after its step has been processed.
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=is_loading)
         if blocks is not None:
             return blocks
@@ -168,10 +169,10 @@ def _choose_victim(state: SchedulerState) -> Request:
 
 
 def preempt(state: SchedulerState, step: Step, request: Request) -> None:
-    """Take a running request's blocks and put it in front of the waiting ones, to be computed again from the start.
+    """Preempt a running request: free its blocks and put it at the head of the waiting queue, to be computed from the start.
 
-    If it was scheduled in this very step it is taken out again, and the blocks that the step would have filled lose the hashes
-    they got in advance: nobody may hit what nobody computes. Its embeddings are computed all the same, and let go of after it.
+    A request already scheduled in this step is removed from it, and the blocks that the step would have filled lose the hashes
+    they got in advance, since they will not be computed. Its embeddings are still computed, and released after the step.
     """
     assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
     manager = state.kv_cache_manager

@@ -4,7 +4,7 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 ``num_tokens``, and every step closes part of the gap. The engine calls ``schedule``, runs the step, and hands the result to
 ``update_from_output``; that is one turn of its loop. Knows no tensors, sockets or threads.
 
-The rules live beside this file, one topic each. Names and behaviour follow vLLM V1.
+Each rule has a module of its own in this package. Names and behaviour follow vLLM V1.
 
 - before a step: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
   ``encoder_inputs`` (images) over ``encoder_cache``, ``inflight_steps`` (steps that are not processed yet)
@@ -13,7 +13,7 @@ The rules live beside this file, one topic each. Names and behaviour follow vLLM
 - after failures: ``load_failures`` with ``invalid_blocks`` (affected requests) and ``recompute_ownership`` (which request
   recomputes which block), ``encoder_failures``, ``quarantine`` (blocks that late bytes may still overwrite)
 
-``state`` is what they share.
+``state`` holds the data that they share.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide what the next step computes.
 
-        The result may schedule nothing and must be run even so: it carries the ends of requests and the connector's message.
+        The result must be run even if it schedules nothing: it carries the ids of ended requests and the connector's message.
         """
         state = self._state
         if state.recompute_ownership:
@@ -117,10 +117,10 @@ class Scheduler:
                 del prefills[request.request_id]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Apply what a step produced, the oldest in flight; return the news of every request that has any.
+        """Apply what a step produced, the oldest in flight; return the outputs of requests with new tokens or an end.
 
-        Failures first: what they drop gets neither seals nor tokens. Seals before tokens: a request that a token ends describes
-        its blocks to readers at once. Ends of transfers last: they free blocks, and failures spread through all who hold any.
+        Failures first: dropped requests get neither seals nor tokens. Seals before tokens: a request that a token ends
+        describes its blocks to readers at once. Ends of transfers last: they free blocks, and a failure concerns all holders.
         """
         state, kv_output = self._state, model_output.kv_connector_output
         step = state.inflight_steps.popleft()
@@ -133,7 +133,7 @@ class Scheduler:
         outputs = process_sampled_tokens(state, step, model_output, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
-        if model_output.refused:  # behind the seals: what the step has computed for them is good
+        if model_output.refused:  # after sealing: the KV that the step computed for them is good
             failed = still_running(state, step, model_output.refused) | failed
         if failed:
             outputs += fail_requests(state, failed)
@@ -144,7 +144,7 @@ class Scheduler:
         return outputs
 
     def _take_kv_report(self, kv_output: KVConnectorOutput) -> None:
-        """Give a report of the connector's worker side to its scheduler side, and keep what must not be freed from here on."""
+        """Pass the report of the connector's worker side to its scheduler side, and quarantine the blocks that it names."""
         if self.connector is not None:
             self.connector.update_connector_output(kv_output)
         self._state.keep_transfer_usage(kv_output.transfer_usage)
@@ -153,12 +153,12 @@ class Scheduler:
     def _collect_failures(self, step: Step, model_output: ModelRunnerOutput) -> tuple[dict[str, ErrorInfo], Container[str]]:
         """Apply every failure of a step; return the errors of the requests that end, and all whose results are dropped.
 
-        KV that was read, then embeddings that were put in, then tokens that came out: a failure may be the mere consequence of
-        one before it. The rules:
+        The order is loaded KV, then embeddings, then sampled tokens, because a later failure may only be a consequence of an
+        earlier one. The rules:
 
         - A request that ends gets the earliest of its errors, hence ``later | failed``.
-        - A failure passes over requests that one before it has rolled back: they go on, and compute all of this again.
-        - Dropped are those that end, those that are rolled back, and those that have left the step meanwhile (``step.void``).
+        - A failure does not affect requests that an earlier one has rolled back: they go on and compute this again.
+        - Dropped are requests that end, requests that are rolled back, and requests that have left the step (``step.void``).
         """
         state = self._state
         failed: dict[str, ErrorInfo] = {}
@@ -173,7 +173,7 @@ class Scheduler:
         return failed, failed
 
     def _seal_computed(self, step: Step, failed: Container[str], dropped: Container[str]) -> None:
-        """Vouch for the blocks that a step has loaded and computed, and let those go on that have waited for them."""
+        """Seal the blocks that a step has loaded and computed, and release the requests that waited for them."""
         state = self._state
         if step.synchronous_loads:
             cache_synchronous_loads(state, step, failed)
@@ -232,7 +232,7 @@ class Scheduler:
         self.check_length(request.num_tokens)
 
     def finish_requests(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
-        """End requests from outside, whatever state they are in (all for None); return the ids of those that were alive.
+        """Abort or fail requests in any state, all of them for None; return the ids of those that had not ended yet.
 
         Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended.
         """
@@ -246,7 +246,7 @@ class Scheduler:
     def can_schedule_ahead(self) -> bool:
         """True if the next step may be scheduled and launched before the newest one is processed.
 
-        Not while embeddings are computed or loaded: what a step reports of them decides what the next one may compute.
+        Not while embeddings are computed or loaded: a step's report about them decides what the next one may compute.
         """
         state = self._state
         return state.async_scheduling and state.encoder.connector is None and not state.encoder.cache.holder_ids
@@ -271,7 +271,7 @@ class Scheduler:
             return True
         return self.ec_connector is not None and self.ec_connector.has_pending_push_work()
 
-    # ---- what others may look at -------------------------------------------------------------------------------------
+    # ---- read access ------------------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -295,17 +295,17 @@ class Scheduler:
 
     @property
     def ec_connector(self) -> ECConnectorScheduler | None:
-        """What brings embeddings from elsewhere, if anything does."""
+        """The scheduler side of the EC connector, None without one."""
         return self._state.encoder.connector
 
     @property
     def encoder_cache(self) -> EncoderCacheManager:
-        """Which embeddings the worker holds, and for whom."""
+        """The embeddings that the worker holds, and the requests that refer to them."""
         return self._state.encoder.cache
 
     @property
     def quarantined(self) -> Set[int]:
-        """Blocks that belong to nobody, because a transfer that was given up may still write them."""
+        """Blocks that belong to no request, because an abandoned transfer may still write them."""
         return self._state.quarantined
 
     @property

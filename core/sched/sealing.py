@@ -1,8 +1,8 @@
 """When a block is sealed: in the post-processing of the step that has filled it.
 
-Its sampled tokens are on the host by then, so every write of the step is done. Called by ``Scheduler.update_from_output``
-before the step's tokens are applied, since a request that they end describes its blocks to readers at once. Seals are broken
-elsewhere, at scheduling time: see ``core.kv.pool``.
+The step's sampled tokens are on the host by then, so every write of the step is done. Blocks are sealed before the tokens are
+applied, since a request that ends describes its blocks to readers at once. Seals are broken at scheduling time, by
+``core.kv.pool``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from core.sched.state import SchedulerState
 
 
 def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
-    """Seal the blocks that the step has completed, of every request whose step was good.
+    """Seal the blocks that the step has completed, for every request whose step was good.
 
-    ``failed`` requests seal nothing. What others have left behind, ``core.sched.inflight_steps`` seals. The loop runs over
-    every request of the step; most have not reached the end of a hash block and are done with after one comparison:
+    ``failed`` requests seal nothing. Blocks of departed requests are sealed by ``core.sched.inflight_steps``. The loop runs
+    over every request of the step; most have not reached the end of a hash block and need one comparison only:
 
         tokens  |------ before ------|- n -|       n = scheduled in this step
                               end of a block ^     passed in this step if C mod size < n, C = tokens computed now

@@ -84,15 +84,15 @@ class SchedulerState:
         self.rolled_back: set[str] = set()
         self.recompute_ownership = RecomputeOwnership()
         self.quarantined: set[int] = set()  # blocks that a transfer may still write; each has a reference of its own
-        self.transfer_usage: dict[str, TransferUsage] = {}  # goes out with the next output of the request
-        self.empty_handed: set[str] = set()  # have lost all they were to load, and wait to be admitted again
+        self.transfer_usage: dict[str, TransferUsage] = {}  # sent with the next output of the request
+        self.empty_handed: set[str] = set()  # lost everything they were to load, and wait to be admitted again
         self.connector_prefix_cache_stats = PrefixCacheStats()
         self.num_preemptions = 0
         self.num_ignored_reports = 0
         self.num_load_fallbacks: Counter[tuple[str, LoadFailurePolicy]] = Counter()  # by reason and policy
 
     def keep_transfer_usage(self, usage: Mapping[str, TransferUsage]) -> None:
-        """Remember what loads cost until the requests have something to say."""
+        """Keep the cost of loads until the next output of their requests."""
         for request_id, cost in usage.items():
             request = self.requests.get(request_id)
             if request is not None and not request.status.is_finished:
@@ -102,9 +102,9 @@ class SchedulerState:
                 )
 
     def add_recomputed(self, request: Request, num_tokens: int, reason: str) -> None:
-        """Note that tokens which should have been loaded are computed here. The first reason is the one that is told.
+        """Count tokens that should have been loaded and are computed here. Only the first reason is reported.
 
-        It goes out with the first output; what comes later is only counted.
+        It is sent with the request's first output; later fallbacks are only counted.
         """
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         if not usage.fallback_reason:
@@ -118,7 +118,7 @@ class SchedulerState:
         )
 
     def subtract_recomputed(self, request: Request, num_tokens: int) -> None:
-        """Note that so many of the tokens that were lost have been found in the prefix cache meanwhile."""
+        """Subtract lost tokens that were found in the prefix cache since."""
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         left = max(0, usage.recomputed_tokens - num_tokens)
         self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, recomputed_tokens=left)
@@ -128,10 +128,10 @@ class SchedulerState:
 class Step:
     """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
 
-    ``lacks_blocks`` is set once a running request did not get its blocks at first: nobody may be admitted in this step.
-    ``synchronous_loads`` start in the step and are hits once it has run. While it is in flight (``core.sched.inflight_steps``),
-    ``void`` names requests for which its results do not count any more, ``pinned`` blocks that it alone keeps.
-    ``holders`` hold blocks and wait to run, newest first; loads that began in this step are among them.
+    ``lacks_blocks`` is set if a running request did not get its blocks at once: no request is admitted in this step.
+    ``synchronous_loads`` start in the step and are hits once it has run. While the step is in flight
+    (``core.sched.inflight_steps``), ``void`` holds requests whose results are discarded, and ``pinned`` blocks that only the
+    step still references. ``holders`` hold blocks and wait to run, newest first; loads that began in this step are included.
     """
 
     token_budget: int
@@ -184,7 +184,7 @@ class Step:
 class Departure:
     """A request that has left while a step computed its tokens [start, end).
 
-    ``tables`` are those that it had, per KV cache group, each block with its generation.
+    ``tables`` are its block tables, one per KV cache group, each block with its generation.
     """
 
     step: Step

@@ -17,12 +17,12 @@ from core.wire.messages import LoadFailurePolicy
 class SchedulerStats:
     """One reading.
 
-    The first counts are requests and add up to those that are unfinished. Block counts are of this moment: *loading* belong
-    to unfinished requests and are written by a transfer, *parked* to requests that have ended and whose free is delayed by a
-    transfer in either direction, *quarantined* to nobody: a transfer that was given up may still write them. No block is two of
-    these. The prefix cache counters, ``num_preemptions``, ``num_ignored_reports`` (a connector's reports about transfers and
-    blocks that nobody waits for) and ``num_load_fallbacks`` (requests whose KV could not be loaded, by reason and policy) count
-    since the reading before.
+    The first three counts are requests and add up to the unfinished ones. Block counts are current values, and no block is in
+    two of them: *loading* blocks belong to unfinished requests and are written by a transfer; *parked* blocks belong to ended
+    requests whose blocks a transfer still reads or writes; *quarantined* blocks belong to no request, an abandoned transfer may
+    still write them. The prefix cache counters, ``num_preemptions``, ``num_ignored_reports`` (late or duplicate reports of a
+    connector) and ``num_load_fallbacks`` (requests whose KV could not be loaded, by reason and policy) count since the previous
+    reading.
     """
 
     num_running: int
@@ -42,7 +42,7 @@ class SchedulerStats:
 
 
 def make_stats(state: SchedulerState) -> SchedulerStats:
-    """Take a reading and reset what counts since the one before."""
+    """Take a reading and reset the counts since the previous one."""
     loading = [r.request_id for r in state.kv_holding_waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
     num_preemptions, state.num_preemptions = state.num_preemptions, 0
     num_ignored_reports, state.num_ignored_reports = state.num_ignored_reports, 0

@@ -1,7 +1,6 @@
 """When a request ends by its own tokens.
 
-Knows token ids and lengths only; stop strings belong to the router, which owns the text. Called by ``core.sched.outputs`` for
-every sampled token.
+Knows token ids and lengths only; stop strings belong to the router, which owns the text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
 
 
 def append_output_tokens(request: Request, token_ids: list[int], max_model_len: int) -> list[int]:
-    """Append sampled tokens up to the one that ends the request; return those that were appended."""
+    """Append sampled tokens up to the one that ends the request; return the appended tokens."""
     for count, token_id in enumerate(token_ids, start=1):
         request.append_output_token(token_id)
         if check_stop(request, token_id, max_model_len):
