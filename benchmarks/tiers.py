@@ -37,7 +37,7 @@ from core.ids import RandomIds
 from kvstore.base import Ticket
 from kvstore.build import make_embedded_store
 from kvstore.client import StoreClient, own_process
-from kvstore.client_base import StoreFront
+from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientOptions
 from kvstore.eviction import POLICIES, make_policy
 from kvstore.replay import clairvoyant, read_trace, replay
@@ -82,7 +82,7 @@ class Round:
         self._next += len(self.source)
 
 
-def wait(store: StoreFront, ticket: Ticket) -> None:
+def wait(store: StoreClientBase, ticket: Ticket) -> None:
     if not store.wait(ticket, TIMEOUT_S) or ticket.failure:
         raise RuntimeError(f"the store does not answer: {ticket.failure or 'no end'}")
 
@@ -93,7 +93,7 @@ def timed_ms(call: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def measure(store: StoreFront, work: Round, measured: Measured) -> None:
+def measure(store: StoreClientBase, work: Round, measured: Measured) -> None:
     """Put, get and look up the blocks of a round once."""
     keys = [block.key for block in work.blocks]
 
@@ -143,10 +143,10 @@ def store_process(memory_bytes: int) -> Iterator[str]:
 
 
 @contextmanager
-def open_stores(num_blocks: int) -> Iterator[dict[str, StoreFront]]:
+def open_stores(num_blocks: int) -> Iterator[dict[str, StoreClientBase]]:
     """Yield every way to a store."""
     memory_bytes = ARENA_BLOCKS * num_blocks * (BLOCK_BYTES + 8192)
-    clock, ids, stores = SystemClock(), RandomIds(), dict[str, StoreFront]()
+    clock, ids, stores = SystemClock(), RandomIds(), dict[str, StoreClientBase]()
     with store_process(memory_bytes) as address:
         for name, process in (("same host", own_process()), ("frames", None)):
             options = ClientOptions(f"bench-{name}", BLOCK_BYTES, request_timeout_s=TIMEOUT_S, process=process)

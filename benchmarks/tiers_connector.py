@@ -36,8 +36,8 @@ from connectors.pool_access import HostPoolAccess
 from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
 from connectors.tier.connector import TierConnector
-from connectors.tier.messages import LoadJob, SaveItem, TierConnectorMetadata
-from connectors.tier.transfer import TierMover
+from connectors.tier.messages import SaveItem, TierConnectorMetadata, TierLoad
+from connectors.tier.transfer import TierTransfer
 from core.clock import SystemClock
 from core.config import KVFerryConfig, KVStoreSection, load_config
 from core.digest import BlockDigester
@@ -186,14 +186,14 @@ def measure_copies(num_blocks: int, repeats: int) -> Copies:
     clock = SystemClock()
     section = KVStoreSection(memory_bytes=4 * num_blocks * (COPY_BYTES + 8192), eviction="lru", max_pinned_share=1.0)
     store = make_embedded_store(section, COPY_BYTES, clock, RandomIds())
-    mover = TierMover("bench", store, HostPoolAccess(rows.reshape(-1).data, COPY_BYTES), seals, COPY_BYTES, clock)
+    mover = TierTransfer("bench", store, HostPoolAccess(rows.reshape(-1).data, COPY_BYTES), seals, COPY_BYTES, clock)
     copies, ids = Copies(), range(num_blocks)
     for number in range(WARM_UPS + repeats):
         keys = [StoreKey(bytes([number, *index.to_bytes(15, "little")]), (7).to_bytes(16, "little"), 0) for index in ids]
         for block_id, key in zip(ids, keys, strict=True):
             seals.seal(block_id, ExpectedSeal(1, 0, key.block_hash, 64))
         saves = [SaveItem(key, block_id, 1) for block_id, key in zip(ids, keys, strict=True)]
-        load = LoadJob("r", tuple(keys), tuple(range(num_blocks, 2 * num_blocks)), 64 * num_blocks)
+        load = TierLoad("r", tuple(keys), tuple(range(num_blocks, 2 * num_blocks)), 64 * num_blocks)
         copies.plain.append(timed_ms(lambda: np.copyto(rows[num_blocks:], rows[:num_blocks])))
         copies.save.append(timed_ms(lambda saves=saves: drive(mover, TierConnectorMetadata(saves=saves))))
         rows[num_blocks:] = 0
@@ -206,7 +206,7 @@ def measure_copies(num_blocks: int, repeats: int) -> Copies:
     return Copies(*(times[WARM_UPS:] for times in (copies.plain, copies.save, copies.load, copies.digest)))
 
 
-def drive(mover: TierMover, metadata: TierConnectorMetadata) -> None:
+def drive(mover: TierTransfer, metadata: TierConnectorMetadata) -> None:
     """Do what the mover's thread does until the job is over."""
     mover.submit(metadata)
     while not mover.take_reports():

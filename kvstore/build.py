@@ -16,12 +16,12 @@ from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_byt
 from kvstore.embedded import EmbeddedStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
-from kvstore.server_state import MachineOptions
+from kvstore.server_state import ServerOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier
 
 
-def machine_options(config: KVStoreSection, ids: IdSource) -> MachineOptions:
+def machine_options(config: KVStoreSection, ids: IdSource) -> ServerOptions:
     """Return what a store's state machine needs, with a new incarnation."""
     incarnation = new_incarnation(ids)
 
@@ -39,7 +39,7 @@ def machine_options(config: KVStoreSection, ids: IdSource) -> MachineOptions:
         arena = create_arena(num_slots, slot_bytes, incarnation, nonce, config.huge_pages)
         return MemoryTier(arena, make_policy(config.eviction, num_slots))
 
-    return MachineOptions(
+    return ServerOptions(
         incarnation,
         make_memory,
         client_timeout_s=config.client_timeout_s,

@@ -1,7 +1,7 @@
 """A client of a store in another process: one thread between the client's state machine and a ZeroMQ socket.
 
 Owns the socket, the thread, the mapping of the store's arena, and the copies into it. Callers only touch the machine, under its
-lock, and wake the thread. A connection that breaks is known at once, a store that hangs by its silence (``ClientMachine``).
+lock, and wake the thread. A connection that breaks is known at once, a store that hangs by its silence (``ClientState``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
-from kvstore.client_base import StoreFront
-from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
-from kvstore.messages import MAX_BLOCK_BYTES, Parcel, Refused, ToStore, decode_to_client, encode_to_store
+from kvstore.client_base import StoreClientBase
+from kvstore.client_state import ClientAction, ClientOptions, ClientState, CopyIn, MapArena, SendToStore
+from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, Parcel, ToStore, decode_to_client, encode_to_store
 from kvstore.wakeup import Wakeup
 
 MAX_QUEUED_MESSAGES = 1024
@@ -37,13 +37,13 @@ MAX_MESSAGES_PER_TURN = 64
 _log = logging.getLogger(__name__)
 
 
-class StoreClient(StoreFront):
+class StoreClient(StoreClientBase):
     """A store at an address. It need not be there yet, or still: then every call is a miss."""
 
     def __init__(
         self, address: str, options: ClientOptions, clock: Clock, ids: IdSource, keys: ClusterKeys | None = None
     ) -> None:
-        super().__init__(ClientMachine(options, ids), clock)
+        super().__init__(ClientState(options, ids), clock)
         self._address = address
         self._wakeup = Wakeup()
         self._is_closing = False
@@ -138,7 +138,7 @@ class StoreClient(StoreFront):
         except ProtocolError as error:
             self._limited_log.warning("kvstore_bad_frame", address=self._address, error=error.message)
             return True
-        if isinstance(message, Refused) and message.message != self._last_refusal:
+        if isinstance(message, AttachRefused) and message.message != self._last_refusal:
             self._last_refusal = message.message
             self._limited_log.warning("kvstore_refused", address=self._address, code=message.code, reason=message.message)
         with self._progress:

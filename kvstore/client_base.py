@@ -15,15 +15,15 @@ import numpy as np
 from core.clock import Clock
 from core.errors import CorruptBlock, StaleBlock
 from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, StoredBlock, StoreStatistics, Ticket
-from kvstore.client_state import ClientMachine, LinkState
+from kvstore.client_state import ClientState, ConnectionState
 from kvstore.key import StoreKey
 from kvstore.seal_check import BlockVerifier
 
 
-class StoreFront(BlockStore):
-    """A store behind a ``ClientMachine``. ``_lock`` guards the machine; ``_progress`` is notified when tickets may be done."""
+class StoreClientBase(BlockStore):
+    """A store behind a ``ClientState``. ``_lock`` guards the machine; ``_progress`` is notified when tickets may be done."""
 
-    def __init__(self, machine: ClientMachine, clock: Clock) -> None:
+    def __init__(self, machine: ClientState, clock: Clock) -> None:
         self._machine = machine
         self._clock = clock
         self._lock = threading.RLock()
@@ -33,7 +33,7 @@ class StoreFront(BlockStore):
     @property
     def is_connected(self) -> bool:
         """See ``BlockStore``."""
-        return self._machine.state is LinkState.UP
+        return self._machine.state is ConnectionState.UP
 
     @property
     def is_local(self) -> bool:

@@ -45,7 +45,7 @@ class ClientOptions:
     process: tuple[int, int] | None = None
 
 
-class LinkState(Enum):
+class ConnectionState(Enum):
     """How far the client has come with its store."""
 
     DOWN = auto()
@@ -93,13 +93,13 @@ class _Call:
     withheld: set[int] = field(default_factory=set)  # of a get
 
 
-class ClientMachine:
+class ClientState:
     """Speaks to one store, through all its lives."""
 
     def __init__(self, options: ClientOptions, ids: IdSource) -> None:
         self._options = options
         self._ids = ids
-        self.state = LinkState.DOWN
+        self.state = ConnectionState.DOWN
         self._session = 0
         self._is_unreachable = True
         self._other_version = RetryBackoff()
@@ -179,18 +179,18 @@ class ClientMachine:
             self._close(self._calls[ticket.number], "released", tell=True)
         elif ticket.number in self._pinned:
             del self._pinned[ticket.number]
-            self._send(messages.Release(numbers=(ticket.number,)))
+            self._send(messages.ReleaseBlocks(numbers=(ticket.number,)))
 
     def reject(self, block: StoredBlock, code: str) -> None:
         """Tell the store that a block did not pass; it is not given to anybody again."""
         self.rejected[code] += 1
-        if self.state is LinkState.UP:
+        if self.state is ConnectionState.UP:
             self._send(messages.Corrupt(keys=block.key.pack(), code=code))
 
     def say_goodbye(self) -> None:
         """End the session; all open calls are misses. No copy may be under way."""
-        if self.state is LinkState.UP:
-            self._send(messages.Goodbye())
+        if self.state is ConnectionState.UP:
+            self._send(messages.StoreGoodbye())
         self._lose("closed")
 
     def on_parcel(self, message: ToClient, blocks: Sequence[memoryview | bytes], now: float) -> None:
@@ -201,14 +201,14 @@ class ClientMachine:
             case messages.Welcome():
                 self._on_welcome(message)
             case messages.Attached():
-                if self.state is LinkState.ATTACHING:
+                if self.state is ConnectionState.ATTACHING:
                     self._arena = self._mapped
-                    self.state = LinkState.UP
+                    self.state = ConnectionState.UP
             case messages.UnknownClient():
-                if self.state is not LinkState.GREETING:
+                if self.state is not ConnectionState.GREETING:
                     self._lose("restarted")
                     self._greet(now)
-            case messages.Refused():
+            case messages.AttachRefused():
                 self._on_refused(message, now)
             case messages.LookupReply() | messages.GetReply() | messages.Reserved() | messages.PutReply():
                 self._on_reply(message, blocks, now)
@@ -217,13 +217,13 @@ class ClientMachine:
 
     def on_mapped(self, arena: ArenaView | None) -> None:
         """Take the arena, or the news that it cannot be mapped here: then blocks come as frames."""
-        if self.state is not LinkState.MAPPING:
+        if self.state is not ConnectionState.MAPPING:
             return
         if arena is None or self._options.process is None:
-            self.state = LinkState.UP
+            self.state = ConnectionState.UP
             return
         self._mapped = arena
-        self.state = LinkState.ATTACHING
+        self.state = ConnectionState.ATTACHING
         pid, start_ticks = self._options.process
         self._send(messages.Attach(nonce=arena.nonce, pid=pid, start_ticks=start_ticks))
 
@@ -237,7 +237,7 @@ class ClientMachine:
     @property
     def waits_for_link(self) -> bool:
         """Whether the carrier is to call ``on_link_up`` as soon as something can be sent."""
-        return self.state is LinkState.DOWN and self._is_unreachable
+        return self.state is ConnectionState.DOWN and self._is_unreachable
 
     def on_link_lost(self, now: float) -> None:
         """The carrier knows that the store cannot be reached."""
@@ -269,16 +269,16 @@ class ClientMachine:
             self.counts["timeouts"] += 1
             self._close(call, "deadline", tell=True)
         is_silent = now - self._last_heard >= self._options.heartbeat_interval_s + self._options.request_timeout_s
-        if self.state is not LinkState.DOWN and is_silent:
+        if self.state is not ConnectionState.DOWN and is_silent:
             self._lose("silent")
         if now < self._next_beat:
             return
         self._next_beat = now + self._options.heartbeat_interval_s
-        if self.state is LinkState.UP:
+        if self.state is ConnectionState.UP:
             held = (*self._calls, *self._pinned)
             if len(held) <= MAX_KEYS:
-                self._send(messages.Heartbeat(last=self._last_number, held=held))
-        elif self.state is LinkState.DOWN:
+                self._send(messages.StoreHeartbeat(last=self._last_number, held=held))
+        elif self.state is ConnectionState.DOWN:
             self._greet(now)
 
     def next_timer(self) -> float:
@@ -291,7 +291,7 @@ class ClientMachine:
 
     def _greet(self, now: float) -> None:
         self._session = self._ids.bits(64)
-        self.state = LinkState.GREETING
+        self.state = ConnectionState.GREETING
         self._is_unreachable = False
         self._last_heard = now
         is_other = self._other_version.is_active
@@ -300,26 +300,26 @@ class ClientMachine:
         self._send(hello)
 
     def _on_welcome(self, message: messages.Welcome) -> None:
-        if self.state is not LinkState.GREETING or message.session != self._session:
+        if self.state is not ConnectionState.GREETING or message.session != self._session:
             return
         if self._incarnation not in (0, message.incarnation):
             self.counts["restarts_noticed"] += 1
         self._incarnation = message.incarnation
         if message.arena is None or self._options.process is None:
-            self.state = LinkState.UP
+            self.state = ConnectionState.UP
             return
-        self.state = LinkState.MAPPING
+        self.state = ConnectionState.MAPPING
         self._actions.append(MapArena(message.arena, message.incarnation))
 
-    def _on_refused(self, message: messages.Refused, now: float) -> None:
+    def _on_refused(self, message: messages.AttachRefused, now: float) -> None:
         call = self._calls.get(message.number)
         if call is not None:
             self._close(call, message.code)
-        elif self.state is LinkState.GREETING:
+        elif self.state is ConnectionState.GREETING:
             self._lose("refused")  # and try again by the timer: the link is there
             self._next_beat = now + self._options.heartbeat_interval_s
-        elif self.state is LinkState.ATTACHING:
-            self.state = LinkState.UP
+        elif self.state is ConnectionState.ATTACHING:
+            self.state = ConnectionState.UP
 
     def _on_reply(
         self,
@@ -435,7 +435,7 @@ class ClientMachine:
         if len(ticket.keys) > MAX_KEYS:
             raise ProtocolError(f"{len(ticket.keys)} keys in one call; at most {MAX_KEYS}")
         call = _Call(ticket, now + self._options.request_timeout_s)
-        if self.state is LinkState.UP:
+        if self.state is ConnectionState.UP:
             self._calls[ticket.number] = call
             return True
         self._close(call, Unavailable.code)
@@ -445,8 +445,8 @@ class ClientMachine:
         """End a call. ``is_done`` comes last: other threads look at it."""
         ticket = call.ticket
         self._calls.pop(ticket.number, None)
-        if tell and self.state is LinkState.UP:
-            self._send(messages.Release(numbers=(ticket.number,)))
+        if tell and self.state is ConnectionState.UP:
+            self._send(messages.ReleaseBlocks(numbers=(ticket.number,)))
         if failure:
             nothing = [False] * len(ticket.keys)
             match ticket:
@@ -460,7 +460,7 @@ class ClientMachine:
         ticket.is_done = True
 
     def _lose(self, failure: str) -> None:
-        self.state = LinkState.DOWN
+        self.state = ConnectionState.DOWN
         self._arena = self._mapped = None
         self._pinned.clear()
         for call in list(self._calls.values()):

@@ -16,10 +16,10 @@ import numpy as np
 
 from core.clock import Clock
 from core.ids import IdSource
-from kvstore.client_base import StoreFront
-from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.client_base import StoreClientBase
+from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
 from kvstore.messages import Parcel, ToStore
-from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine
+from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 
@@ -29,16 +29,16 @@ _SELF = b"self"
 _FOREVER_S = 1e12  # inside a process an answer may come late, but comes
 
 
-class EmbeddedStore(StoreFront):
+class EmbeddedStore(StoreClientBase):
     """A store of this process alone.
 
     Raises: ConfigError if the memory does not hold one block, Full if the host does not have it.
     """
 
-    def __init__(self, options: MachineOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
+    def __init__(self, options: ServerOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
         client = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
-        super().__init__(ClientMachine(client, ids), clock)
-        self.machine = StoreMachine(options, tiers)
+        super().__init__(ClientState(client, ids), clock)
+        self.machine = ServerState(options, tiers)
         self.machine.prepare(block_bytes)
         self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_all, name="kvstore-copier", daemon=True)
@@ -47,7 +47,7 @@ class EmbeddedStore(StoreFront):
         with self._lock:
             self._machine.on_timer(clock.now())  # says hello
             self._carry_out()
-        assert self._machine.state is LinkState.UP, "a store in this process answers at once"
+        assert self._machine.state is ConnectionState.UP, "a store in this process answers at once"
         self._copier.start()
         for worker in self.workers:
             worker.start()

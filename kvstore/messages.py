@@ -76,13 +76,13 @@ class Lookup(msgspec.Struct, frozen=True, kw_only=True, tag="lookup", omit_defau
 
 
 class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get", omit_defaults=True):
-    """Client → store: bring these into memory and pin them until ``Release``."""
+    """Client → store: bring these into memory and pin them until ``ReleaseBlocks``."""
 
     number: Count
     keys: PackedKeys
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
+class ReleaseBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
     """Client → store: the gets, puts and reservations of these numbers are over; unknown ones are ignored."""
 
     numbers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)]
@@ -118,7 +118,7 @@ class Corrupt(msgspec.Struct, frozen=True, kw_only=True, tag="corrupt", omit_def
     code: Name
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
+class StoreHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
     """Client → store: I am alive, and of all numbers up to ``last`` only these are open or pinned.
 
     What a message that was lost would have ended, ends now.
@@ -128,7 +128,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     held: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
 
 
-class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
+class StoreGoodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
     """Client → store: I leave, and read and write nothing any more."""
 
 
@@ -145,7 +145,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached", omit_d
     """Store → client: the nonce was right; slots instead of frames from now on."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
+class AttachRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
     """Store → client: a message could not be followed; ``number`` is that of its call, if it had one."""
 
     code: Name
@@ -203,13 +203,13 @@ class PutReply(msgspec.Struct, frozen=True, kw_only=True, tag="stored", omit_def
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", omit_defaults=True):
-    """Store → client: the answer to ``Heartbeat``."""
+    """Store → client: the answer to ``StoreHeartbeat``."""
 
     incarnation: Unsigned64
 
 
-ToStore = Hello | Attach | Lookup | Get | Release | Reserve | Commit | Put | Corrupt | Heartbeat | Goodbye
-ToClient = Welcome | Attached | Refused | UnknownClient | LookupReply | GetReply | Reserved | PutReply | Alive
+ToStore = Hello | Attach | Lookup | Get | ReleaseBlocks | Reserve | Commit | Put | Corrupt | StoreHeartbeat | StoreGoodbye
+ToClient = Welcome | Attached | AttachRefused | UnknownClient | LookupReply | GetReply | Reserved | PutReply | Alive
 
 
 M = TypeVar("M")

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from core.metrics import PREFIX, read_counter, read_gauge, read_labelled_counter
 from kvstore.memory import MemoryTier
-from kvstore.server_state import StoreMachine
+from kvstore.server_state import ServerState
 from kvstore.tiers.base import TierStatistics
 from kvstore.tiers.worker import TierWorker
 
@@ -32,7 +32,7 @@ _COUNTS = {
 _TIER_COUNTS = ("loaded_blocks", "missing_blocks", "saved_blocks", "failed_saves", "corrupt_blocks", "lost_blocks", "errors")
 
 
-def register_store_metrics(registry: CollectorRegistry, machine: StoreMachine, workers: Sequence[TierWorker]) -> None:
+def register_store_metrics(registry: CollectorRegistry, machine: ServerState, workers: Sequence[TierWorker]) -> None:
     """Register everything that a store counts."""
     for name, documentation in _COUNTS.items():
         read_counter(registry, f"kvstore_{name}", documentation, _reader(machine, name))
@@ -48,7 +48,7 @@ def register_store_metrics(registry: CollectorRegistry, machine: StoreMachine, w
         _register_tiers(registry, workers)
 
 
-def _register_memory(registry: CollectorRegistry, machine: StoreMachine) -> None:
+def _register_memory(registry: CollectorRegistry, machine: ServerState) -> None:
     def gauge(name: str, documentation: str, read: Callable[[MemoryTier], float]) -> None:
         read_gauge(
             registry, f"kvstore_{name}", documentation, lambda: 0.0 if machine.memory is None else float(read(machine.memory))
@@ -103,7 +103,7 @@ def _register_tiers(registry: CollectorRegistry, workers: Sequence[TierWorker]) 
             limit.labels(worker.tier.name).set_function(_limit(worker))
 
 
-def _reader(machine: StoreMachine, name: str) -> Callable[[], float]:
+def _reader(machine: ServerState, name: str) -> Callable[[], float]:
     return lambda: machine.counts[name]
 
 

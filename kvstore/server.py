@@ -23,8 +23,8 @@ from core.wire.curve import ClusterKeys
 from core.wire.sockets import CLOSE_LINGER_MS, SocketOptions, bind, router_socket, warn_if_exposed
 from core.wire.version import VersionRefuser
 from kvstore.client import process_start_ticks
-from kvstore.messages import MAX_BLOCK_BYTES, Refused, decode_to_store, encode_to_client
-from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
+from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, decode_to_store, encode_to_client
+from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 from kvstore.wakeup import Wakeup
@@ -41,14 +41,14 @@ class StoreServer:
 
     def __init__(
         self,
-        options: MachineOptions,
+        options: ServerOptions,
         tiers: Sequence[Tier],
         clock: Clock,
         on_death: Callable[[BaseException], None],
         keys: ClusterKeys | None = None,
     ) -> None:
         self._keys = keys
-        self.machine = StoreMachine(options, tiers)
+        self.machine = ServerState(options, tiers)
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
         self._clock = clock
         self._on_death = on_death
@@ -149,7 +149,7 @@ class StoreServer:
             return True
         except ProtocolError as error:
             self.machine.counts["bad_frames"] += 1
-            self._send(client, [encode_to_client(Refused(code=error.code, message=error.message[:1000]))])
+            self._send(client, [encode_to_client(AttachRefused(code=error.code, message=error.message[:1000]))])
             return True
         self._follow(self.machine.on_parcel(client, message, blocks, self._clock.now()))
         return True

@@ -26,7 +26,7 @@ from kvstore.tiers.base import Tier, TierJob
 
 
 @dataclass(frozen=True, slots=True)
-class MachineOptions:
+class ServerOptions:
     """``make_memory`` makes the memory tier for blocks of a size, when the first client has said how large its blocks are.
 
     ``max_pinned_share`` bounds what one client may pin; ``client_timeout_s`` how long it may be silent.
@@ -81,10 +81,10 @@ class _Session:
         return sum(resident is not None for query in self.gets.values() for resident in query.residents)
 
 
-class StoreMachine:
+class ServerState:
     """Answers clients. ``client`` is whatever the carrier calls a connection."""
 
-    def __init__(self, options: MachineOptions, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(self, options: ServerOptions, tiers: Sequence[Tier] = ()) -> None:
         self._options = options
         self._tiers = tiers
         self._sessions: dict[bytes, _Session] = {}
@@ -147,7 +147,7 @@ class StoreMachine:
         except KVFerryError as error:
             self.counts["refused_messages"] += 1
             number = getattr(message, "number", 0)
-            self._send(client, messages.Refused(code=error.code, message=error.message[:1000], number=number))
+            self._send(client, messages.AttachRefused(code=error.code, message=error.message[:1000], number=number))
         return self._take_actions()
 
     def on_job_done(self, job: TierJob) -> list[Action]:
@@ -186,7 +186,7 @@ class StoreMachine:
                 self._ask(session, message.number, message.keys, is_get=False)
             case messages.Get():
                 self._ask(session, message.number, message.keys, is_get=True)
-            case messages.Release():
+            case messages.ReleaseBlocks():
                 for number in message.numbers:
                     self._release(session, number)
             case messages.Reserve():
@@ -197,10 +197,10 @@ class StoreMachine:
                 self._on_put(session, message, blocks)
             case messages.Corrupt():
                 self._on_corrupt(message)
-            case messages.Heartbeat():
+            case messages.StoreHeartbeat():
                 self._on_heartbeat(session, message)
                 self._send(session.client, messages.Alive(incarnation=self.incarnation))
-            case messages.Goodbye():
+            case messages.StoreGoodbye():
                 self._end(session, may_still_write=False)
             case messages.Hello():  # a session begins before it is looked up
                 pass
@@ -330,7 +330,7 @@ class StoreMachine:
                 stored[index] = self._commit(resident, seals[index])
         self._send(session.client, messages.PutReply(number=message.number, stored=bytes(stored)))
 
-    def _on_heartbeat(self, session: _Session, message: messages.Heartbeat) -> None:
+    def _on_heartbeat(self, session: _Session, message: messages.StoreHeartbeat) -> None:
         held = set(message.held)
         for number in [*session.gets, *session.reservations]:
             if number <= message.last and number not in held:

@@ -20,7 +20,7 @@ _FREE, _TAKEN = 0, 1
 
 
 @dataclass(slots=True, eq=False)
-class ShelfItem:
+class CachedChunk:
     """Chunks ``first_chunk`` to ``first_chunk + num_chunks - 1`` hold, or are going to hold, an item of ``num_embeds`` rows."""
 
     identifier: bytes
@@ -36,14 +36,14 @@ class ShelfItem:
         return range(self.first_chunk, self.first_chunk + self.num_chunks)
 
 
-class Shelf:
+class ChunkCache:
     """Items by identifier on ``num_chunks`` chunks."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self.num_evicted = 0
         self._taken = bytearray(num_chunks)
-        self._items: dict[bytes, ShelfItem] = {}  # unwanted ones in the order of their last use
+        self._items: dict[bytes, CachedChunk] = {}  # unwanted ones in the order of their last use
         self._quarantined: set[int] = set()
 
     @property
@@ -61,11 +61,11 @@ class Shelf:
         """Chunks that hold nothing."""
         return self._taken.count(_FREE)
 
-    def get(self, identifier: bytes) -> ShelfItem | None:
+    def get(self, identifier: bytes) -> CachedChunk | None:
         """Return an item, here or being filled."""
         return self._items.get(identifier)
 
-    def reserve(self, identifier: bytes, num_embeds: int, num_chunks: int) -> ShelfItem | None:
+    def reserve(self, identifier: bytes, num_embeds: int, num_chunks: int) -> CachedChunk | None:
         """Take chunks for an item that is not on the shelf; items that nobody wants make room. None = there is none now."""
         assert identifier not in self._items, f"{identifier.hex()} is on the shelf already"
         leaving = [item for item in self._items.values() if _can_go(item)]
@@ -80,15 +80,15 @@ class Shelf:
             first = self._find_room(num_chunks)
         if first < 0:
             return None
-        item = self._items[identifier] = ShelfItem(identifier, num_embeds, first, num_chunks)
+        item = self._items[identifier] = CachedChunk(identifier, num_embeds, first, num_chunks)
         self._mark(item.chunks, _TAKEN)
         return item
 
-    def settle(self, item: ShelfItem) -> None:
+    def settle(self, item: CachedChunk) -> None:
         """Note that an item is here: all its rows are in place and checked."""
         item.is_here = True
 
-    def drop(self, item: ShelfItem, quarantined: Iterable[int] = ()) -> None:
+    def drop(self, item: CachedChunk, quarantined: Iterable[int] = ()) -> None:
         """Forget an item. Its chunks are free, those in quarantine later."""
         del self._items[item.identifier]
         kept = set(quarantined)
@@ -101,11 +101,11 @@ class Shelf:
         self._quarantined -= freed
         self._mark(freed, _FREE)
 
-    def want(self, item: ShelfItem, owner: str) -> None:
+    def want(self, item: CachedChunk, owner: str) -> None:
         """Keep an item for an owner. Idempotent."""
         item.wanted_by.add(owner)
 
-    def unwant(self, item: ShelfItem, owner: str) -> None:
+    def unwant(self, item: CachedChunk, owner: str) -> None:
         """Keep an item for an owner no more. Idempotent."""
         if owner in item.wanted_by:
             item.wanted_by.discard(owner)
@@ -119,5 +119,5 @@ class Shelf:
             self._taken[chunk] = state
 
 
-def _can_go(item: ShelfItem) -> bool:
+def _can_go(item: CachedChunk) -> bool:
     return item.is_here and not item.wanted_by

@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from connectors.ec.chunk_cache import ShelfItem
+from connectors.ec.chunk_cache import CachedChunk
 from connectors.ec.chunks import ChunkLayout, RowsDigester, rows_in_chunk
 from core.connector import KVPoolRegion
 from core.digest import BlockDigester
@@ -75,7 +75,7 @@ class ChunkMemory:
         start = first_chunk * self.layout.chunk_bytes
         return self._bytes[start : start + self.layout.num_bytes(num_embeds)]
 
-    def write(self, item: ShelfItem, rows: memoryview, digester: RowsDigester) -> tuple[ECSeal, int]:
+    def write(self, item: CachedChunk, rows: memoryview, digester: RowsDigester) -> tuple[ECSeal, int]:
         """Fill the chunks of an item and seal them for readers; return the seal of the whole, and the generation of the chunks.
 
         Each writing has a generation of its own, so that a reader who was told of another one is refused.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from connectors.ec.mover import EmbeddingMover
+from connectors.ec.mover import EmbeddingTransfer
 from connectors.ec.scheduler import FetchingScheduler
 from core.metrics import read_gauge, read_labelled_counter
 
@@ -33,7 +33,7 @@ def publish_fetches(registry: CollectorRegistry, scheduler: FetchingScheduler) -
     )
 
 
-def publish_store(registry: CollectorRegistry, mover: EmbeddingMover, num_saving_bytes: Callable[[], float]) -> None:
+def publish_store(registry: CollectorRegistry, mover: EmbeddingTransfer, num_saving_bytes: Callable[[], float]) -> None:
     """Show what goes to a store."""
     read_gauge(registry, "ec_saving_bytes", "Embeddings on their way to the store.", num_saving_bytes)
     read_labelled_counter(

@@ -87,17 +87,19 @@ class _Checking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class EmbeddingHolder:
     """The worker that stores: who it is goes along with what it tells others."""
 
     engine_id: str
     incarnation: int
 
 
-class EmbeddingMover:
+class EmbeddingTransfer:
     """Moves embeddings of one model. All calls come from one thread. ``memory`` is where fetches go."""
 
-    def __init__(self, store: BlockStore, layout: ChunkLayout, memory: ChunkMemory, holder: Holder, clock: Clock) -> None:
+    def __init__(
+        self, store: BlockStore, layout: ChunkLayout, memory: ChunkMemory, holder: EmbeddingHolder, clock: Clock
+    ) -> None:
         self._store = store
         self._layout = layout
         self._memory = memory

@@ -14,11 +14,11 @@ from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, Source
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches
-from connectors.ec.produced_embeddings import HeldOffers, OfferTerms
+from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
 from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
-from connectors.ec.wakeup_timer import Alarm
+from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
 from connectors.p2p.driver import CarrierOwner, NodeCarrier
@@ -48,7 +48,7 @@ class P2PECConnector(ECConnector):
         self._create = create
         self._layout: ChunkLayout | None = None
         self._memory: ChunkMemory | None = None
-        self._offers: HeldOffers | None = None
+        self._offers: ProducedEmbeddings | None = None
         self._carrier: NodeCarrier | None = None
         self._host_id = host_id()
         self.scheduler = FetchingScheduler(
@@ -59,7 +59,7 @@ class P2PECConnector(ECConnector):
             is_consumer=not context.is_encoder,
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
-        self._alarm = Alarm(context.clock, self.worker.wake)
+        self._alarm = WakeupTimer(context.clock, self.worker.wake)
 
     @property
     def host_id(self) -> str:
@@ -144,7 +144,7 @@ class P2PECConnector(ECConnector):
             terms = OfferTerms(
                 engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * context.config.lease_s)
             )
-            self._offers = HeldOffers(memory, terms, context.ids, self._grant)
+            self._offers = ProducedEmbeddings(memory, terms, context.ids, self._grant)
         self.worker.bind(memory.rows, self._submit, self._offers)
 
     def _locate(self, feature: MMFeature, announced: ECSource | None) -> Source | None:

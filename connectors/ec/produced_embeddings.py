@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from connectors.ec.chunk_cache import Shelf, ShelfItem
+from connectors.ec.chunk_cache import CachedChunk, ChunkCache
 from connectors.ec.chunks import RowsDigester, num_chunks
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.p2p_adapter import NAME, HeldEmbeddings, encode_held
@@ -34,12 +34,12 @@ class OfferTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    item: ShelfItem
+    item: CachedChunk
     seal: ECSeal
     generation: int
 
 
-class HeldOffers:
+class ProducedEmbeddings:
     """Items by identifier in ``memory``. ``grant`` starts a lease. ``control_address`` is where readers reach this worker."""
 
     def __init__(self, memory: ChunkMemory, terms: OfferTerms, ids: IdSource, grant: Callable[[LeaseGrant], None]) -> None:
@@ -47,9 +47,9 @@ class HeldOffers:
         self._terms = terms
         self._ids = ids
         self._grant = grant
-        self._shelf = Shelf(memory.num_chunks)
+        self._shelf = ChunkCache(memory.num_chunks)
         self._held: dict[bytes, _Held] = {}
-        self._leases: dict[str, ShelfItem] = {}
+        self._leases: dict[str, CachedChunk] = {}
         self._ended: deque[str] = deque()
         self._digester = RowsDigester()
         self.control_address = ""

@@ -109,9 +109,9 @@ def build_ec_connector(host: ConnectorHost, model_fingerprint: bytes) -> ECConne
 def new_ec_connector(context: ECContext) -> ECConnector:
     """Return the connector that the context names, which is not "none". Libraries of one are loaded for that one."""
     if context.config.name == "shared":
-        from connectors.ec.store_connector import SharedECConnector
+        from connectors.ec.store_connector import StoreECConnector
 
-        return SharedECConnector(context)
+        return StoreECConnector(context)
     from connectors.ec.p2p import P2PECConnector
 
     return P2PECConnector(context)

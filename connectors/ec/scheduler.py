@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from connectors.ec.chunk_cache import Shelf, ShelfItem
+from connectors.ec.chunk_cache import CachedChunk, ChunkCache
 from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import (
     CacheLoad,
@@ -82,7 +82,7 @@ class FetchingScheduler(ECConnectorScheduler):
         self._locate = locate
         self._is_consumer = is_consumer
         self._layout: ChunkLayout | None = None
-        self._shelf = Shelf(0)
+        self._shelf = ChunkCache(0)
         self._is_cached: Callable[[bytes], bool] = lambda identifier: False
         self._wishes: dict[str, _Wishes] = {}
         self._fetches: dict[bytes, Source] = {}  # of items that are being filled
@@ -98,7 +98,7 @@ class FetchingScheduler(ECConnectorScheduler):
     def bind(self, layout: ChunkLayout, num_chunks: int) -> None:
         """Learn what chunks there are."""
         self._layout = layout
-        self._shelf = Shelf(num_chunks)
+        self._shelf = ChunkCache(num_chunks)
 
     # ---- gauges, for any thread ----------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class FetchingScheduler(ECConnectorScheduler):
 
     # ---- wants and leases --------------------------------------------------------------------------------------------
 
-    def _want(self, request: Request, wishes: _Wishes, item: ShelfItem) -> None:
+    def _want(self, request: Request, wishes: _Wishes, item: CachedChunk) -> None:
         wishes.wanted.add(item.identifier)
         self._shelf.want(item, request.request_id)
 

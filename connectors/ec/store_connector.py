@@ -16,12 +16,12 @@ from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches, publish_store
-from connectors.ec.mover import NAME, EmbeddingMover, Holder, Order, StoreReport
+from connectors.ec.mover import NAME, EmbeddingHolder, EmbeddingTransfer, Order, StoreReport
 from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
-from connectors.ec.store_offers import StoredOffers, pass_on
+from connectors.ec.store_offers import StoreOffers, pass_on
 from connectors.ec.tensors import to_bytes, to_tensor
-from connectors.ec.wakeup_timer import Alarm
+from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.tier.thread import TierThread
 from core.ec_connector import EmbeddingsLayout
@@ -33,7 +33,7 @@ CONNECT_TIMEOUT_S = 2.0  # so that the first images can hit; a worker starts wit
 OpenStore = Callable[[ECContext, int], BlockStore]
 
 
-class SharedECConnector(ECConnector):
+class StoreECConnector(ECConnector):
     """``open_store`` opens the store for chunks of a size; it may take its time."""
 
     name = NAME
@@ -45,7 +45,7 @@ class SharedECConnector(ECConnector):
         self._open_store = open_store or connect_to_store
         self._layout: ChunkLayout | None = None
         self._memory: ChunkMemory | None = None
-        self._offers: StoredOffers | None = None
+        self._offers: StoreOffers | None = None
         self._store: BlockStore | None = None
         self._thread: TierThread[Order, StoreReport] | None = None
         self.scheduler = FetchingScheduler(
@@ -56,7 +56,7 @@ class SharedECConnector(ECConnector):
             is_consumer=not context.is_encoder,
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
-        self._alarm = Alarm(context.clock, self.worker.wake)
+        self._alarm = WakeupTimer(context.clock, self.worker.wake)
 
     @property
     def num_saving_bytes(self) -> int:
@@ -73,8 +73,8 @@ class SharedECConnector(ECConnector):
         assert layout is not None, "register_caches comes before start"
         assert memory is not None, "it comes with the layout"
         self._store = store = await asyncio.to_thread(self._open_store, context, layout.chunk_bytes)
-        holder = Holder(engine_id=context.engine_id, incarnation=context.incarnation)
-        mover = EmbeddingMover(store, layout, memory, holder, context.clock)
+        holder = EmbeddingHolder(engine_id=context.engine_id, incarnation=context.incarnation)
+        mover = EmbeddingTransfer(store, layout, memory, holder, context.clock)
         self._thread = TierThread(mover, self._on_report, self.worker.wake, self.worker.fail)
         self._thread.start()
         self._alarm.start()
@@ -99,7 +99,7 @@ class SharedECConnector(ECConnector):
         num_bytes = layout.chunk_bytes if context.is_encoder else context.config.memory_bytes  # it fetches nothing
         memory = self._memory = ChunkMemory(layout, num_bytes, context.incarnation)
         self.scheduler.bind(layout, memory.num_chunks)
-        self._offers = StoredOffers(layout, context.config.memory_bytes, self._order)
+        self._offers = StoreOffers(layout, context.config.memory_bytes, self._order)
         self.worker.bind(memory.rows, self._submit, self._offers)
 
     def _submit(self, metadata: FetchingMetadata) -> None:

@@ -21,7 +21,7 @@ from core.wire.messages import ErrorInfo
 MAX_REMEMBERED = 4096  # embeddings that a worker knows to be in the store
 
 
-class StoredOffers:
+class StoreOffers:
     """What this worker has put into the store, as far as it remembers. ``submit`` gets the orders for the mover."""
 
     def __init__(self, layout: ChunkLayout, max_bytes: int, submit: Callable[[Order], None]) -> None:
@@ -77,7 +77,7 @@ class StoredOffers:
         self._news.append(news)
 
 
-def pass_on(report: StoreReport, offers: StoredOffers, worker: FetchingWorker) -> None:
+def pass_on(report: StoreReport, offers: StoreOffers, worker: FetchingWorker) -> None:
     """Give a mover's report to those whom it concerns: nobody waits to hear that something was forgotten. Any thread."""
     if isinstance(report, (OfferEnded, Forgotten)):
         offers.tell(report)

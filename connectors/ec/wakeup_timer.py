@@ -11,7 +11,7 @@ from collections.abc import Callable
 from core.clock import Clock
 
 
-class Alarm:
+class WakeupTimer:
     """Calls ``ring`` once, at the time that was set last. For one event loop; ``set_soon`` is called by one other thread."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ class BlockMove:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class PageTransfer:
     """Chunks to save or to load, in one session of the server, and which blocks are to be moved."""
 
     chunks: LMCacheMPRequestMetadata
@@ -69,7 +69,7 @@ def moves_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class LookupPages:
     """Ask for the longest prefix of these tokens, at most ``num_tokens`` of them."""
 
     span: TokenSpan
@@ -78,10 +78,10 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPages:
     """Fill blocks of a request, which makes ``num_tokens`` computed. ``deadline`` is its own, on the worker's clock."""
 
-    transfer: Transfer
+    transfer: PageTransfer
     num_tokens: int
     deadline: float | None = None
 
@@ -92,11 +92,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SavePages:
     """Blocks that have been copied to ``pages``; sent only once the engine has sealed them."""
 
     number: int
-    transfer: Transfer
+    transfer: PageTransfer
     pages: tuple[int, ...]
 
 
@@ -105,12 +105,12 @@ class LMCacheMPConnectorMetadata(KVConnectorMetadata):
     """One step's news from the scheduler side, carried out in the order of the fields; ``saves`` after the step has run."""
 
     verdicts: dict[int, bool] = field(default_factory=dict)  # by number of an earlier save: are its blocks good?
-    lookups: list[Lookup] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    lookups: list[LookupPages] = field(default_factory=list)
+    loads: list[LoadPages] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)  # sessions of which nothing, or nothing more, is loaded
     aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
     ended: list[str] = field(default_factory=list)  # sessions that are over
-    saves: list[Save] = field(default_factory=list)
+    saves: list[SavePages] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         """True if there is nothing to do."""
@@ -121,21 +121,21 @@ class LMCacheMPConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeServer:
     """Ask the admin port for version and settings, and allocate staging memory; answered by ``on_probed``."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
+class ConnectToServer:
     """Open a connection of its own for this attempt. Its loss is told by ``on_disconnected``."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToServer:
     """Send frames on the connection of this attempt."""
 
     attempt: int
@@ -143,14 +143,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SessionOpened:
     """The server can be used from now on."""
 
     server: ServerSession
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class SessionClosed:
     """The server cannot be used any more: close the connection, and let go of the staging memory."""
 
     attempt: int
@@ -162,14 +162,14 @@ class Closed:
 class SealPages:
     """Seal what has been copied; answered by ``on_sealed``."""
 
-    save: Save
+    save: SavePages
 
 
 @dataclass(frozen=True, slots=True)
 class TakePages:
     """Check pages and copy the good ones into the pool; answered by ``on_taken``."""
 
-    load: Load
+    load: LoadPages
     pages: tuple[int, ...]
 
 
@@ -181,7 +181,17 @@ class LookupAnswered:
     num_tokens: int
 
 
-Action = Probe | Connect | Send | Opened | Closed | SealPages | TakePages | LookupAnswered | LoadEnded
+Action = (
+    ProbeServer
+    | ConnectToServer
+    | SendToServer
+    | SessionOpened
+    | SessionClosed
+    | SealPages
+    | TakePages
+    | LookupAnswered
+    | LoadEnded
+)
 
 
 @dataclass(frozen=True, slots=True)

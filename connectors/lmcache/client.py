@@ -30,7 +30,7 @@ _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=40
 _log = logging.getLogger(__name__)
 
 
-class ServerLink:
+class LMCacheClient:
     """One connection. ``on_reply`` gets number and result, ``on_lost`` says that nothing more will come; event loop only.
 
     ``on_death`` is called if a task ends by a bug of ours. Make it inside the event loop.

@@ -17,21 +17,21 @@ from typing import Any
 from connectors.async_worker import LoadEnded
 from connectors.lmcache.actions import (
     Action,
-    Closed,
-    Connect,
+    ConnectToServer,
     LMCacheMPConnectorMetadata,
     LookupAnswered,
-    Opened,
-    Probe,
-    Save,
+    ProbeServer,
+    SavePages,
     SealPages,
-    Send,
+    SendToServer,
     ServerFacts,
+    SessionClosed,
+    SessionOpened,
     TakePages,
 )
-from connectors.lmcache.client import ServerLink, fetch_facts
-from connectors.lmcache.node import LMCacheNode, Phase
-from connectors.lmcache.pending_requests import NodeSettings
+from connectors.lmcache.client import LMCacheClient, fetch_facts
+from connectors.lmcache.node import LMCacheNode, NodePhase
+from connectors.lmcache.pending_requests import LMCacheSettings
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Staging, sweep_segments
 from connectors.lmcache.wire import Namespace
@@ -74,7 +74,7 @@ class LMCacheConnector(Connector):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._zmq: AsyncContext | None = None
-        self._link: ServerLink | None = None
+        self._link: LMCacheClient | None = None
         self._copies: ThreadPoolExecutor | None = None
         self._allocated: Staging | None = None  # the latest
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +88,7 @@ class LMCacheConnector(Connector):
     @property
     def is_connected(self) -> bool:
         """True while the server can be used."""
-        return self._node is not None and self._node.phase is Phase.UP
+        return self._node is not None and self._node.phase is NodePhase.UP
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -155,11 +155,11 @@ class LMCacheConnector(Connector):
     def _on_metadata(self, metadata: LMCacheMPConnectorMetadata) -> None:
         self._tell(lambda node: node.on_metadata(metadata))
 
-    def _on_copied(self, saves: Sequence[Save]) -> None:
+    def _on_copied(self, saves: Sequence[SavePages]) -> None:
         if self._node is not None:
             self._node.on_copied(saves)
 
-    def _on_sealed(self, save: Save) -> None:
+    def _on_sealed(self, save: SavePages) -> None:
         self._tell(lambda node: node.on_sealed(save))
 
     def _on_taken(self, request_id: str, faults: dict[int, KVFerryError]) -> None:
@@ -193,7 +193,7 @@ class LMCacheConnector(Connector):
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Send():
+            case SendToServer():
                 if self._link is not None:
                     self._link.send(action.frames)
             case LookupAnswered():
@@ -205,13 +205,13 @@ class LMCacheConnector(Connector):
                 self._copy(self._seal, action)
             case TakePages():
                 self._copy(self._take, action)
-            case Probe():
+            case ProbeServer():
                 self._spawn(self._probe(action.attempt))
-            case Connect():
+            case ConnectToServer():
                 self._connect(action.attempt)
-            case Opened():
+            case SessionOpened():
                 self._open(action)
-            case Closed():
+            case SessionClosed():
                 self._close(action)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -241,7 +241,7 @@ class LMCacheConnector(Connector):
 
     def _connect(self, attempt: int) -> None:
         assert self._zmq is not None
-        self._link = ServerLink(
+        self._link = LMCacheClient(
             self._zmq,
             self._settings.server_address,
             lambda uid, result: self._tell(lambda node: node.on_reply(attempt, uid, result)),
@@ -249,7 +249,7 @@ class LMCacheConnector(Connector):
             self.worker.fail,
         )
 
-    def _open(self, opened: Opened) -> None:
+    def _open(self, opened: SessionOpened) -> None:
         server = opened.server
         server.staging.unlink()  # the server has mapped it; whatever happens from now on, the name is not left behind
         self.scheduler.server = server
@@ -257,7 +257,7 @@ class LMCacheConnector(Connector):
         pages = server.staging.pages
         _log.info(event("lmcache_connected", chunk_size=server.geometry.chunk_size, pages=pages.num_pages))
 
-    def _close(self, closed: Closed) -> None:
+    def _close(self, closed: SessionClosed) -> None:
         if closed.staging is not None:
             closed.staging.unlink()
         if closed.attempt == 0:
@@ -308,9 +308,9 @@ class LMCacheConnector(Connector):
 
     # ---- settings and metrics --------------------------------------------------------------------------------------
 
-    def _node_settings(self) -> NodeSettings:
+    def _node_settings(self) -> LMCacheSettings:
         settings, layout = self._settings, self._context.layout
-        return NodeSettings(
+        return LMCacheSettings(
             namespace=Namespace.of(self._context.model_fingerprint, layout, PAGE_VERSION),
             block_size=layout.block_size,
             windows=tuple(window_of(group.spec) for group in self.scheduler.groups),

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from connectors.async_worker import LoadEnded
-from connectors.lmcache.actions import Load, TakePages
-from connectors.lmcache.pending_requests import ServerCalls
-from connectors.lmcache.sessions import Sessions
+from connectors.lmcache.actions import LoadPages, TakePages
+from connectors.lmcache.pending_requests import PendingRequests
+from connectors.lmcache.sessions import ServerSessions
 from connectors.lmcache.wire import is_done, retrieve_call
 from core.errors import KVFerryError, NotFound, PeerUnreachable, TransferTimeout, fallback_reason
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -33,7 +33,7 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Load:
-    order: Load
+    order: LoadPages
     started_at: float
     deadline: float
     pages: list[int] = field(default_factory=list)
@@ -46,10 +46,10 @@ class _Load:
         return self.order.transfer.chunks.span.session_id
 
 
-class Loads:
+class PageLoads:
     """The loads of all requests; one per request at a time."""
 
-    def __init__(self, calls: ServerCalls, sessions: Sessions) -> None:
+    def __init__(self, calls: PendingRequests, sessions: ServerSessions) -> None:
         self._calls = calls
         self._sessions = sessions
         self._loads: dict[str, _Load] = {}  # by request id, until they are over for their requests
@@ -60,7 +60,7 @@ class Loads:
         """Blocks of loads that are not over."""
         return sum(len(load.order.transfer.moves) for load in self._loads.values())
 
-    def start(self, order: Load) -> None:
+    def start(self, order: LoadPages) -> None:
         """Begin a load, as soon as there are pages for it."""
         now, settings = self._calls.clock.now(), self._calls.settings
         budget = math.inf if order.deadline is None else order.deadline
@@ -189,7 +189,7 @@ class Loads:
         )
 
 
-def _num_good_tokens(order: Load, invalid_block_ids: tuple[int, ...]) -> int:
+def _num_good_tokens(order: LoadPages, invalid_block_ids: tuple[int, ...]) -> int:
     """Return how many tokens were loaded in front of the first bad block."""
     chunks, block_size = order.transfer.chunks, order.transfer.server.geometry.block_size
     bad = (move.index for move in order.transfer.moves if move.block_id in invalid_block_ids)

@@ -18,19 +18,19 @@ from enum import Enum, auto
 
 from connectors.lmcache.actions import (
     Action,
-    Closed,
-    Connect,
+    ConnectToServer,
     LMCacheMPConnectorMetadata,
-    Opened,
-    Probe,
-    Save,
+    ProbeServer,
+    SavePages,
     ServerFacts,
     ServerSession,
+    SessionClosed,
+    SessionOpened,
 )
-from connectors.lmcache.loads import Loads
-from connectors.lmcache.pending_requests import NodeSettings, ServerCalls
-from connectors.lmcache.saves import Saves
-from connectors.lmcache.sessions import Sessions
+from connectors.lmcache.loads import PageLoads
+from connectors.lmcache.pending_requests import LMCacheSettings, PendingRequests
+from connectors.lmcache.saves import PageSaves
+from connectors.lmcache.sessions import ServerSessions
 from connectors.lmcache.staging import Staging
 from connectors.lmcache.tracker import ChunkGeometry
 from connectors.lmcache.wire import (
@@ -47,7 +47,7 @@ from core.ids import IdSource
 _INSTANCE_BITS = 48
 
 
-class Phase(Enum):
+class NodePhase(Enum):
     """Where the connection is."""
 
     DOWN = auto()
@@ -59,20 +59,20 @@ class Phase(Enum):
 class LMCacheNode:
     """One worker's end of the connection to the server, with the lookups, loads and saves on it."""
 
-    def __init__(self, settings: NodeSettings, ids: IdSource, clock: Clock) -> None:
+    def __init__(self, settings: LMCacheSettings, ids: IdSource, clock: Clock) -> None:
         self._settings = settings
         self._ids = ids
         self._clock = clock
-        self._phase = Phase.DOWN
-        self._calls = ServerCalls(clock, settings)
-        self._sessions = Sessions(self._calls)
-        self._loads = Loads(self._calls, self._sessions)
-        self._saves = Saves(self._calls, self._sessions)
+        self._phase = NodePhase.DOWN
+        self._calls = PendingRequests(clock, settings)
+        self._sessions = ServerSessions(self._calls)
+        self._loads = PageLoads(self._calls, self._sessions)
+        self._saves = PageSaves(self._calls, self._sessions)
         self._staging: Staging | None = None
         self._due = clock.now()  # of the next attempt, of its end, or of the next heartbeat
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> NodePhase:
         """Where the connection is."""
         return self._phase
 
@@ -106,7 +106,7 @@ class LMCacheNode:
 
     def on_probed(self, attempt: int, found: ServerFacts | KVFerryError, staging: Staging | None) -> list[Action]:
         """Register with a server that is one that we know; leave another alone, until the next attempt."""
-        if attempt != self._calls.attempt or self._phase is not Phase.PROBING:
+        if attempt != self._calls.attempt or self._phase is not NodePhase.PROBING:
             self._drop(staging)
             return self._calls.take_actions()
         self._staging = staging
@@ -121,7 +121,7 @@ class LMCacheNode:
 
     def on_disconnected(self, attempt: int) -> list[Action]:
         """Leave a server whose connection is lost: if it answers again, it may be another one."""
-        if attempt == self._calls.attempt and self._phase in (Phase.REGISTERING, Phase.UP):
+        if attempt == self._calls.attempt and self._phase in (NodePhase.REGISTERING, NodePhase.UP):
             self._close(PeerUnreachable("the connection to the LMCache server is lost"))
         return self._calls.take_actions()
 
@@ -129,7 +129,7 @@ class LMCacheNode:
         """Take a reply in."""
         if attempt == self._calls.attempt:
             self._calls.on_reply(uid, result)
-        if self._saves.has_doubt and self._phase is Phase.UP:
+        if self._saves.has_doubt and self._phase is NodePhase.UP:
             self._close(PeerUnreachable("the LMCache server has refused to keep blocks: it may know this worker no more"))
         return self._calls.take_actions()
 
@@ -149,11 +149,11 @@ class LMCacheNode:
             self._sessions.end(session_id)
         return self._calls.take_actions()
 
-    def on_copied(self, saves: Sequence[Save]) -> None:
+    def on_copied(self, saves: Sequence[SavePages]) -> None:
         """Keep what a step has copied, until it is judged."""
         self._saves.on_copied(saves)
 
-    def on_sealed(self, save: Save) -> list[Action]:
+    def on_sealed(self, save: SavePages) -> list[Action]:
         """Send what has been sealed."""
         self._saves.send(save)
         return self._calls.take_actions()
@@ -165,7 +165,7 @@ class LMCacheNode:
 
     def on_stop(self, on_parted: Callable[[], None]) -> list[Action]:
         """End all sessions and say good-bye; ``on_parted`` is called if the server answers."""
-        if self._phase is Phase.UP:
+        if self._phase is NodePhase.UP:
             self._sessions.end_all()
             instance_id = self._calls.instance_id
             self._calls.send(
@@ -178,15 +178,15 @@ class LMCacheNode:
     # ---- the connection --------------------------------------------------------------------------------------------
 
     def _on_due(self, now: float) -> None:
-        if self._phase is Phase.UP:
+        if self._phase is NodePhase.UP:
             self._due = now + self._settings.heartbeat_interval_s
             instance_id = self._calls.instance_id
             self._calls.send(lambda uid: encode_call(uid, Operation.PING, instance_id), what="a heartbeat", is_vital=True)
-        elif self._phase is Phase.DOWN:
+        elif self._phase is NodePhase.DOWN:
             self._calls.attempt += 1
-            self._phase = Phase.PROBING
+            self._phase = NodePhase.PROBING
             self._due = now + 2 * self._settings.request_timeout_s
-            self._calls.act(Probe(self._calls.attempt))
+            self._calls.act(ProbeServer(self._calls.attempt))
         else:
             self._close(TransferTimeout("the LMCache server could not be reached in time"))
 
@@ -210,7 +210,7 @@ class LMCacheNode:
 
     def _register(self, facts: ServerFacts, staging: Staging) -> None:
         calls, settings = self._calls, self._settings
-        self._phase = Phase.REGISTERING
+        self._phase = NodePhase.REGISTERING
         self._due = math.inf
         calls.instance_id = self._ids.bits(_INSTANCE_BITS)
         geometry = ChunkGeometry(facts.chunk_size, settings.block_size, settings.windows)
@@ -224,7 +224,7 @@ class LMCacheNode:
             )
             for index, group_id in enumerate(geometry.server_order)
         ]
-        calls.act(Connect(calls.attempt))
+        calls.act(ConnectToServer(calls.attempt))
         calls.send(
             lambda uid: register_call(uid, calls.instance_id, settings.namespace, staging.pages, groups),
             lambda _: self._open(server),
@@ -233,20 +233,20 @@ class LMCacheNode:
         )
 
     def _open(self, server: ServerSession) -> None:
-        self._phase = Phase.UP
+        self._phase = NodePhase.UP
         self._calls.server = server
         self._calls.count("connections")
-        self._calls.act(Opened(server))
+        self._calls.act(SessionOpened(server))
         self._due = self._clock.now() + self._settings.heartbeat_interval_s
 
     def _close(self, error: KVFerryError) -> None:
         """Leave the server: end everything, and try again later."""
         calls, staging = self._calls, self._staging
-        self._phase = Phase.DOWN
+        self._phase = NodePhase.DOWN
         self._due = self._clock.now() + self._settings.retry_interval_s
         self._staging = calls.server = None
         calls.forget()
-        calls.act(Closed(calls.attempt, staging, error))
+        calls.act(SessionClosed(calls.attempt, staging, error))
         self._sessions.fail_all()
         self._loads.fail_all(PeerUnreachable(f"the LMCache server was left in the middle of a load: {error.message}"))
         self._saves.fail_all()
@@ -254,4 +254,4 @@ class LMCacheNode:
     def _drop(self, staging: Staging | None) -> None:
         """Let go of memory that came too late to be used."""
         if staging is not None:
-            self._calls.act(Closed(0, staging, PeerUnreachable("the attempt is over")))
+            self._calls.act(SessionClosed(0, staging, PeerUnreachable("the attempt is over")))

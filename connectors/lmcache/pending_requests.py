@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from connectors.lmcache.actions import Action, Send, ServerSession
+from connectors.lmcache.actions import Action, SendToServer, ServerSession
 from connectors.lmcache.wire import Namespace
 from core.clock import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
+class LMCacheSettings:
     """Deadlines, in seconds, and what this worker registers."""
 
     namespace: Namespace
@@ -39,10 +39,10 @@ class _Call:
     what: str
 
 
-class ServerCalls:
+class PendingRequests:
     """The requests of one attempt, and the actions that gather. Shared by the parts of the node."""
 
-    def __init__(self, clock: Clock, settings: NodeSettings) -> None:
+    def __init__(self, clock: Clock, settings: LMCacheSettings) -> None:
         self.clock = clock
         self.settings = settings
         self.server: ServerSession | None = None
@@ -85,7 +85,7 @@ class ServerCalls:
         self._open[self._num_calls] = _Call(
             self.clock.now() + timeout, is_vital, on_reply or _ignore_result, on_lost or _ignore_loss, what
         )
-        self.act(Send(self.attempt, frames_of(self._num_calls)))
+        self.act(SendToServer(self.attempt, frames_of(self._num_calls)))
 
     def on_reply(self, uid: int, result: object) -> None:
         """Pass a reply on; one that nobody waits for is counted."""

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.lmcache.actions import Save, SealPages
-from connectors.lmcache.pending_requests import ServerCalls
-from connectors.lmcache.sessions import Sessions
+from connectors.lmcache.actions import SavePages, SealPages
+from connectors.lmcache.pending_requests import PendingRequests
+from connectors.lmcache.sessions import ServerSessions
 from connectors.lmcache.wire import is_done, store_call
 
 
-class Saves:
+class PageSaves:
     """The saves of all requests. ``has_doubt`` is set when the server refuses one."""
 
-    def __init__(self, calls: ServerCalls, sessions: Sessions) -> None:
+    def __init__(self, calls: PendingRequests, sessions: ServerSessions) -> None:
         self._calls = calls
         self._sessions = sessions
-        self._copied: dict[int, Save] = {}  # by number, until they are judged
+        self._copied: dict[int, SavePages] = {}  # by number, until they are judged
         self.has_doubt = False
 
-    def on_copied(self, saves: Sequence[Save]) -> None:
+    def on_copied(self, saves: Sequence[SavePages]) -> None:
         """Keep what a step has copied."""
         self._copied.update((save.number, save) for save in saves)
 
@@ -40,7 +40,7 @@ class Saves:
         else:
             self._give_back(save)
 
-    def send(self, save: Save) -> None:
+    def send(self, save: SavePages) -> None:
         """Send what has been sealed."""
         if not self._is_current(save):
             self._give_back(save)
@@ -60,7 +60,7 @@ class Saves:
         """Forget what the server has not got. What is not judged yet is kept until it is."""
         self.has_doubt = False
 
-    def _on_reply(self, save: Save, result: object) -> None:
+    def _on_reply(self, save: SavePages, result: object) -> None:
         chunks = save.transfer.chunks
         self._sessions.let_go(chunks.span.session_id)
         self._give_back(save)
@@ -71,8 +71,8 @@ class Saves:
             self._calls.count("refused_saves")
             self.has_doubt = True
 
-    def _is_current(self, save: Save) -> bool:
+    def _is_current(self, save: SavePages) -> bool:
         return save.transfer.server is self._calls.server
 
-    def _give_back(self, save: Save) -> None:
+    def _give_back(self, save: SavePages) -> None:
         save.transfer.server.staging.give_back(save.pages)

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from connectors.lmcache.actions import (
     BlockMove,
     LMCacheMPConnectorMetadata,
-    Load,
-    Lookup,
-    Save,
+    LoadPages,
+    LookupPages,
+    PageTransfer,
+    SavePages,
     ServerSession,
-    Transfer,
     moves_of,
 )
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata, LMCacheMPRequestState, LMCacheMPRequestTracker
@@ -57,7 +57,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         self._servers: dict[str, ServerSession] = {}  # by session: the one that it lives on
         self._waiting_since: dict[str, float] = {}  # by request id: for what a prefill worker may be saving still
         self._loading: set[str] = set()
-        self._unproven: dict[str, list[Save]] = {}  # by request id: copied, and not known to be good yet
+        self._unproven: dict[str, list[SavePages]] = {}  # by request id: copied, and not known to be good yet
         self._num_saves = 0
         self.num_saves_without_room = 0
         self._next = LMCacheMPConnectorMetadata()
@@ -168,7 +168,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         if not num_tokens:
             return self._bypass(request)
         tracker = self._track(request, LMCacheMPRequestState.PREFETCHING, server)
-        self._next.lookups.append(Lookup(self._span(request, tracker, num_tokens), num_tokens, server))
+        self._next.lookups.append(LookupPages(self._span(request, tracker, num_tokens), num_tokens, server))
         return tracker
 
     def _bypass(self, request: Request) -> LMCacheMPRequestTracker:
@@ -189,7 +189,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         chunks = LMCacheMPRequestMetadata.GetRetrieveMetadata(tracker, server.geometry, block_ids, span)
         assert chunks is not None, f"{request.request_id} waits for its load"
         self._loading.add(request.request_id)
-        self._next.loads.append(Load(self._transfer(request, chunks, server), num_external_tokens, request.deadline))
+        self._next.loads.append(LoadPages(self._transfer(request, chunks, server), num_external_tokens, request.deadline))
 
     # ---- steps and saves -------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             self.num_saves_without_room += 1
             return
         self._num_saves += 1
-        save = Save(self._num_saves, transfer, tuple(pages))
+        save = SavePages(self._num_saves, transfer, tuple(pages))
         self._unproven.setdefault(request.request_id, []).append(save)
         self._next.saves.append(save)
 
@@ -272,7 +272,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
                 chunks = save.transfer.chunks
                 tracker.forget_stored(chunks.start, save.transfer.server.geometry.chunk_size)
 
-    def _is_sealed(self, save: Save) -> bool:
+    def _is_sealed(self, save: SavePages) -> bool:
         """Say whether all blocks of a save are sealed as what they were copied for.
 
         A block that has left its group's window since, and may be somebody else's, was complete: only what lies behind tokens
@@ -304,10 +304,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         if self._servers.pop(tracker.session_id, None) is not None:
             self._next.ended.append(tracker.session_id)
 
-    def _transfer(self, request: Request, chunks: LMCacheMPRequestMetadata, server: ServerSession) -> Transfer:
+    def _transfer(self, request: Request, chunks: LMCacheMPRequestMetadata, server: ServerSession) -> PageTransfer:
         block_size = server.geometry.block_size
         moves = moves_of(chunks, block_size, request.block_hashes, block_size // HASH_BLOCK_SIZE)
-        return Transfer(chunks, server, tuple(moves))
+        return PageTransfer(chunks, server, tuple(moves))
 
     def _span(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> TokenSpan:
         token_ids = request.all_token_ids[:num_tokens].tolist()

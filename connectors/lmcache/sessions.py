@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 
-from connectors.lmcache.actions import Lookup, LookupAnswered
-from connectors.lmcache.pending_requests import ServerCalls
+from connectors.lmcache.actions import LookupAnswered, LookupPages
+from connectors.lmcache.pending_requests import PendingRequests
 from connectors.lmcache.wire import Operation, TokenSpan, encode_call
 
 POLL_INTERVAL_S = 0.005  # between questions whether a lookup is done; a hit in the server's memory is done at once
@@ -39,16 +39,16 @@ class _Session:
     is_ended: bool = False
 
 
-class Sessions:
+class ServerSessions:
     """All sessions that the server knows, or will know."""
 
-    def __init__(self, calls: ServerCalls) -> None:
+    def __init__(self, calls: PendingRequests) -> None:
         self._calls = calls
         self._sessions: dict[str, _Session] = {}
 
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
-    def look_up(self, lookup: Lookup) -> None:
+    def look_up(self, lookup: LookupPages) -> None:
         """Ask the server what it has; without a server the answer is nothing."""
         calls, session_id = self._calls, lookup.span.session_id
         if lookup.server is not calls.server:

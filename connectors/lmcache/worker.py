@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from connectors.async_worker import LoadEnded, ReportingWorker
-from connectors.lmcache.actions import LMCacheMPConnectorMetadata, Save
+from connectors.lmcache.actions import LMCacheMPConnectorMetadata, SavePages
 from connectors.lmcache.staging import Bytes
 from core.connector import KVConnectorMetadata, KVPoolRegion
 from core.request import KVConnectorOutput
@@ -24,13 +24,13 @@ class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
     """
 
     def __init__(
-        self, submit: Callable[[LMCacheMPConnectorMetadata], None], submit_copied: Callable[[Sequence[Save]], None]
+        self, submit: Callable[[LMCacheMPConnectorMetadata], None], submit_copied: Callable[[Sequence[SavePages]], None]
     ) -> None:
         super().__init__("the LMCache connector")
         self.rows: Bytes = np.empty((0, 0), dtype=np.uint8)  # of the pool, [num_blocks, block_bytes]
         self._submit = submit
         self._submit_copied = submit_copied
-        self._saves: list[Save] = []
+        self._saves: list[SavePages] = []
 
     def register_kv_caches(self, pool: KVPoolRegion) -> None:
         """Keep the pool."""

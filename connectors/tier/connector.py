@@ -15,7 +15,7 @@ from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.metrics import publish_tier
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
-from connectors.tier.transfer import TierMover
+from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
 from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable
@@ -63,7 +63,7 @@ class TierConnector(Connector):
             raise ConnectorUnavailable(f"connector {name}: the engine makes no seals, and nothing is stored without")
         self._store = store = await asyncio.to_thread(self._open_store)
         pinned = await asyncio.to_thread(self._pin, pool, store)
-        mover = TierMover(name, store, open_pool(pool, pinned), pool.seals, pool.block_bytes, self._context.clock)
+        mover = TierTransfer(name, store, open_pool(pool, pinned), pool.seals, pool.block_bytes, self._context.clock)
         self._thread = TierThread(mover, self.worker.report, self.worker.wake, self.worker.fail)
         self._thread.start()
         publish_tier(self._context.metrics, self.scheduler, mover, store, name)

@@ -16,7 +16,7 @@ from kvstore.key import StoreKey
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
+class TierLoad:
     """Bring the block ``keys[i]`` into the pool's block ``block_ids[i]``; together they make ``num_tokens`` tokens.
 
     The blocks of a group come in the order of their tokens. What is not there at ``deadline``, on the engine's clock, has
@@ -43,7 +43,7 @@ class SaveItem:
 class TierConnectorMetadata(KVConnectorMetadata):
     """One step's news."""
 
-    loads: list[LoadJob] = field(default_factory=list)
+    loads: list[TierLoad] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
     saves: list[SaveItem] = field(default_factory=list)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from connectors.tier.scheduler import TierConnectorScheduler
-from connectors.tier.transfer import TierMover
+from connectors.tier.transfer import TierTransfer
 from core.metrics import read_counter, read_gauge, read_labelled_counter
 from kvstore.base import BlockStore
 
 
 def publish_tier(
-    registry: CollectorRegistry, scheduler: TierConnectorScheduler, mover: TierMover, store: BlockStore, name: str
+    registry: CollectorRegistry, scheduler: TierConnectorScheduler, mover: TierTransfer, store: BlockStore, name: str
 ) -> None:
     """Register the metrics of one tier."""
 

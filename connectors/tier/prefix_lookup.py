@@ -17,7 +17,7 @@ from core.kv.spec import KVCacheSizes, KVCacheSpec
 from kvstore.key import StoreKey
 
 
-class TierCoordinator:
+class PrefixLookup:
     """The groups of a KV cache, as a tier sees them.
 
     ``specs`` are those of the groups, in their order; ``layout`` is what ``kvstore.key.layout_key`` says of the pool. Hits end

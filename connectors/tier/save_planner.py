@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from connectors.tier.messages import SaveItem
-from connectors.tier.prefix_lookup import TierCoordinator
+from connectors.tier.prefix_lookup import PrefixLookup
 from core.kv.block import KVCacheBlock
 from core.kv.pool import BlockPool
 from kvstore.key import StoreKey
@@ -22,7 +22,7 @@ from kvstore.key import StoreKey
 class SavePlanner:
     """Candidates and pins. At most ``max_pinned`` blocks are pinned; if there are too many candidates, the oldest leave."""
 
-    def __init__(self, pool: BlockPool, coordinator: TierCoordinator, max_pinned: int) -> None:
+    def __init__(self, pool: BlockPool, coordinator: PrefixLookup, max_pinned: int) -> None:
         self._pool = pool
         self._coordinator = coordinator
         self._max_pinned = max_pinned

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from connectors.tier.messages import LoadJob, TierConnectorMetadata, TierConnectorWorkerMetadata
-from connectors.tier.prefix_lookup import TierCoordinator
+from connectors.tier.messages import TierConnectorMetadata, TierConnectorWorkerMetadata, TierLoad
+from connectors.tier.prefix_lookup import PrefixLookup
 from connectors.tier.save_planner import SavePlanner
 from core.clock import Clock
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
@@ -82,12 +82,12 @@ class TierConnectorScheduler(KVConnectorScheduler):
         self._clock = clock
         self._store = store
         self._watch = watch
-        self._coordinator: TierCoordinator | None = None
+        self._coordinator: PrefixLookup | None = None
         self._planner: SavePlanner | None = None
         self._requests: dict[str, _Known] = {}
         self._questions: dict[str, _Question] = {}
         self._open_lookups: dict[tuple[StoreKey, StoreKey], LookupTicket] = {}
-        self._loading: dict[str, LoadJob] = {}
+        self._loading: dict[str, TierLoad] = {}
         self._loading_keys: Counter[StoreKey] = Counter()
         self._are_saves_slow = False
         self._in_step: Mapping[str, int] = {}  # what the last step has computed
@@ -127,7 +127,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
             max_model_len=manager.max_model_len,
         )
         specs = [group.spec for group in manager.kv_cache_config.groups]
-        self._coordinator = TierCoordinator(specs, sizes, layout_key(self._layout))
+        self._coordinator = PrefixLookup(specs, sizes, layout_key(self._layout))
         max_pinned = max(1, int(MAX_PINNED_SHARE * pool.num_usable_blocks))
         self._planner = SavePlanner(pool, self._coordinator, min(max_pinned, MAX_KEYS))
 
@@ -170,7 +170,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         wanted = [(key, tables[group_id][index]) for key, group_id, index in self._blocks_of(request, start, end)]
         assert all(block_id != NULL_BLOCK_ID for _, block_id in wanted), f"{request!r} has no block for what it needs"
         deadline = self._clock.now() + self._settings.load_timeout_s
-        job = LoadJob(request.request_id, *_columns(wanted), num_tokens=num_external_tokens, deadline=deadline)
+        job = TierLoad(request.request_id, *_columns(wanted), num_tokens=num_external_tokens, deadline=deadline)
         self._loading[request.request_id] = job
         self._loading_keys.update(job.keys)
         self._next.loads.append(job)
@@ -272,7 +272,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
             known.num_offered = end
 
     @property
-    def _bound(self) -> TierCoordinator:
+    def _bound(self) -> PrefixLookup:
         assert self._coordinator is not None, "bind_kv_cache_manager comes first"
         return self._coordinator
 

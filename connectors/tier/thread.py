@@ -26,7 +26,7 @@ POLL_S = 0.0005  # while a ticket is open
 _log = logging.getLogger(__name__)
 
 
-class Mover(Protocol[OrderT_contra, ReportT_co]):
+class TransferLogic(Protocol[OrderT_contra, ReportT_co]):
     """What moves something to a tier and back, without a thread of its own. It never waits."""
 
     @property
@@ -59,7 +59,7 @@ class TierThread(Generic[OrderT, ReportT]):
 
     def __init__(
         self,
-        mover: Mover[OrderT, ReportT],
+        mover: TransferLogic[OrderT, ReportT],
         report: Callable[[ReportT], None],
         wakeup: Callable[[], None],
         on_death: Callable[[BaseException], None],

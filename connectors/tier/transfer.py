@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from connectors.async_worker import LoadEnded
 from connectors.pool_access import PoolAccess
-from connectors.tier.messages import LoadJob, Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
+from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from core.clock import Clock
 from core.digest import BlockDigester
 from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout
@@ -50,7 +50,7 @@ class _Load:
     are copied or failed. ``errors`` names those that have failed, and those behind them that are not wanted any more.
     """
 
-    job: LoadJob
+    job: TierLoad
     started_at: float
     tickets: deque[tuple[int, GetTicket]] = field(default_factory=deque)
     num_asked: int = 0
@@ -75,7 +75,7 @@ class _Save:
     putting: tuple[SaveItem, ...] = ()
 
 
-class TierMover:
+class TierTransfer:
     """Moves blocks of one pool. All calls come from one thread. ``name`` is that of the connector."""
 
     def __init__(

@@ -33,7 +33,7 @@ from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expect
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.pool_checks import PoolChecks
 from kvferry.sim.tier import SimTier
-from kvferry.sim.timing_checks import TimeChecks
+from kvferry.sim.timing_checks import TimingChecks
 
 _MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been reported
 
@@ -102,7 +102,7 @@ class WorkerChecks:
         self.num_quarantined = 0  # blocks, over time
         self.num_pinned = 0  # by steps in flight, over time
 
-    def attach(self, scheduler: Scheduler, model: HashModel, times: TimeChecks, tier: SimTier | None = None) -> None:
+    def attach(self, scheduler: Scheduler, model: HashModel, times: TimingChecks, tier: SimTier | None = None) -> None:
         """Receive what there is to check."""
         self._scheduler = scheduler
         self._model = model

@@ -14,7 +14,7 @@ from core.config import ConnectorSection
 from core.ids import IdSource
 from kvferry.sim.host import Host
 from kvferry.sim.node import SimNode, WriteWatch
-from kvferry.sim.timing_checks import TimeChecks
+from kvferry.sim.timing_checks import TimingChecks
 
 
 class SimConnector(SimNode):
@@ -34,7 +34,7 @@ class SimConnector(SimNode):
         self.worker = P2PConnectorWorker(self._submit)
         self._ended_loads: Counter[str] = Counter()  # by how they ended
 
-    def start(self, watch: WriteWatch, times: TimeChecks, max_rows_per_read: int) -> None:
+    def start(self, watch: WriteWatch, times: TimingChecks, max_rows_per_read: int) -> None:
         """Be ready for readers, and to read."""
         self._times = times
         pool = self.worker.pool

@@ -47,7 +47,7 @@ class Embeddings(Protocol):
         """Count what need not happen in a run."""
 
 
-class SimAlarm:
+class SimWakeupTimer:
     """``connectors.ec.wakeup_timer`` as an event: calls ``ring`` at the time that was set last, by the process's own clock."""
 
     def __init__(self, process: Process, ring: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from connectors.ec import p2p_adapter as handoff
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, PeerSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.produced_embeddings import HeldOffers, OfferTerms
+from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
@@ -22,7 +22,7 @@ from core.config import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource, MMFeature
-from kvferry.sim.ec import SimAlarm, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
+from kvferry.sim.ec import SimWakeupTimer, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.node import SimNode
@@ -55,15 +55,15 @@ class SimEmbeddings(SimNode):
         self._memory = ChunkMemory(layout, num_chunks * layout.chunk_bytes, identity.incarnation)
         self._memory.close()  # only the files; simulated transports copy the memory itself
         self.scheduler.bind(layout, num_chunks)
-        self._offers: HeldOffers | None = None
+        self._offers: ProducedEmbeddings | None = None
         if is_encoder:
             terms = OfferTerms(
                 engine_id=identity.engine_id, incarnation=identity.incarnation, lease_ms=int(1000 * plan.lease_s)
             )
-            self._offers = HeldOffers(self._memory, terms, ids, self._lease)
+            self._offers = ProducedEmbeddings(self._memory, terms, ids, self._lease)
             self._offers.control_address = address
         self.worker.bind(self._memory.rows, self._submit, self._offers)
-        self._alarm = SimAlarm(host.process, self.worker.wake)
+        self._alarm = SimWakeupTimer(host.process, self.worker.wake)
         self._num_to_flip = 0
         self._num_flipped = 0
 

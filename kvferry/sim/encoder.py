@@ -34,7 +34,7 @@ from kvferry.sim.loop import Process
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
-from kvferry.sim.worker_protocol import FINGERPRINT, SimMember
+from kvferry.sim.worker_protocol import FINGERPRINT, SimWorkerProtocol
 
 _MAX_BATCH_IMAGES = 2
 
@@ -80,7 +80,7 @@ class _EngineThread(EngineTurns):
         return self.core.step_size
 
 
-class SimEncoder(SimMember):
+class SimEncoder(SimWorkerProtocol):
     """An encode worker from its start to its end."""
 
     engine: _EngineThread

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.mover import NAME, EmbeddingMover, Forgotten, Holder, Order, StoreReport
+from connectors.ec.mover import NAME, EmbeddingHolder, EmbeddingTransfer, Forgotten, Order, StoreReport
 from connectors.ec.scheduler import FetchingScheduler
-from connectors.ec.store_offers import StoredOffers, pass_on
+from connectors.ec.store_offers import StoreOffers, pass_on
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.ids import SeededIds
 from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource
-from kvferry.sim.ec import SimAlarm, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
+from kvferry.sim.ec import SimWakeupTimer, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.stores import SharedStore
@@ -47,11 +47,11 @@ class SimSharedEmbeddings:
         self.scheduler.bind(layout, num_chunks)
         self._store = store.connect(host, layout.chunk_bytes, ids, "-ec")
         self._thread: SimTierThread[Order, StoreReport] = SimTierThread(host, self._wake)
-        self._offers = StoredOffers(layout, num_chunks * layout.chunk_bytes, self._thread.submit)
+        self._offers = StoreOffers(layout, num_chunks * layout.chunk_bytes, self._thread.submit)
         self.worker.bind(self._memory.rows, self._submit, self._offers)
-        holder = Holder(engine_id=identity.engine_id, incarnation=identity.incarnation)
-        self._mover = EmbeddingMover(self._store, layout, self._memory, holder, clock)
-        self._alarm = SimAlarm(host.process, self._wake)
+        holder = EmbeddingHolder(engine_id=identity.engine_id, incarnation=identity.incarnation)
+        self._mover = EmbeddingTransfer(self._store, layout, self._memory, holder, clock)
+        self._alarm = SimWakeupTimer(host.process, self._wake)
         self._num_forgotten = 0
 
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:

@@ -22,12 +22,12 @@ from kvferry.sim.network import Link
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.troubles import Kind
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, write_header
-from kvstore.client_base import StoreFront
-from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.client_base import StoreClientBase
+from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
 from kvstore.messages import decode_to_client, decode_to_store, encode_to_client, encode_to_store
-from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
+from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.testing.sim_store import DictTier, SimArena
 from kvstore.tiers.base import TierJob
 from kvstore.tiers.worker import TierRunner
@@ -57,7 +57,7 @@ class CopyWatch(Protocol):
         """A block is being read to be stored."""
 
 
-def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> MachineOptions:
+def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> ServerOptions:
     """Return what a store's machine needs, with a new incarnation."""
     incarnation = new_incarnation(ids)
 
@@ -68,7 +68,7 @@ def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> 
         write_header(memory, plan.num_slots, slot_bytes, incarnation, nonce)
         return MemoryTier(SimArena(memory, None), make_policy(plan.eviction, plan.num_slots))
 
-    return MachineOptions(incarnation, make_memory, CLIENT_TIMEOUT_S, max_pinned_share, plan.write_back)
+    return ServerOptions(incarnation, make_memory, CLIENT_TIMEOUT_S, max_pinned_share, plan.write_back)
 
 
 def flip_a_bit(memory: MemoryTier | None, tiers: Sequence[DictTier], random: Random) -> bool:
@@ -89,7 +89,7 @@ def flip_a_bit(memory: MemoryTier | None, tiers: Sequence[DictTier], random: Ran
     return True
 
 
-def leftovers_of(machine: StoreMachine) -> dict[str, int]:
+def leftovers_of(machine: ServerState) -> dict[str, int]:
     """Count what a store must not hold once every client is done."""
     memory = machine.memory
     if memory is None:
@@ -108,7 +108,7 @@ class SimStoreServer:
 
     def __init__(self, host: Host, plan: TierPlan, seed: int, tiers: Sequence[DictTier], processes: dict[str, Process]) -> None:
         self.host = host
-        self.machine = StoreMachine(machine_options(plan, SeededIds(seed), 0.5), tiers)
+        self.machine = ServerState(machine_options(plan, SeededIds(seed), 0.5), tiers)
         self._plan = plan
         self._random = Random(seed)
         self._tiers = tiers
@@ -191,14 +191,14 @@ class SimStoreServer:
         return self.host.process.clock.now()
 
 
-class SimStoreFront(StoreFront):
+class SimStoreClientBase(StoreClientBase):
     """A store as a worker uses it. ``on_progress`` is called when a ticket may be done; ``watch`` sees what is read."""
 
     on_progress: Callable[[], None]
     watch: CopyWatch
 
     @property
-    def client(self) -> ClientMachine:
+    def client(self) -> ClientState:
         """The client's side."""
         return self._machine
 
@@ -210,13 +210,13 @@ class SimStoreFront(StoreFront):
         """Do what is due. A store inside the worker waits for nothing."""
 
 
-class SimStoreClient(SimStoreFront):
+class SimStoreClient(SimStoreClientBase):
     """A client of the store at ``address``. Its thread does one thing after another, and nothing else while it copies."""
 
     def __init__(
         self, host: Host, address: str, options: ClientOptions, ids: SeededIds, arena_of: Callable[[int], Arena | None]
     ) -> None:
-        super().__init__(ClientMachine(options, ids), host.process.clock)
+        super().__init__(ClientState(options, ids), host.process.clock)
         self._address = address
         self._host = host
         self.on_progress = _nothing
@@ -320,13 +320,13 @@ class SimStoreClient(SimStoreFront):
         self._do(lambda: self._machine.on_parcel(message, blocks, self._clock.now()))
 
 
-class SimEmbeddedStore(SimStoreFront):
+class SimEmbeddedStore(SimStoreClientBase):
     """A store inside the worker: all at once in the caller's thread, but for copies."""
 
     def __init__(self, host: Host, plan: TierPlan, block_bytes: int, ids: SeededIds) -> None:
         options = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
-        super().__init__(ClientMachine(options, ids), host.process.clock)
-        self.machine = StoreMachine(machine_options(plan, ids, 1.0))
+        super().__init__(ClientState(options, ids), host.process.clock)
+        self.machine = ServerState(machine_options(plan, ids, 1.0))
         self.machine.prepare(block_bytes)
         self.on_progress = _nothing
         self._host = host
@@ -334,7 +334,7 @@ class SimEmbeddedStore(SimStoreFront):
         self._copier = Queue(host.process, host.loop, lambda: self._random.uniform(0.0, _COPY_S))
         self._machine.on_timer(self._clock.now())  # says hello
         self._carry_out()
-        assert self._machine.state is LinkState.UP
+        assert self._machine.state is ConnectionState.UP
 
     def corrupt(self) -> bool:
         """Change a bit of a stored block; False if there is none."""

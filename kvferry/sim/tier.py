@@ -16,13 +16,13 @@ from connectors.multi.worker import multi_connector_worker
 from connectors.pool_access import HostPoolAccess
 from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
-from connectors.tier.transfer import TierMover
+from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
 from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
 from core.wire.kv import KVLayoutInfo
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.host import Host
-from kvferry.sim.store import SimEmbeddedStore, SimStoreFront
+from kvferry.sim.store import SimEmbeddedStore, SimStoreClientBase
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.tier_thread import SimTierThread
 
@@ -62,7 +62,7 @@ class _WatchedPool(HostPoolAccess):
 class SimTier:
     """The connector of one worker's tier."""
 
-    def __init__(self, host: Host, plan: TierPlan, layout: KVLayoutInfo, store: SimStoreFront) -> None:
+    def __init__(self, host: Host, plan: TierPlan, layout: KVLayoutInfo, store: SimStoreClientBase) -> None:
         settings = TierSettings(name=plan.name, is_lazy=plan.is_lazy)
         self.store = store
         self._thread: SimTierThread[TierConnectorMetadata, Report] = SimTierThread(host, self._wake)
@@ -80,7 +80,7 @@ class SimTier:
         self.store.watch = access
         self.store.on_progress = self._thread.plan_turn
         clock = self._host.process.clock
-        self.mover = TierMover(self.scheduler._settings.name, self.store, access, pool.seals, pool.block_bytes, clock)
+        self.mover = TierTransfer(self.scheduler._settings.name, self.store, access, pool.seals, pool.block_bytes, clock)
         self._thread.start(self.mover, self.worker.report)
 
     @property

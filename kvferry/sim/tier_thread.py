@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from connectors.tier.thread import Mover
+from connectors.tier.thread import TransferLogic
 from kvferry.sim.host import Host
 from kvferry.sim.loop import Queue
 from kvstore.base import LookupTicket
@@ -27,7 +27,7 @@ class SimTierThread(Generic[OrderT, ReportT]):
         self._is_turn_planned = False
         self._is_poll_planned = False
 
-    def start(self, mover: Mover[OrderT, ReportT], report: Callable[[ReportT], None]) -> None:
+    def start(self, mover: TransferLogic[OrderT, ReportT], report: Callable[[ReportT], None]) -> None:
         """Run this mover. ``report`` gets what has ended."""
         self._mover = mover
         self._report = report

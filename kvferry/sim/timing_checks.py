@@ -23,7 +23,7 @@ from core.worker.role import choice_id
 _ROUNDING_S = 1e-6
 
 
-class TimeChecks:
+class TimingChecks:
     """Compares durations. ``complain`` takes what is wrong."""
 
     def __init__(self, name: str, clock: Clock, complain: Callable[[str], None]) -> None:

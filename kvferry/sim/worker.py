@@ -43,14 +43,14 @@ from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
 from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import scheduler_side, worker_side
-from kvferry.sim.timing_checks import TimeChecks
-from kvferry.sim.worker_protocol import FINGERPRINT, SimMember
+from kvferry.sim.timing_checks import TimingChecks
+from kvferry.sim.worker_protocol import FINGERPRINT, SimWorkerProtocol
 from prefill.role import PrefillHandler
 
 _SLOW_STEP_RATE = 0.1  # share of steps that take as long as they may
 
 
-class SimWorker(SimMember):
+class SimWorker(SimWorkerProtocol):
     """A worker from its start to its end. ``checks`` sees everything that could break an invariant."""
 
     engine: SimEngine
@@ -82,7 +82,7 @@ class SimWorker(SimMember):
         self.model = self._make_model(plan)
         core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
-        self._times = TimeChecks(spec.engine_id, host.process.clock, checks.complain)
+        self._times = TimingChecks(spec.engine_id, host.process.clock, checks.complain)
         checks.attach(core.scheduler, self.model, self._times, self.tier)
         if self._connector_worker is not None:
             self._connector_worker.set_wakeup(self.engine.wake)

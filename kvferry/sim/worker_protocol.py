@@ -43,7 +43,7 @@ class Submits(Protocol):
         """Queue a message, and wake the engine."""
 
 
-class SimMember:
+class SimWorkerProtocol:
     """A worker as its routers see it.
 
     A subclass sets ``state``, ``engine`` and ``_complain``, which takes what is wrong, and calls ``_join`` when it is ready.

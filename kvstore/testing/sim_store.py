@@ -20,12 +20,12 @@ from core.ids import SeededIds
 from core.testing.clock import FakeClock
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, slot_word, write_header
 from kvstore.base import GetTicket, PutTicket, Ticket
-from kvstore.client_base import StoreFront
-from kvstore.client_state import ClientAction, ClientMachine, ClientOptions, CopyIn, MapArena, SendToStore
+from kvstore.client_base import StoreClientBase
+from kvstore.client_state import ClientAction, ClientOptions, ClientState, CopyIn, MapArena, SendToStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
 from kvstore.messages import ArenaFile, ToClient, ToStore
-from kvstore.server_state import Action, MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
+from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.testing.blocks import make_block
 from kvstore.tiers.base import Tier, TierBlock, TierJob
 from kvstore.tiers.worker import TierRunner
@@ -97,12 +97,12 @@ class DictTier(Tier):
         """Keep everything: it outlives the store."""
 
 
-class SimClient(StoreFront):
+class SimClient(StoreClientBase):
     """A client whose carrier is the simulation."""
 
     def __init__(self, sim: SimStore, name: str, *, is_local: bool) -> None:
         options = ClientOptions(name, BLOCK_BYTES, REQUEST_TIMEOUT_S, 0.25, (1, 0) if is_local else None)
-        super().__init__(ClientMachine(options, sim.ids), sim.clock)
+        super().__init__(ClientState(options, sim.ids), sim.clock)
         self.name = name
         self.machine = self._machine
         self.is_dead = False
@@ -175,7 +175,7 @@ class SimStore:
             case CopyIn():
                 self._start_copy(client, action)
 
-    def _follow_store(self, store: StoreMachine, actions: Sequence[Action]) -> None:
+    def _follow_store(self, store: ServerState, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case SendParcel():
@@ -199,7 +199,7 @@ class SimStore:
 
         return lambda: self._when_awake(client, deliver)
 
-    def _job(self, store: StoreMachine, job: TierJob) -> Callable[[], None]:
+    def _job(self, store: ServerState, job: TierJob) -> Callable[[], None]:
         def run() -> None:
             self._runners[job.tier].run(job)
             if store is self.store:
@@ -241,7 +241,7 @@ class SimStore:
         copy_half(0)
         self._at(self.rng.random() * 0.1, lambda: self._when_thawed(client, finish))
 
-    def _check_late_write(self, store: StoreMachine, target: memoryview) -> None:
+    def _check_late_write(self, store: ServerState, target: memoryview) -> None:
         """A slot that is written by a living client must be reserved, and be nobody else's."""
         memory = store.memory
         if store is not self.store or memory is None:
@@ -342,7 +342,7 @@ class SimStore:
             if self.rng.random() < 0.5:
                 self._when_awake(client, lambda client=client: client.machine.on_link_lost(self.clock.now()))  # type: ignore[misc]
 
-    def _new_store(self) -> StoreMachine:
+    def _new_store(self) -> ServerState:
         incarnation = self.ids.bits(64)
 
         def make_memory(_: int) -> MemoryTier:
@@ -352,8 +352,8 @@ class SimStore:
             write_header(memory, num_slots, SLOT_BYTES, incarnation, nonce)
             return MemoryTier(SimArena(memory, None), make_policy("arc", num_slots))
 
-        options = MachineOptions(incarnation, make_memory, CLIENT_TIMEOUT_S, write_back=self._write_back)
-        return StoreMachine(options, self.tiers)
+        options = ServerOptions(incarnation, make_memory, CLIENT_TIMEOUT_S, write_back=self._write_back)
+        return ServerState(options, self.tiers)
 
     def _add_client(self) -> SimClient:
         client = SimClient(self, f"client-{self.ids.bits(64):x}", is_local=self.rng.random() < 0.7)

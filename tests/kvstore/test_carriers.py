@@ -19,8 +19,8 @@ from kvstore.client import StoreClient, connect_store, own_process, process_star
 from kvstore.client_state import ClientOptions
 from kvstore.messages import (
     WIRE_VERSION,
-    Goodbye,
-    Heartbeat,
+    StoreGoodbye,
+    StoreHeartbeat,
     UnknownClient,
     Welcome,
     decode_to_client,
@@ -105,11 +105,11 @@ def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_told_once(caplog):
 def test_frames_of_another_version_are_refused_once_and_logged_once(caplog):
     with serving() as (server, address), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(address)
-        frame = encode_to_store(Goodbye(), WIRE_VERSION + 1)
+        frame = encode_to_store(StoreGoodbye(), WIRE_VERSION + 1)
         for _ in range(300):
             stranger.send(frame)
         eventually(lambda: server.machine.counts["bad_frames"] == 300, "they did not arrive")
-        stranger.send(encode_to_store(Heartbeat(last=0)))
+        stranger.send(encode_to_store(StoreHeartbeat(last=0)))
         assert stranger.poll(1000 * DEADLINE_S)
         assert stranger.recv() == encode_refusal(WIRE_VERSION, WIRE_VERSION + 1)
         assert stranger.poll(1000 * DEADLINE_S)

@@ -7,7 +7,7 @@ from core.ids import SeededIds
 from core.wire.version import FIRST_RETRY_S, MAX_RETRY_S
 from kvstore import messages as m
 from kvstore.arena import NONCE_BYTES, ArenaView, arena_bytes, write_header
-from kvstore.client_state import ClientMachine, ClientOptions, CopyIn, LinkState, MapArena, SendToStore
+from kvstore.client_state import ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
 from kvstore.key import pack_keys
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 
@@ -22,7 +22,7 @@ class Client:
 
     def __init__(self, *, is_local=False):
         options = ClientOptions("client", BLOCK_BYTES, TIMEOUT_S, BEAT_S, (5, 6) if is_local else None)
-        self.machine = ClientMachine(options, SeededIds(1))
+        self.machine = ClientState(options, SeededIds(1))
         self.now = 100.0
 
     def said(self):
@@ -87,13 +87,13 @@ def test_a_client_that_is_refused_asks_again_by_its_timer_only():
     client = Client()
     client.after(0)
     client.said()
-    client.hear(m.Refused(code="layout", message="too large"))
+    client.hear(m.AttachRefused(code="layout", message="too large"))
     assert not client.machine.waits_for_link  # the link is there: that would be an endless loop
     client.after(BEAT_S - 0.01)
     assert client.said() == []
     client.after(0.02)
     client.greet()
-    assert client.machine.state is LinkState.UP
+    assert client.machine.state is ConnectionState.UP
 
 
 @pytest.mark.parametrize("answers", [lambda number: True, lambda number: number % 3 == 0], ids=["always", "at times"])
@@ -118,7 +118,7 @@ def test_a_store_that_is_understood_again_is_greeted_as_usual():
     client.machine.on_other_version(client.now)
     client.after(FIRST_RETRY_S)
     client.greet()
-    assert (client.machine.state, client.machine.is_other_version) == (LinkState.UP, False)
+    assert (client.machine.state, client.machine.is_other_version) == (ConnectionState.UP, False)
     client.hear(m.UnknownClient(incarnation=3))
     assert [type(message) for message in client.said()] == [m.Hello]
     client.after(BEAT_S + TIMEOUT_S + 0.01)
@@ -138,7 +138,7 @@ def test_an_arena_that_cannot_be_mapped_means_frames():
     client.greet(arena=ARENA)
     client.said()
     client.machine.on_mapped(None)
-    assert (client.machine.state, client.machine.is_local) == (LinkState.UP, False)
+    assert (client.machine.state, client.machine.is_local) == (ConnectionState.UP, False)
 
 
 def test_a_nonce_that_is_refused_means_frames():
@@ -146,15 +146,15 @@ def test_a_nonce_that_is_refused_means_frames():
     client.after(0)
     client.greet(arena=ARENA)
     client.machine.on_mapped(own_arena())
-    client.hear(m.Refused(code="protocol_error", message="no"))
-    assert (client.machine.state, client.machine.is_local) == (LinkState.UP, False)
+    client.hear(m.AttachRefused(code="protocol_error", message="no"))
+    assert (client.machine.state, client.machine.is_local) == (ConnectionState.UP, False)
 
 
-@pytest.mark.parametrize("state", list(LinkState))
+@pytest.mark.parametrize("state", list(ConnectionState))
 def test_the_next_timer_is_never_over_when_timers_have_run(state):
     client = Client()
     client.after(0)
-    if state is LinkState.UP:
+    if state is ConnectionState.UP:
         client.greet()
         client.machine.lookup(KEYS, client.now)
     client.machine.state = state
@@ -167,7 +167,7 @@ def test_a_welcome_to_an_earlier_hello_is_ignored():
     client = Client()
     client.after(0)
     client.hear(m.Welcome(session=1, incarnation=1, slot_bytes=BLOCK_BYTES))
-    assert client.machine.state is LinkState.GREETING
+    assert client.machine.state is ConnectionState.GREETING
 
 
 def test_a_large_get_may_take_as_long_as_its_bytes_take_if_the_store_is_alive(client, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     assert not ticket.is_done
     client.after(0.02)
     assert (ticket.is_done, ticket.failure, ticket.blocks) == (True, "deadline", [None] * 3)
-    assert m.Release(numbers=(ticket.number,)) in client.said()
+    assert m.ReleaseBlocks(numbers=(ticket.number,)) in client.said()
     client.hear(m.GetReply(number=ticket.number, present=b"\0\0\0", seals=b""))  # too late
     assert client.machine.num_open_calls == 0
 
@@ -197,8 +197,8 @@ def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
 def test_a_silent_store_is_given_up_and_greeted_again(client):
     for _ in range(20):
         client.after(BEAT_S)
-    assert client.machine.state in (LinkState.DOWN, LinkState.GREETING)
-    assert any(isinstance(message, m.Heartbeat) for message in client.said())
+    assert client.machine.state in (ConnectionState.DOWN, ConnectionState.GREETING)
+    assert any(isinstance(message, m.StoreHeartbeat) for message in client.said())
     client.after(TIMEOUT_S + BEAT_S)
     client.after(BEAT_S)
     assert any(isinstance(message, m.Hello) for message in client.said())
@@ -208,7 +208,7 @@ def test_a_store_that_answers_heartbeats_is_kept(client):
     for _ in range(40):
         client.after(BEAT_S)
         client.hear(m.Alive(incarnation=INCARNATION))
-    assert client.machine.state is LinkState.UP
+    assert client.machine.state is ConnectionState.UP
 
 
 def test_a_restarted_store_ends_all_calls_and_is_noticed(client):
@@ -217,7 +217,7 @@ def test_a_restarted_store_ends_all_calls_and_is_noticed(client):
     client.hear(m.UnknownClient(incarnation=78))
     assert [(ticket.is_done, ticket.failure) for ticket in tickets] == [(True, "restarted")] * 3
     client.greet(incarnation=78)
-    assert client.machine.state is LinkState.UP
+    assert client.machine.state is ConnectionState.UP
     assert client.machine.statistics().restarts_noticed == 1
 
 
@@ -235,7 +235,7 @@ def test_a_lost_link_ends_calls_at_once_and_greets_when_it_is_back(client):
     assert client.machine.waits_for_link
     client.machine.on_link_up(client.now)
     client.greet()
-    assert client.machine.state is LinkState.UP
+    assert client.machine.state is ConnectionState.UP
 
 
 def test_a_put_into_the_arena_is_reserved_copied_and_committed(local):
@@ -259,7 +259,7 @@ def test_a_put_of_what_is_there_copies_nothing(local):
     local.said()
     local.hear(m.Reserved(number=ticket.number, slots=(m.NO_SLOT,) * 3, stored=b"\1\1\1"))
     assert ticket.is_done
-    assert local.said() == [m.Release(numbers=(ticket.number,))]
+    assert local.said() == [m.ReleaseBlocks(numbers=(ticket.number,))]
 
 
 def test_a_put_that_is_over_is_not_copied(local):
@@ -300,12 +300,12 @@ def test_an_answer_that_does_not_fit_is_a_miss(local, reply):
     local.said()
     local.hear(reply)
     assert (ticket.is_done, ticket.failure, ticket.blocks) == (True, "protocol_error", [None] * 3)
-    assert m.Release(numbers=(1,)) in local.said()
+    assert m.ReleaseBlocks(numbers=(1,)) in local.said()
 
 
 def test_a_refused_call_is_a_miss(client):
     ticket = client.machine.lookup(KEYS, client.now)
-    client.hear(m.Refused(code="store_full", message="full", number=ticket.number))
+    client.hear(m.AttachRefused(code="store_full", message="full", number=ticket.number))
     assert (ticket.is_done, ticket.failure) == (True, "store_full")
 
 
@@ -315,10 +315,10 @@ def test_heartbeats_name_what_is_held(local):
     waiting = local.machine.lookup(KEYS, local.now)
     local.said()
     local.after(BEAT_S)
-    assert local.said() == [m.Heartbeat(last=waiting.number, held=(waiting.number, ticket.number))]
+    assert local.said() == [m.StoreHeartbeat(last=waiting.number, held=(waiting.number, ticket.number))]
     local.machine.release(ticket)
     local.machine.release(ticket)
-    assert local.said() == [m.Release(numbers=(ticket.number,))]
+    assert local.said() == [m.ReleaseBlocks(numbers=(ticket.number,))]
 
 
 def test_too_many_keys_are_our_own_mistake(client):

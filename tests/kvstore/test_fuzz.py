@@ -24,13 +24,13 @@ GOOD = [
     m.Attach(nonce=bytes(32), pid=1, start_ticks=1),
     m.Lookup(number=1, keys=KEYS),
     m.Get(number=2, keys=KEYS),
-    m.Release(numbers=(2,)),
+    m.ReleaseBlocks(numbers=(2,)),
     m.Reserve(number=3, keys=KEYS, sizes=(64, 64)),
     m.Commit(number=3, seals=SEALS),
     m.Put(number=4, keys=KEYS, seals=SEALS),
     m.Corrupt(keys=KEYS, code="digest"),
-    m.Heartbeat(last=4, held=(2,)),
-    m.Goodbye(),
+    m.StoreHeartbeat(last=4, held=(2,)),
+    m.StoreGoodbye(),
 ]
 
 

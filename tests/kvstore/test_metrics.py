@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvstore.metrics import register_store_metrics
-from kvstore.server_state import MachineOptions, StoreMachine
+from kvstore.server_state import ServerOptions, ServerState
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, get, lookup, put
 
@@ -18,7 +18,7 @@ def registry():
 
 
 def test_a_store_without_clients_reads_zero(registry):
-    register_store_metrics(registry, StoreMachine(MachineOptions(1, pytest.fail)), [])
+    register_store_metrics(registry, ServerState(ServerOptions(1, pytest.fail)), [])
     assert registry.get_sample_value("kvferry_kvstore_memory_slots") == 0
     assert registry.get_sample_value("kvferry_kvstore_lookup_keys_total") == 0
 

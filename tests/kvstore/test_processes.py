@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from core.errors import StaleBlock
-from kvstore.messages import Corrupt, Release, encode_to_store
+from kvstore.messages import Corrupt, ReleaseBlocks, encode_to_store
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, copy_of, get, lookup, put, read, wait_for
 
@@ -98,7 +98,7 @@ def test_a_reader_that_lost_its_pins_notices_a_reused_slot(store_process, client
         put(reader, blocks)
         ticket = get(reader, [block.key for block in blocks])
         reader._machine._pinned.clear()
-        reader._machine._send(Release(numbers=(ticket.number,)))  # as if the store had taken the pins away
+        reader._machine._send(ReleaseBlocks(numbers=(ticket.number,)))  # as if the store had taken the pins away
         reader._carry_out()
         for start in range(1000, 1000 + 4 * NUM_SLOTS, 16):
             put(writer, [make_block(start + index) for index in range(16)])

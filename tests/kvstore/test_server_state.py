@@ -7,7 +7,7 @@ from kvstore.arena import NONCE_BYTES, SlotState, arena_bytes, write_header
 from kvstore.eviction import make_policy
 from kvstore.key import pack_keys
 from kvstore.memory import MemoryTier
-from kvstore.server_state import MachineOptions, SendParcel, StartJob, StoreMachine, WatchProcess
+from kvstore.server_state import SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.testing.blocks import BLOCK_BYTES, make_block, make_key
 from kvstore.testing.sim_store import DictTier, SimArena
 from kvstore.tiers.worker import TierRunner
@@ -26,7 +26,7 @@ class Store:
             write_header(memory, NUM_SLOTS, BLOCK_BYTES, INCARNATION, NONCE)
             return MemoryTier(SimArena(memory, None), make_policy(policy, NUM_SLOTS))
 
-        self.machine = StoreMachine(MachineOptions(INCARNATION, make_memory, write_back=write_back), tiers)
+        self.machine = ServerState(ServerOptions(INCARNATION, make_memory, write_back=write_back), tiers)
         self.runners = [TierRunner(tier) for tier in tiers]
         self.jobs, self.watched, self.now = [], [], 0.0
 
@@ -110,7 +110,7 @@ def test_a_get_is_pinned_until_it_is_released(store):
     store.put(b"a", blocks_of(1, 2))
     store.get(b"a", blocks_of(1, 2), 5)
     assert store.arena.num_pinned == 2
-    store.say(b"a", m.Release(numbers=(5, 99)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(5, 99)))
     assert store.arena.num_pinned == 0
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_pinned_now_is_told_from_what_is_not_there(store):
     assert reply.message.withheld == b""
     (reply,) = store.get(b"a", blocks_of(4, 5, 6), 8)  # half of the slots is for one client
     assert (list(reply.message.present), list(reply.message.withheld)) == ([0, 1, 0], [0, 0, 1])
-    store.say(b"a", m.Release(numbers=(7,)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(7,)))
     (reply,) = store.get(b"a", blocks_of(6), 9)
     assert (list(reply.message.present), reply.message.withheld) == ([1], b"")
 
@@ -203,7 +203,7 @@ def test_a_later_block_of_a_get_makes_room_for_an_earlier_one():
     assert list(reply.message.present) == [1, 1, 1, 0]
     assert list(reply.message.withheld) == [0, 0, 0, 1]
     for client in (b"a", b"b", b"c"):
-        store.say(client, m.Release(numbers=(1,)))
+        store.say(client, m.ReleaseBlocks(numbers=(1,)))
     assert store.arena.num_pinned == 0
 
 
@@ -213,7 +213,7 @@ def test_everything_a_client_held_ends_with_it(store, end):
     store.get(b"a", blocks_of(1, 2), 5)
     store.reserve(b"a", blocks_of(3, 4), 6)
     if end == "goodbye":
-        store.say(b"a", m.Goodbye())
+        store.say(b"a", m.StoreGoodbye())
     elif end == "hello":
         store.say(b"a", m.Hello(client_id="a", session=2, block_bytes=BLOCK_BYTES))
     else:
@@ -255,9 +255,9 @@ def test_what_a_heartbeat_does_not_name_is_over(store):
     store.get(b"a", blocks_of(1), 5)
     store.get(b"a", blocks_of(2), 6)
     store.reserve(b"a", blocks_of(3), 7)
-    store.say(b"a", m.Heartbeat(last=6, held=(6,)))
+    store.say(b"a", m.StoreHeartbeat(last=6, held=(6,)))
     assert (store.arena.num_pinned, store.arena.num_free) == (1, NUM_SLOTS - 3)  # 7 came after the heartbeat was made
-    store.say(b"a", m.Heartbeat(last=7, held=(6,)))
+    store.say(b"a", m.StoreHeartbeat(last=7, held=(6,)))
     assert store.arena.num_free == NUM_SLOTS - 2
 
 
@@ -299,7 +299,7 @@ def test_a_number_that_is_open_cannot_be_used_again(store):
     store.get(b"a", blocks_of(1), 5)
     (reply,) = store.get(b"a", blocks_of(1), 5)
     assert reply.message.code == "protocol_error"
-    store.say(b"a", m.Release(numbers=(5,)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(5,)))
     assert store.arena.num_pinned == 0
 
 
@@ -311,7 +311,7 @@ def test_a_rejected_block_is_given_to_nobody_new(store):
     (reply,) = store.get(b"a", blocks_of(1), 6)
     assert reply.message.present == b"\0"
     assert store.put(b"a", blocks_of(1)) == [1]
-    store.say(b"a", m.Release(numbers=(5, 6)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(5, 6)))
     assert store.arena.num_free == NUM_SLOTS - 1
 
 
@@ -338,7 +338,7 @@ def test_a_get_that_was_given_up_pins_nothing_when_its_block_arrives():
     store.get(b"a", [block], 1)
     (job,) = store.jobs
     store.runners[0].run(job)  # the tier has begun
-    store.say(b"a", m.Release(numbers=(1,)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
     assert store.take(store.machine.on_job_done(job)) == []
     assert store.arena.num_pinned == 0
     (reply,) = store.get(b"a", [block], 2)  # it is in memory now
@@ -357,7 +357,7 @@ def test_what_nobody_waits_for_is_not_asked_of_a_tier(end, must_be_asked):
     tier.load = tier.locate = lambda *_: pytest.fail("nobody waits for it")
     store.get(b"a", blocks, 1)
     assert store.jobs
-    store.say(b"a", m.Release(numbers=(1,)) if end == "released" else m.Goodbye())
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)) if end == "released" else m.StoreGoodbye())
     assert store.finish_jobs() == []
     assert (store.machine.tiering.num_loading, store.arena.num_free) == (0, NUM_SLOTS)
 
@@ -373,7 +373,7 @@ def test_what_another_waits_for_is_loaded(is_late):
     store.get(b"a", [block], 1)
     if not is_late:
         store.get(b"b", [block], 1)
-    store.say(b"a", m.Release(numbers=(1,)))
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
     if is_late:  # the tier has just passed it over
         (job,) = store.jobs
         store.runners[0].run(job)

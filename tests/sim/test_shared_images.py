@@ -9,13 +9,13 @@ import pytest
 import kvferry.sim.shared_embeddings
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchEnded
-from connectors.ec.mover import EmbeddingMover
-from connectors.ec.store_offers import StoredOffers
+from connectors.ec.mover import EmbeddingTransfer
+from connectors.ec.store_offers import StoreOffers
 from connectors.ec.worker import FetchingWorker, OfferEnded
 from kvferry.sim.image_plan import draw_images
 from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
-from kvstore.client_base import StoreFront
+from kvstore.client_base import StoreClientBase
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 
 def use_what_the_store_gives_unverified(patch: Patch) -> None:
-    patch(StoreFront, "_check", lambda *_: None)
+    patch(StoreClientBase, "_check", lambda *_: None)
 
 
 def name_chunks_by_their_place_alone(patch: Patch) -> None:
@@ -85,21 +85,21 @@ def name_chunks_by_their_place_alone(patch: Patch) -> None:
 
 
 def take_half_an_item_for_all_of_it(patch: Patch) -> None:
-    real = EmbeddingMover._end_fetch
+    real = EmbeddingTransfer._end_fetch
 
     def end_fetch(mover, fetching, error):
         real(mover, fetching, error if fetching.num_done == 0 else None)
 
-    patch(EmbeddingMover, "_end_fetch", end_fetch)
+    patch(EmbeddingTransfer, "_end_fetch", end_fetch)
 
 
 def leave_pinned_what_was_fetched(patch: Patch) -> None:
-    patch(EmbeddingMover, "_release", lambda mover, fetching: setattr(fetching, "ticket", None))
+    patch(EmbeddingTransfer, "_release", lambda mover, fetching: setattr(fetching, "ticket", None))
 
 
 def save_for_ever(patch: Patch) -> None:
-    real = StoredOffers.tell
-    patch(StoredOffers, "tell", lambda offers, news: None if isinstance(news, OfferEnded) else real(offers, news))
+    real = StoreOffers.tell
+    patch(StoreOffers, "tell", lambda offers, news: None if isinstance(news, OfferEnded) else real(offers, news))
 
 
 def tell_nobody_what_was_stored(patch: Patch) -> None:

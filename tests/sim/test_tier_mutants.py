@@ -14,7 +14,7 @@ from core.engine.core import EngineCore
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.faults import Fault
 from kvferry.sim.plan import draw_plan
-from kvstore.client_base import StoreFront
+from kvstore.client_base import StoreClientBase
 from kvstore.memory import MemoryTier
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def returns(value: object) -> Callable[..., object]:
 
 
 def use_what_a_store_gives_unverified(patch: Patch) -> None:
-    patch(StoreFront, "_check", returns(None))
+    patch(StoreClientBase, "_check", returns(None))
 
 
 def believe_failed_loads(patch: Patch) -> None:

@@ -4,7 +4,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connectors.ec.chunk_cache import Shelf
+from connectors.ec.chunk_cache import ChunkCache
 
 NUM_CHUNKS = 8
 names = st.sampled_from([bytes([number]) for number in range(6)])
@@ -20,7 +20,7 @@ def put(shelf, name, num_chunks=1, owner=None):
 
 
 def test_least_recently_used_item_makes_room_first():
-    shelf = Shelf(3)
+    shelf = ChunkCache(3)
     items = {name: put(shelf, name, owner="r") for name in (b"a", b"b", b"c")}
     for name in (b"b", b"a", b"c"):
         shelf.unwant(items[name], "r")
@@ -29,14 +29,14 @@ def test_least_recently_used_item_makes_room_first():
 
 
 def test_wanted_items_make_no_room():
-    shelf = Shelf(2)
+    shelf = ChunkCache(2)
     put(shelf, b"a", owner="r")
     assert shelf.reserve(b"b", 128, 2) is None
     assert shelf.get(b"a") is not None
 
 
 def test_nothing_is_evicted_for_what_finds_no_room_anyway():
-    shelf = Shelf(3)
+    shelf = ChunkCache(3)
     put(shelf, b"a", owner="r")
     put(shelf, b"b")
     assert shelf.reserve(b"c", 64 * 3, 3) is None
@@ -44,7 +44,7 @@ def test_nothing_is_evicted_for_what_finds_no_room_anyway():
 
 
 def test_item_of_two_owners_stays_until_both_have_let_go():
-    shelf = Shelf(1)
+    shelf = ChunkCache(1)
     item = put(shelf, b"a", owner="r")
     shelf.want(item, "s")
     shelf.unwant(item, "r")
@@ -54,7 +54,7 @@ def test_item_of_two_owners_stays_until_both_have_let_go():
 
 
 def test_chunks_in_quarantine_are_given_to_nobody():
-    shelf = Shelf(2)
+    shelf = ChunkCache(2)
     item = shelf.reserve(b"a", 128, 2)
     shelf.drop(item, quarantined=[1])
     assert shelf.reserve(b"b", 128, 2) is None
@@ -68,7 +68,7 @@ class Shelves(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.shelf = Shelf(NUM_CHUNKS)
+        self.shelf = ChunkCache(NUM_CHUNKS)
         self.owners = {}
         self.quarantined = set()
 

@@ -8,7 +8,7 @@ import pytest
 from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.mover import RETRY_S, CheckStored, EmbeddingMover, Forgotten, Holder, SaveEmbeddings
+from connectors.ec.mover import RETRY_S, CheckStored, EmbeddingHolder, EmbeddingTransfer, Forgotten, SaveEmbeddings
 from connectors.ec.worker import OfferEnded
 from core.ec_connector import EmbeddingsLayout
 from core.testing.clock import FakeClock
@@ -99,7 +99,7 @@ def memory():
 
 @pytest.fixture
 def mover(store, memory, clock):
-    return EmbeddingMover(store, LAYOUT, memory, Holder(engine_id="worker", incarnation=1), clock)
+    return EmbeddingTransfer(store, LAYOUT, memory, EmbeddingHolder(engine_id="worker", incarnation=1), clock)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.registry import build_ec_connector
-from connectors.ec.store_connector import SharedECConnector
+from connectors.ec.store_connector import StoreECConnector
 from core.clock import SystemClock
 from core.config import load_config
 from core.ec_connector import EmbeddingsLayout
@@ -38,9 +38,9 @@ def test_none_is_the_default():
         ("encode", "p2p", P2PECConnector),
         ("prefill", "p2p", P2PECConnector),
         ("decode", "p2p", P2PECConnector),
-        ("encode", "shared", SharedECConnector),
-        ("prefill", "shared", SharedECConnector),
-        ("aggregated", "shared", SharedECConnector),
+        ("encode", "shared", StoreECConnector),
+        ("prefill", "shared", StoreECConnector),
+        ("aggregated", "shared", StoreECConnector),
     ],
 )
 def test_connector_of_a_name(role, name, kind):

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from connectors.ec.registry import ECContext
-from connectors.ec.store_connector import SharedECConnector
+from connectors.ec.store_connector import StoreECConnector
 from connectors.testing.ec_suite import CHUNK_BYTES, ECConformance
 from core.clock import SystemClock
 from core.config import KVStoreSection
@@ -55,7 +55,7 @@ class TestOnThisHost(ECConformance):
             metrics=CollectorRegistry(),
             kvstore=self.config,
         )
-        return SharedECConnector(context)
+        return StoreECConnector(context)
 
     def damage(self, encoder, image):
         memory = self.server.machine.memory

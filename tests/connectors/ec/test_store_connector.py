@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from connectors.ec.jobs import FetchingMetadata
 from connectors.ec.registry import ECContext
-from connectors.ec.store_connector import SharedECConnector
+from connectors.ec.store_connector import StoreECConnector
 from connectors.testing import ec_engine
 from connectors.testing.ec_engine import Image, embed
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
@@ -65,7 +65,7 @@ async def new_side():
             metrics=CollectorRegistry(),
             kvstore=config,
         )
-        side = ECSide(SharedECConnector(context))
+        side = ECSide(StoreECConnector(context))
         sides.append(side)
         return await side.start()
 

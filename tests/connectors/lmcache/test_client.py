@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from connectors.lmcache.actions import ServerFacts
-from connectors.lmcache.client import ServerLink, fetch_facts
+from connectors.lmcache.client import LMCacheClient, fetch_facts
 from connectors.lmcache.wire import Operation, encode_call, wire_salt
 from core.config import LMCacheSection
 from core.errors import ConnectorUnavailable, PeerUnreachable
@@ -86,7 +86,9 @@ async def test_a_link_carries_requests_and_replies_and_tells_of_its_end():
     port = peer.bind_to_random_port("tcp://127.0.0.1")
     replies: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
     is_lost, deaths = asyncio.Event(), []
-    link = ServerLink(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.put_nowait(reply), is_lost.set, deaths.append)
+    link = LMCacheClient(
+        context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.put_nowait(reply), is_lost.set, deaths.append
+    )
     try:
         link.send(encode_call(7, Operation.PING, 3))
         identity, uid, operation, argument = await asyncio.to_thread(peer.recv_multipart)
@@ -113,7 +115,7 @@ async def test_a_reply_that_is_none_ends_the_link():
     peer = peer_context.socket(zmq.ROUTER)
     port = peer.bind_to_random_port("tcp://127.0.0.1")
     is_lost, replies = asyncio.Event(), []
-    link = ServerLink(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.append(reply), is_lost.set, replies.append)
+    link = LMCacheClient(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.append(reply), is_lost.set, replies.append)
     try:
         link.send(encode_call(1, Operation.PING, 3))
         identity, *_ = await asyncio.to_thread(peer.recv_multipart)

@@ -10,24 +10,24 @@ import pytest
 from connectors.async_worker import LoadEnded
 from connectors.lmcache.actions import (
     Action,
-    Closed,
-    Connect,
+    ConnectToServer,
     LMCacheMPConnectorMetadata,
-    Load,
-    Lookup,
+    LoadPages,
     LookupAnswered,
-    Opened,
-    Probe,
-    Save,
+    LookupPages,
+    PageTransfer,
+    ProbeServer,
+    SavePages,
     SealPages,
-    Send,
+    SendToServer,
     ServerFacts,
+    SessionClosed,
+    SessionOpened,
     TakePages,
-    Transfer,
     moves_of,
 )
-from connectors.lmcache.node import LMCacheNode, Phase
-from connectors.lmcache.pending_requests import NodeSettings
+from connectors.lmcache.node import LMCacheNode, NodePhase
+from connectors.lmcache.pending_requests import LMCacheSettings
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Namespace, Operation, TokenSpan
@@ -46,7 +46,7 @@ class Played:
 
     def __init__(self, windows: tuple[int, ...] = (-1,)) -> None:
         self.clock = FakeClock()
-        settings = NodeSettings(
+        settings = LMCacheSettings(
             namespace=Namespace("model"),
             block_size=32,
             windows=windows,
@@ -65,12 +65,12 @@ class Played:
     def do(self, actions: list[Action]) -> list[Action]:
         """Keep what is wanted; return it without the requests to the server."""
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, SendToServer):
                 uid, operation, *arguments = map(msgspec.msgpack.decode, action.frames)
                 self.asked.append((uid, Operation(operation), arguments))
-            if isinstance(action, Opened):
+            if isinstance(action, SessionOpened):
                 self.server = action.server
-        others = [action for action in actions if not isinstance(action, Send)]
+        others = [action for action in actions if not isinstance(action, SendToServer)]
         self.actions += others
         return others
 
@@ -94,14 +94,14 @@ class Played:
         staging = Staging(f"{SHM_PREFIX}test_{RandomIds().bits(64):x}", 1 << 16, 256, 32)
         staging.unlink()
         self.do(self.node.on_probed(probe.attempt, facts, staging))
-        if self.node.phase is Phase.REGISTERING:
+        if self.node.phase is NodePhase.REGISTERING:
             self.answer(Operation.REGISTER_KV_CACHE)
 
     def tell(self, **news: object) -> list[Action]:
         return self.do(self.node.on_metadata(LMCacheMPConnectorMetadata(**news)))
 
     def look_up(self, name: str = "s") -> list[Action]:
-        return self.tell(lookups=[Lookup(TokenSpan(name, TOKENS), 256, self.server)])
+        return self.tell(lookups=[LookupPages(TokenSpan(name, TOKENS), 256, self.server)])
 
     def find(self, num_chunks: int, name: str = "s") -> None:
         """Look up and be answered."""
@@ -113,13 +113,13 @@ class Played:
         self, start: int = 0, end: int = 256, request_id: str = "r", name: str = "s", num_skipped: int = 0
     ) -> list[Action]:
         chunks = self.chunks("RETRIEVE", start, end, request_id, name, num_skipped)
-        order = Load(self.transfer(chunks), end - start - num_skipped)
+        order = LoadPages(self.transfer(chunks), end - start - num_skipped)
         return self.tell(loads=[order], unclaimed=[name])
 
-    def save(self, name: str = "s") -> Save:
+    def save(self, name: str = "s") -> SavePages:
         """Copy two chunks."""
         transfer = self.transfer(self.chunks("STORE", 0, 128, "r", name))
-        save = Save(next(self._numbers), transfer, tuple(self.server.staging.take_to_save(4)))
+        save = SavePages(next(self._numbers), transfer, tuple(self.server.staging.take_to_save(4)))
         self.node.on_copied([save])
         return save
 
@@ -127,8 +127,8 @@ class Played:
         block_ids = (tuple(range(1 + start // 32, 1 + end // 32)),)
         return LMCacheMPRequestMetadata(request_id, direction, TokenSpan(name, TOKENS), start, end, block_ids, num_skipped)
 
-    def transfer(self, chunks: LMCacheMPRequestMetadata) -> Transfer:
-        return Transfer(chunks, self.server, tuple(moves_of(chunks, 32, HASHES, 2)))
+    def transfer(self, chunks: LMCacheMPRequestMetadata) -> PageTransfer:
+        return PageTransfer(chunks, self.server, tuple(moves_of(chunks, 32, HASHES, 2)))
 
     def ended(self) -> list[LoadEnded]:
         return [action for action in self.actions if isinstance(action, LoadEnded)]
@@ -138,7 +138,7 @@ class Played:
 def played() -> Played:
     found = Played()
     found.connect()
-    assert found.node.phase is Phase.UP
+    assert found.node.phase is NodePhase.UP
     found.actions.clear()
     return found
 
@@ -148,10 +148,10 @@ def played() -> Played:
 
 def test_a_server_is_asked_who_it_is_before_anything_is_sent():
     played = Played()
-    assert played.tick() == [Probe(1)]
+    assert played.tick() == [ProbeServer(1)]
     assert not played.asked
-    played.connect() if played.node.phase is Phase.DOWN else None
-    assert not any(isinstance(action, Connect) for action in played.actions)
+    played.connect() if played.node.phase is NodePhase.DOWN else None
+    assert not any(isinstance(action, ConnectToServer) for action in played.actions)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_server_that_could_give_wrong_blocks_is_left_alone(facts, windows, sai
     played = Played(windows)
     played.connect(facts)
     closed = played.actions[-1]
-    assert isinstance(closed, Closed)
+    assert isinstance(closed, SessionClosed)
     assert isinstance(closed.error, ConnectorUnavailable)
     assert said in closed.error.message
     assert closed.staging is not None
@@ -177,7 +177,7 @@ def test_a_server_that_could_give_wrong_blocks_is_left_alone(facts, windows, sai
 def test_a_server_without_windows_may_keep_all_groups_together():
     played = Played()
     played.connect(ServerFacts("0.5.6", 64, False))
-    assert played.node.phase is Phase.UP
+    assert played.node.phase is NodePhase.UP
 
 
 def test_every_group_is_registered_with_its_window():
@@ -198,9 +198,9 @@ def test_a_registration_without_an_answer_is_given_up():
     staging.unlink()
     played.do(played.node.on_probed(probe.attempt, FACTS, staging))
     played.tick(5.0)
-    assert played.node.phase is Phase.DOWN
+    assert played.node.phase is NodePhase.DOWN
     assert played.answer(Operation.REGISTER_KV_CACHE) == []
-    assert played.node.phase is Phase.DOWN, "an answer that comes too late opens nothing"
+    assert played.node.phase is NodePhase.DOWN, "an answer that comes too late opens nothing"
 
 
 def test_a_probe_that_comes_too_late_is_dropped_with_its_memory():
@@ -211,7 +211,7 @@ def test_a_probe_that_comes_too_late_is_dropped_with_its_memory():
     (dropped,) = played.do(played.node.on_probed(probe.attempt, FACTS, staging))
     assert dropped.staging is staging
     staging.unlink()
-    assert played.node.phase is Phase.DOWN
+    assert played.node.phase is NodePhase.DOWN
 
 
 def test_silence_is_a_reason_to_leave(played):
@@ -220,19 +220,19 @@ def test_silence_is_a_reason_to_leave(played):
     played.answer(Operation.PING, True)
     played.tick(2.0)
     played.tick(5.0)
-    assert played.node.phase is Phase.DOWN
-    assert any(isinstance(action, Closed) for action in played.actions)
+    assert played.node.phase is NodePhase.DOWN
+    assert any(isinstance(action, SessionClosed) for action in played.actions)
 
 
 def test_each_attempt_has_a_connection_memory_and_an_identity_of_its_own(played):
     first, first_id = played.server, played.node._calls.instance_id
     played.do(played.node.on_disconnected(1))
-    assert played.node.phase is Phase.DOWN
+    assert played.node.phase is NodePhase.DOWN
     played.connect()
     assert played.server.staging is not first.staging
     assert played.node._calls.instance_id != first_id
     assert played.do(played.node.on_disconnected(1)) == [], "the loss of an old connection says nothing"
-    assert played.node.phase is Phase.UP
+    assert played.node.phase is NodePhase.UP
 
 
 # ---- lookups -----------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_lookup_without_an_answer_is_a_miss_in_time(played):
     played.look_up()
     assert played.tick(0.9) == []
     assert played.tick(0.1) == [LookupAnswered("s", 0)]
-    assert played.node.phase is Phase.UP, "one lookup is no reason to leave"
+    assert played.node.phase is NodePhase.UP, "one lookup is no reason to leave"
 
 
 def test_what_a_late_lookup_finds_is_let_go(played):
@@ -274,9 +274,9 @@ def test_a_lookup_that_fails_on_the_server_leaves_nothing_open(played):
 def test_without_a_server_every_lookup_is_a_miss_at_once(played):
     stale = played.server
     played.do(played.node.on_disconnected(1))
-    assert played.tell(lookups=[Lookup(TokenSpan("s", TOKENS), 256, stale)]) == [LookupAnswered("s", 0)]
+    assert played.tell(lookups=[LookupPages(TokenSpan("s", TOKENS), 256, stale)]) == [LookupAnswered("s", 0)]
     played.connect()
-    news = played.tell(lookups=[Lookup(TokenSpan("t", TOKENS), 256, stale)])
+    news = played.tell(lookups=[LookupPages(TokenSpan("t", TOKENS), 256, stale)])
     assert news == [LookupAnswered("t", 0)], "the new server has nothing to do with it"
 
 
@@ -427,7 +427,7 @@ def test_a_load_that_takes_too_long_ends_and_so_does_the_trust(played):
         if played.asks(Operation.PING) is not None:
             played.answer(Operation.PING, True)
     assert len(played.ended()) == 1
-    assert played.node.phase is Phase.DOWN, "the server may write into pages that nobody can take back otherwise"
+    assert played.node.phase is NodePhase.DOWN, "the server may write into pages that nobody can take back otherwise"
 
 
 def test_loads_wait_for_pages_in_their_order(played):
@@ -477,9 +477,9 @@ def test_a_refused_save_is_a_reason_to_register_again(played):
     played.tell(verdicts={save.number: True})
     played.do(played.node.on_sealed(save))
     played.answer(Operation.STORE, [b"", False])
-    assert played.node.phase is Phase.DOWN
+    assert played.node.phase is NodePhase.DOWN
     played.connect()
-    assert played.node.phase is Phase.UP
+    assert played.node.phase is NodePhase.UP
 
 
 def test_what_was_copied_for_a_lost_server_is_forgotten(played):

@@ -9,7 +9,7 @@ import pytest
 
 from connectors.pool_access import open_pool
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
-from connectors.tier.transfer import TierMover
+from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
 from core.config import HASH_BLOCK_SIZE, SchedulerSection
 from core.engine.core import EngineCore
@@ -157,7 +157,7 @@ class TierEngine:
             TierSettings(name="tier", **settings), self.model.region.layout, self.clock, lambda: store, self.watched.append
         )
         region = self.model.region
-        self.mover = TierMover("tier", store, open_pool(self.model), region.seals, region.block_bytes, self.clock)
+        self.mover = TierTransfer("tier", store, open_pool(self.model), region.seals, region.block_bytes, self.clock)
         self.manager = KVCacheManager(
             hash_model_kv_config(num_blocks, BLOCK_SIZE, attentions),
             max_model_len=500,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.tier.prefix_lookup import TierCoordinator
+from connectors.tier.prefix_lookup import PrefixLookup
 from core.kv.coordinator import get_kv_cache_coordinator
 from core.kv.spec import (
     ChunkedLocalAttentionSpec,
@@ -65,7 +65,7 @@ def hit_in_pool(specs, has_block):
 
 @given(data=st.data(), specs=st.lists(SPECS, min_size=1, max_size=3), start=st.sampled_from([0, 32, 96, 160]))
 def test_a_hit_ends_where_the_pool_would_end_it_if_it_had_the_blocks(data, specs, start):
-    coordinator = TierCoordinator(specs, sizes(), LAYOUT)
+    coordinator = PrefixLookup(specs, sizes(), LAYOUT)
     keys = coordinator.keys_between(HASHES, start, NUM_TOKENS)
     hits = data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys)))
     present = {key for key, is_hit in zip(keys, hits, strict=True) if is_hit}
@@ -78,7 +78,7 @@ def test_a_hit_ends_where_the_pool_would_end_it_if_it_had_the_blocks(data, specs
 
 @given(specs=st.lists(SPECS, min_size=1, max_size=3), start=st.sampled_from([0, 64]), end=st.sampled_from([128, 256]))
 def test_what_is_loaded_is_what_the_next_token_needs(specs, start, end):
-    coordinator = TierCoordinator(specs, sizes(), LAYOUT)
+    coordinator = PrefixLookup(specs, sizes(), LAYOUT)
     for group_id, indices in coordinator.needed(start, end):
         spec = specs[group_id]
         wanted = [
@@ -90,7 +90,7 @@ def test_what_is_loaded_is_what_the_next_token_needs(specs, start, end):
 
 
 def test_keys_name_the_chain_at_each_blocks_end():
-    coordinator = TierCoordinator([full(32), sliding(40, 16)], sizes(), LAYOUT)
+    coordinator = PrefixLookup([full(32), sliding(40, 16)], sizes(), LAYOUT)
     keys = coordinator.keys_between(HASHES, 32, 96)
     assert [(key.block_hash, key.group_id) for key in keys] == [
         (HASHES[3], 0),
@@ -103,10 +103,10 @@ def test_keys_name_the_chain_at_each_blocks_end():
 
 
 def test_steps_in_flight_fill_blocks_of_every_group():
-    assert TierCoordinator([full(32), sliding(40, 16)], sizes(), LAYOUT).num_blocks_in_flight == 2 + 4
+    assert PrefixLookup([full(32), sliding(40, 16)], sizes(), LAYOUT).num_blocks_in_flight == 2 + 4
 
 
 @pytest.mark.parametrize("block_size", [24, 64])
 def test_blocks_that_do_not_fit_are_refused(block_size):
     with pytest.raises(ValueError, match=str(block_size)):
-        TierCoordinator([full(block_size)], sizes(), LAYOUT)
+        PrefixLookup([full(block_size)], sizes(), LAYOUT)

@@ -9,8 +9,8 @@ import pytest
 from connectors.async_worker import LoadEnded
 from connectors.pool_access import open_pool
 from connectors.tier import transfer as mover_module
-from connectors.tier.messages import LoadJob, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata
-from connectors.tier.transfer import BLOCKS_PER_TURN, TierMover
+from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
+from connectors.tier.transfer import BLOCKS_PER_TURN, TierTransfer
 from core.digest import BlockDigester
 from core.kv.seals import ExpectedSeal, decode_seal
 from core.testing.clock import FakeClock
@@ -32,7 +32,7 @@ def region():
 
 @pytest.fixture
 def mover(region, store):
-    return TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
+    return TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
 
 
 def row(region, block_id):
@@ -58,7 +58,7 @@ def save(mover, *items):
 
 
 def load(mover, items, block_ids, request_id="r"):
-    job = LoadJob(request_id, tuple(item.key for item in items), tuple(block_ids), num_tokens=BLOCK_SIZE * len(items))
+    job = TierLoad(request_id, tuple(item.key for item in items), tuple(block_ids), num_tokens=BLOCK_SIZE * len(items))
     mover.submit(TierConnectorMetadata(loads=[job]))
 
 
@@ -74,7 +74,7 @@ def test_saved_block_carries_its_seal_with_a_digest_and_no_generation_of_the_poo
 
 def test_digest_that_the_owner_has_made_is_kept(store):
     region = hash_model_region(4, BLOCK_SIZE, INCARNATION, digest=lambda block: 4711)
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
     item = sealed(region, 2)
     save(mover, item)
     assert decode_seal(store.blocks[item.key][1]).digest == 4711
@@ -143,7 +143,7 @@ def test_blocks_are_let_go_put_by_put(mover, region, store, monkeypatch):
 
 def test_saves_that_do_not_come_further_are_reported_once(region, store):
     clock = FakeClock()
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     clock.advance(10)
     store.answers_at_once = False
     mover.submit(TierConnectorMetadata(saves=[sealed(region, 3)]))
@@ -193,7 +193,7 @@ def test_of_a_load_in_part_the_bad_blocks_are_named(mover, region, store):
 
 def test_behind_a_missing_block_nothing_is_asked_for(region, store, monkeypatch):
     monkeypatch.setattr(mover_module, "GET_BYTES", 2 * region.block_bytes)
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
     items = [sealed(region, block_id, group_id=block_id // 16) for block_id in range(2, 18)]  # the last two: group 1
     save(mover, *items)
     del store.blocks[items[3].key]
@@ -221,12 +221,12 @@ def test_a_load_as_a_whole_ends_at_its_deadline(region, store, monkeypatch):
     """Each part is answered in time, and all of them together are not."""
     monkeypatch.setattr(mover_module, "GET_BYTES", 2 * region.block_bytes)
     clock = FakeClock()
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     items = [sealed(region, block_id) for block_id in range(1, 11)]
     save(mover, *items)
     store.answers_at_once = False
     keys = tuple(item.key for item in items)
-    job = LoadJob("r", keys, tuple(range(20, 30)), num_tokens=10 * BLOCK_SIZE, deadline=clock.now() + 3)
+    job = TierLoad("r", keys, tuple(range(20, 30)), num_tokens=10 * BLOCK_SIZE, deadline=clock.now() + 3)
     mover.submit(TierConnectorMetadata(loads=[job]))
     for _ in range(3):
         mover.step()
@@ -244,7 +244,7 @@ def test_a_load_as_a_whole_ends_at_its_deadline(region, store, monkeypatch):
 def test_loads_at_once_take_turns_when_the_tier_pins_too_little_for_all(region, store, monkeypatch, max_pins):
     monkeypatch.setattr(mover_module, "GET_BYTES", 4 * region.block_bytes)
     clock = FakeClock()
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     items = [sealed(region, block_id) for block_id in range(1, 11)]
     save(mover, *items)
     store.max_pins = max_pins
@@ -262,11 +262,11 @@ def test_loads_at_once_take_turns_when_the_tier_pins_too_little_for_all(region, 
 
 def test_a_tier_that_goes_on_withholding_costs_no_more_than_the_deadline(region, store):
     clock = FakeClock()
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     item = sealed(region, 1)
     save(mover, item)
     store.max_pins = 0
-    mover.submit(TierConnectorMetadata(loads=[LoadJob("r", (item.key,), (20,), BLOCK_SIZE, deadline=clock.now() + 1)]))
+    mover.submit(TierConnectorMetadata(loads=[TierLoad("r", (item.key,), (20,), BLOCK_SIZE, deadline=clock.now() + 1)]))
     assert drive(mover) == []
     assert store.num_gets == 1, "it is asked again after a moment, not at once"
     clock.advance(1)
@@ -338,7 +338,7 @@ def test_loads_go_before_saves_and_take_turns(mover, region, store):
 
 def test_large_loads_are_asked_for_in_parts(region, store, monkeypatch):
     monkeypatch.setattr(mover_module, "GET_BYTES", 5 * region.block_bytes)
-    mover = TierMover("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
     items = [sealed(region, block_id) for block_id in range(1, 12)]
     save(mover, *items)
     load(mover, items, range(20, 31))
