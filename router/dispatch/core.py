@@ -29,10 +29,10 @@ from core.wire.messages import (
 )
 from core.wire.version import VersionRefuser
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.members import Encoder, Worker
-from router.dispatch.membership import Joined, Left, Membership, MembershipAction, Reply, Resumed, Stalled
+from router.dispatch.members import EncodeWorker, GenerationWorker
+from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled
 from router.dispatch.policy import Demand, max_model_len, why_not_ready
-from router.dispatch.request_state import Deliver, DispatchAction, EncodeEnded, Ended, Retried, Send
+from router.dispatch.request_state import Deliver, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
 from router.dispatch.types import Submission
 from router.dispatch.wait_estimate import WaitEstimates
 
@@ -141,9 +141,9 @@ class RouterCore:
         self.membership.touch(sender, now)
         if isinstance(message, Rejected):
             return self._resolve(self.dispatcher.on_rejected(sender, message.error, now), now)
-        if isinstance(sender, Worker):
+        if isinstance(sender, GenerationWorker):
             return self._resolve(self._on_worker_message(sender, message, now), now)
-        assert isinstance(sender, Encoder)
+        assert isinstance(sender, EncodeWorker)
         return self._resolve(self._on_encoder_message(sender, message, now), now)
 
     def requests_of(self, message: WorkerMessage | list[Tokens]) -> list[str]:
@@ -215,7 +215,7 @@ class RouterCore:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _on_worker_message(self, sender: Worker, message: _RequestMessage, now: float) -> list[DispatchAction]:
+    def _on_worker_message(self, sender: GenerationWorker, message: _RequestMessage, now: float) -> list[DispatchAction]:
         match message:
             case PrefillDone():
                 sender.progress.on_answer(now)
@@ -232,7 +232,7 @@ class RouterCore:
             case _:
                 return []  # only encode workers answer encode requests
 
-    def _on_encoder_message(self, sender: Encoder, message: _RequestMessage, now: float) -> list[DispatchAction]:
+    def _on_encoder_message(self, sender: EncodeWorker, message: _RequestMessage, now: float) -> list[DispatchAction]:
         match message:
             case EncodeDone():
                 sender.progress.on_answer(now)
@@ -247,7 +247,7 @@ class RouterCore:
         """Resolve the actions of the membership, and pass joins and losses to the dispatcher, losses first."""
         result: list[Action] = []
         for action in actions:
-            if isinstance(action, Reply):
+            if isinstance(action, ReplyToPeer):
                 result.append(Transmit(action.peer, action.message))
                 continue
             result.append(action)
@@ -263,7 +263,7 @@ class RouterCore:
         """Replace worker keys by their connections, and drop messages to workers that have left."""
         result: list[Action] = []
         for action in actions:
-            if not isinstance(action, Send):
+            if not isinstance(action, SendToWorker):
                 result.append(action)
                 continue
             worker = self.membership.member(action.worker)

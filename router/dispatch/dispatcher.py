@@ -40,7 +40,7 @@ from router.dispatch.attempts import Attempts
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
-from router.dispatch.members import Encoder, Member, Worker, WorkerKey
+from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
 from router.dispatch.membership import Left, Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
@@ -51,10 +51,10 @@ from router.dispatch.request_state import (
     DispatchAction,
     EncodeEnded,
     Ended,
-    Phase,
+    RequestPhase,
     RequestState,
     Retried,
-    Send,
+    SendToWorker,
     open_request,
 )
 from router.dispatch.restarts import Restarts
@@ -69,6 +69,8 @@ from router.dispatch.worker_messages import (
     new_generate,
     resuming_generate,
 )
+
+_BEFORE_DECODE = (RequestPhase.ENCODE, RequestPhase.PREFILL)
 
 
 class Dispatcher:
@@ -101,7 +103,7 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def count(self, phase: Phase) -> int:
+    def count(self, phase: RequestPhase) -> int:
         """Return how many requests are in a phase."""
         return sum(request.phase is phase for request in self._requests.values())
 
@@ -161,14 +163,14 @@ class Dispatcher:
             return [*self._stop_workers(request, "stop"), self._end(request, now)]
         self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
         abort = Abort(request_ids=(f"{request.wire_id}/{index}",), reason="stop")
-        return [Send(request.current, abort)] if request.current else []
+        return [SendToWorker(request.current, abort)] if request.current else []
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def on_prefill_done(self, sender: Worker, message: PrefillDone, now: float) -> list[DispatchAction]:
+    def on_prefill_done(self, sender: GenerationWorker, message: PrefillDone, now: float) -> list[DispatchAction]:
         """Deliver the first tokens and send the request to a decode worker."""
         request = self._attempts.get(message.request_id)
-        if request is None or request.phase is not Phase.PREFILL or request.attempt.prefill != sender.key:
+        if request is None or request.phase is not RequestPhase.PREFILL or request.attempt.prefill != sender.key:
             # It crossed an abort or a retry: no worker will read the handoff.
             return [*release(sender.key, message.kv_handoff)]
         request.handoff = message.kv_handoff
@@ -182,13 +184,13 @@ class Dispatcher:
         self._inflight.free(request, sender.key)
         return actions + self._send_to_decode(request, now)
 
-    def on_tokens(self, sender: Worker, tokens: Sequence[Tokens], now: float) -> list[DispatchAction]:
+    def on_tokens(self, sender: GenerationWorker, tokens: Sequence[Tokens], now: float) -> list[DispatchAction]:
         """Deliver the tokens of one engine step, one update per request."""
         actions: list[DispatchAction] = []
         updates: dict[str, Update] = {}
         for item in tokens:
             request = self._attempts.get(item.request_id)
-            if request is None or request.attempt.decode != sender.key or request.phase in (Phase.ENCODE, Phase.PREFILL):
+            if request is None or request.attempt.decode != sender.key or request.phase in _BEFORE_DECODE:
                 actions += self._unexpected(sender, item.request_id, now)
                 continue
             update = updates.get(request.request_id) or Update()
@@ -215,7 +217,7 @@ class Dispatcher:
                 self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
         return actions
 
-    def on_request_failed(self, sender: Worker, message: RequestFailed, now: float) -> list[DispatchAction]:
+    def on_request_failed(self, sender: GenerationWorker, message: RequestFailed, now: float) -> list[DispatchAction]:
         """Retry on another worker, or fail the request. A prefill worker's failure counts only before the first token."""
         error = message.error
         sender.note_failure(error)
@@ -231,7 +233,7 @@ class Dispatcher:
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
         """Fail the requests that the rejected message may have been about: those without a token from this worker."""
-        if isinstance(sender, Encoder):
+        if isinstance(sender, EncodeWorker):
             waiting = [
                 request for request in self._requests.values() if request.encoding and sender.key in request.encoding.waiting
             ]
@@ -252,7 +254,7 @@ class Dispatcher:
 
     def on_joined(self, member: Member, now: float) -> list[DispatchAction]:
         """Place waiting requests. A process that returns has not failed: requests get back the retries that its loss cost."""
-        if isinstance(member, Worker):
+        if isinstance(member, GenerationWorker):
             self.restarts.on_joined(member, now)
         for request in self._requests.values():
             request.blamed = [key for key in request.blamed if key != member.key]
@@ -272,7 +274,7 @@ class Dispatcher:
             if now >= request.deadline:
                 error = DeadlineExceeded(f"the request took longer than {request.deadline - request.arrival:g} s")
                 actions += self._fail(request, error, now)
-            elif request.phase is Phase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
+            elif request.phase is RequestPhase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
             else:
@@ -295,15 +297,15 @@ class Dispatcher:
         self._attempts.begin(request)
         for worker in route.workers:
             self._inflight.take(request, worker, request.submission.n)
-        request.phase = Phase.ENCODE
+        request.phase = RequestPhase.ENCODE
         encodes = self._encode_legs.begin(request, first, now)
         return [*encodes] if encodes else [self._send_prompt(request, now)]
 
-    def _send_prompt(self, request: RequestState, now: float) -> Send:
+    def _send_prompt(self, request: RequestState, now: float) -> SendToWorker:
         """Send the prompt to the first worker of the route."""
-        request.phase = Phase.PREFILL if request.attempt.prefill else Phase.DECODE
+        request.phase = RequestPhase.PREFILL if request.attempt.prefill else RequestPhase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
-        return Send(request.current, new_generate(request, now))
+        return SendToWorker(request.current, new_generate(request, now))
 
     def _continue(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Continue a request without a worker from its current output, or let it wait."""
@@ -334,7 +336,7 @@ class Dispatcher:
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
         self._inflight.take(request, decode, len(request.live_choices))
-        return [*actions, Send(decode.key, resuming_generate(request, now))]
+        return [*actions, SendToWorker(decode.key, resuming_generate(request, now))]
 
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:
         """Let a request wait for a worker; end it if it has waited too long."""
@@ -344,13 +346,13 @@ class Dispatcher:
 
     # ---- the encode leg ----------------------------------------------------------------------------------------------
 
-    def on_encode_done(self, sender: Encoder, message: EncodeDone, now: float) -> list[DispatchAction]:
+    def on_encode_done(self, sender: EncodeWorker, message: EncodeDone, now: float) -> list[DispatchAction]:
         """Record the sources of embeddings, and send the prompt if this was the last answer."""
         request = self._attempts.get(message.request_id)
         ended = self._encode_legs.on_done(request, sender.key, message) if request is not None else None
         return self._after_encode(request, ended, now) if request is not None and ended is not None else []
 
-    def on_encode_failed(self, sender: Encoder, message: EncodeFailed | RequestFailed, now: float) -> list[DispatchAction]:
+    def on_encode_failed(self, sender: EncodeWorker, message: EncodeFailed | RequestFailed, now: float) -> list[DispatchAction]:
         """Continue without these embeddings; only an invalid image ends the request."""
         error = message.error
         sender.note_failure(error)
@@ -364,7 +366,7 @@ class Dispatcher:
 
     def _after_encode(self, request: RequestState, ended: EncodeEnded, now: float) -> list[DispatchAction]:
         """Send the prompt once all encode workers have answered."""
-        if request.phase is not Phase.ENCODE or (request.encoding is not None and request.encoding.waiting):
+        if request.phase is not RequestPhase.ENCODE or (request.encoding is not None and request.encoding.waiting):
             return [ended]
         return [ended, *self._end_encode_leg(request, now)]
 
@@ -383,10 +385,10 @@ class Dispatcher:
     def _on_worker_lost(self, request: RequestState, left: Left, now: float) -> list[DispatchAction]:
         """Continue a request without a lost worker that had it or was reserved for it."""
         key = left.worker.key
-        if request.phase is Phase.ENCODE:
+        if request.phase is RequestPhase.ENCODE:
             return self._on_lost_while_encoding(request, left, now)
         if request.current == key:
-            role = "prefill" if request.phase is Phase.PREFILL else "decode"
+            role = "prefill" if request.phase is RequestPhase.PREFILL else "decode"
             error = PeerUnreachable(f"{role} worker {key.engine_id} was lost: {left.reason}")
             return self._retry(request, ErrorInfo.of(error), now, is_gone=not left.is_back, is_free=left.is_back)
         if request.attempt.decode == key and not left.is_back:  # another one is chosen after the prompt is computed
@@ -425,7 +427,7 @@ class Dispatcher:
         kind = retries.kind_of(request)
         actions: list[DispatchAction] = []
         if not is_gone:
-            actions.append(Send(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
+            actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal = retries.is_free(request, error)
         is_blameless = is_free and retries.take_free_retry(request, error)
         if not is_refusal and not is_blameless:
@@ -446,11 +448,11 @@ class Dispatcher:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def _unexpected(self, sender: Worker, wire_id: str, now: float) -> list[DispatchAction]:
+    def _unexpected(self, sender: GenerationWorker, wire_id: str, now: float) -> list[DispatchAction]:
         """Abort a stale attempt at a worker that still sends tokens of it."""
         if not self._attempts.take_abort(wire_id, now):
             return []
-        return [Send(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
+        return [SendToWorker(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
 
     def _fail(self, request: RequestState, error: KVFerryError, now: float) -> list[DispatchAction]:
         return self._fail_with(request, ErrorInfo.of(error), now)
@@ -463,10 +465,10 @@ class Dispatcher:
         stops = [action for action in self._stop_workers(request, reason or error.code) if action.worker != gone]
         return [*stops, Deliver(request.request_id, Update(error=error)), self._end(request, now)]
 
-    def _stop_workers(self, request: RequestState, reason: str) -> list[Send]:
+    def _stop_workers(self, request: RequestState, reason: str) -> list[SendToWorker]:
         """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
-        aborts = [Send(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
+        aborts = [SendToWorker(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
         return [*aborts, *self._encode_legs.aborts(request, reason), *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from core.wire.media import MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeRequest
 from router.dispatch.inflight import InflightCounts
-from router.dispatch.members import Encoder, Worker, WorkerKey
+from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
-from router.dispatch.request_state import EncodeEnded, Encoding, RequestState, Send
+from router.dispatch.request_state import EncodeEnded, Encoding, RequestState, SendToWorker
 
 MAX_KNOWN_IMAGES = 65536
 
@@ -31,7 +31,7 @@ class EncodeLegs:
             OrderedDict()
         )  # identifier → the worker that embedded it last; oldest use first
 
-    def begin(self, request: RequestState, reader: Worker, now: float) -> list[Send]:
+    def begin(self, request: RequestState, reader: GenerationWorker, now: float) -> list[SendToWorker]:
         """Assign the images of a request to encode workers whose embeddings ``reader`` can load; [] if there are none."""
         if request.encoding is not None or not request.submission.mm_features:
             return []  # later attempts use the embeddings of the first
@@ -41,7 +41,7 @@ class EncodeLegs:
         for encoder, features in shares:
             request.encoding.waiting[encoder.key] = frozenset(feature.identifier for feature in features)
             self._inflight.take(request, encoder, len(features))
-            sends.append(Send(encoder.key, _message(request, features, now)))
+            sends.append(SendToWorker(encoder.key, _message(request, features, now)))
         return sends
 
     def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
@@ -60,18 +60,18 @@ class EncodeLegs:
         wanted = self._stop_waiting(request, key)
         return EncodeEnded(request.request_id, key, code, len(wanted)) if wanted is not None else None
 
-    def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | Send]:
+    def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | SendToWorker]:
         """Stop waiting for all encode workers of a request, and abort their work."""
-        actions: list[EncodeEnded | Send] = list(self.aborts(request, code))
+        actions: list[EncodeEnded | SendToWorker] = list(self.aborts(request, code))
         for key in list(request.encoding.waiting) if request.encoding else ():
             ended = self.give_up(request, key, code)
             actions += [ended] if ended else []
         return actions
 
-    def aborts(self, request: RequestState, reason: str) -> list[Send]:
+    def aborts(self, request: RequestState, reason: str) -> list[SendToWorker]:
         """Return the aborts for all encode workers that the request waits for."""
         waiting = request.encoding.waiting if request.encoding else ()
-        return [Send(key, Abort(request_ids=(request.wire_id,), reason=reason)) for key in waiting]
+        return [SendToWorker(key, Abort(request_ids=(request.wire_id,), reason=reason)) for key in waiting]
 
     def _stop_waiting(self, request: RequestState, key: WorkerKey) -> frozenset[bytes] | None:
         wanted = request.encoding.waiting.pop(key, None) if request.encoding else None
@@ -85,7 +85,7 @@ class EncodeLegs:
         if len(self._known) > MAX_KNOWN_IMAGES:
             self._known.popitem(last=False)
 
-    def _share(self, features: Sequence[MMFeature], reader: Worker) -> list[tuple[Encoder, list[MMFeature]]]:
+    def _share(self, features: Sequence[MMFeature], reader: GenerationWorker) -> list[tuple[EncodeWorker, list[MMFeature]]]:
         """Divide the images among encode workers: each goes to the worker that embedded it last, else to the least loaded."""
         encoders = [encoder for encoder in self._membership.encoders if _fits(encoder, reader)]
         shares: dict[WorkerKey, list[MMFeature]] = {encoder.key: [] for encoder in encoders}
@@ -97,14 +97,14 @@ class EncodeLegs:
 
 
 def choose_encoder(
-    encoders: Iterable[Encoder], shares: Mapping[WorkerKey, Sequence[MMFeature]], known: WorkerKey | None, host_id: str
-) -> Encoder | None:
+    encoders: Iterable[EncodeWorker], shares: Mapping[WorkerKey, Sequence[MMFeature]], known: WorkerKey | None, host_id: str
+) -> EncodeWorker | None:
     """Return the encode worker that takes one more image in addition to its share; None if all are full.
 
     The worker that embedded the image before (``known``) comes first, then workers on the reader's host, then the least loaded.
     """
 
-    def cost(encoder: Encoder) -> tuple[bool, bool, float, int]:
+    def cost(encoder: EncodeWorker) -> tuple[bool, bool, float, int]:
         held = encoder.num_held + len(shares[encoder.key])
         is_far = not host_id or encoder.facts.host_id != host_id
         return encoder.key != known, is_far, held / encoder.facts.max_num_images, encoder.last_picked
@@ -113,7 +113,7 @@ def choose_encoder(
     return min(able, key=cost, default=None)
 
 
-def _fits(encoder: Encoder, reader: Worker) -> bool:
+def _fits(encoder: EncodeWorker, reader: GenerationWorker) -> bool:
     """Return True if a worker can load the embeddings of an encode worker."""
     return (
         not encoder.is_closed

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from core.errors import fallback_reason
 from core.wire.kv import KVHandoff
 from core.wire.messages import Release, Renew
-from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.policy import why_not_read
-from router.dispatch.request_state import Phase, RequestState, Send
+from router.dispatch.request_state import RequestPhase, RequestState, SendToWorker
 
 
 class Handoffs:
@@ -25,21 +25,21 @@ class Handoffs:
 
     def begin(self, request: RequestState, now: float) -> None:
         """Move a request to the handoff phase and schedule the first renewal; does nothing in that phase."""
-        if request.phase is not Phase.HANDOFF and request.handoff is not None:
+        if request.phase is not RequestPhase.HANDOFF and request.handoff is not None:
             request.renew_at = now + _renew_interval_s(request.handoff)
-        request.phase = Phase.HANDOFF
+        request.phase = RequestPhase.HANDOFF
 
-    def renewals(self, requests: Iterable[RequestState], now: float) -> list[Send]:
+    def renewals(self, requests: Iterable[RequestState], now: float) -> list[SendToWorker]:
         """Return the renewals that are due, one message per prefill worker."""
         due: dict[WorkerKey, list[str]] = {}
         for request in requests:
             prefill, handoff = request.attempt.prefill, request.handoff
-            if request.phase is Phase.HANDOFF and handoff and prefill and now >= request.renew_at:
+            if request.phase is RequestPhase.HANDOFF and handoff and prefill and now >= request.renew_at:
                 due.setdefault(prefill, []).append(handoff.transfer_id)
                 request.renew_at = now + _renew_interval_s(handoff)
-        return [Send(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
+        return [SendToWorker(worker, Renew(transfer_ids=tuple(ids))) for worker, ids in due.items()]
 
-    def keep_or_release(self, request: RequestState, decode: Worker) -> list[Send]:
+    def keep_or_release(self, request: RequestState, decode: GenerationWorker) -> list[SendToWorker]:
         """Release the handoff of a request if the chosen decode worker cannot read it."""
         if request.handoff is None:
             return []
@@ -52,9 +52,9 @@ class Handoffs:
         return releases
 
 
-def release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[Send]:
+def release(prefill: WorkerKey | None, handoff: KVHandoff | None) -> list[SendToWorker]:
     """Return the release of a handoff, if there is one."""
-    return [Send(prefill, Release(transfer_ids=(handoff.transfer_id,)))] if prefill and handoff else []
+    return [SendToWorker(prefill, Release(transfer_ids=(handoff.transfer_id,)))] if prefill and handoff else []
 
 
 def _renew_interval_s(handoff: KVHandoff) -> float:

@@ -112,7 +112,7 @@ class Member(ABC):
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker(Member):
+class GenerationWorker(Member):
     """A prefill, decode or aggregated worker; it holds choices.
 
     ``may_serve_alone`` is set on a decode worker once a prefill worker that it can read from has registered. Before that, the
@@ -159,7 +159,7 @@ class Worker(Member):
 
 
 @dataclass(slots=True, kw_only=True)
-class Encoder(Member):
+class EncodeWorker(Member):
     """An encode worker; it holds images."""
 
     facts: RegisterEncoder

@@ -22,7 +22,7 @@ from core.wire.messages import (
     RegisterEncoder,
     RouterMessage,
 )
-from router.dispatch.members import Encoder, Member, Worker, WorkerKey
+from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
 from router.dispatch.pauses import OwnPauses
 from router.dispatch.policy import mismatch
 from router.dispatch.progress import Standing
@@ -37,7 +37,7 @@ _MAX_SUPERSEDED = 1024  # remembered incarnations; if one is forgotten, two work
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyToPeer:
     """Send a message to a connection, registered or not."""
 
     peer: bytes
@@ -75,7 +75,7 @@ class Resumed:
     worker: Member
 
 
-MembershipAction = Reply | Joined | Left | Stalled | Resumed
+MembershipAction = ReplyToPeer | Joined | Left | Stalled | Resumed
 
 
 class Membership:
@@ -95,7 +95,8 @@ class Membership:
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
         )
         self._members: dict[str, Member] = {}  # by engine_id
-        self._met_prefills: dict[tuple[object, ...], Worker] = {}  # one per combination of facts that handoffs depend on
+        # One prefill worker per combination of facts that handoffs depend on.
+        self._met_prefills: dict[tuple[object, ...], GenerationWorker] = {}
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
 
@@ -105,24 +106,24 @@ class Membership:
         return self._members.values()
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[GenerationWorker]:
         """The members that serve requests."""
-        return [member for member in self._members.values() if isinstance(member, Worker)]
+        return [member for member in self._members.values() if isinstance(member, GenerationWorker)]
 
     @property
-    def encoders(self) -> list[Encoder]:
+    def encoders(self) -> list[EncodeWorker]:
         """The members that embed images."""
-        return [member for member in self._members.values() if isinstance(member, Encoder)]
+        return [member for member in self._members.values() if isinstance(member, EncodeWorker)]
 
     def member(self, key: WorkerKey | None) -> Member | None:
         """Return the member with this key; None if the process has left or was replaced."""
         member = self._members.get(key.engine_id) if key else None
         return member if member is not None and member.key == key else None
 
-    def get(self, key: WorkerKey | None) -> Worker | None:
+    def get(self, key: WorkerKey | None) -> GenerationWorker | None:
         """Return the prefill, decode or aggregated worker with this key; None if the process has left or was replaced."""
         member = self.member(key)
-        return member if isinstance(member, Worker) else None
+        return member if isinstance(member, GenerationWorker) else None
 
     def by_peer(self, peer: bytes) -> Member | None:
         """Return the member to which a connection belongs."""
@@ -153,7 +154,7 @@ class Membership:
             self._by_peer[peer] = member
             self._note_role(member)
             actions.append(Joined(member))
-        return [*actions, Reply(peer, self.welcome)]
+        return [*actions, ReplyToPeer(peer, self.welcome)]
 
     def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[MembershipAction]:
         """Record the worker's load, and answer to show that this router is alive. An unknown worker is asked to register."""
@@ -172,7 +173,7 @@ class Membership:
         worker.is_refusing = False
         worker.closed_because = ""
         worker.progress.on_heartbeat(heartbeat, now)
-        return [*actions, Reply(peer, self.welcome)]
+        return [*actions, ReplyToPeer(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:
         """Remove a worker that leaves in order."""
@@ -241,7 +242,7 @@ class Membership:
         return actions
 
     def _note_role(self, member: Member) -> None:
-        if isinstance(member, Worker) and member.role == "prefill":
+        if isinstance(member, GenerationWorker) and member.role == "prefill":
             facts = member.facts
             kind = (facts.connector, facts.transports, facts.host_id, facts.model_fingerprint, facts.layout, facts.has_digests)
             self._met_prefills[kind] = self._met_prefills.pop(kind, member)
@@ -270,25 +271,25 @@ class Membership:
 
 def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:
     if isinstance(facts, Register):
-        return Worker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
-    return Encoder(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+        return GenerationWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+    return EncodeWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
 
 
 def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:
     """Update a member's registration; return False if its kind of role has changed."""
-    if isinstance(member, Worker) and isinstance(facts, Register):
+    if isinstance(member, GenerationWorker) and isinstance(facts, Register):
         member.facts = facts
         return True
-    if isinstance(member, Encoder) and isinstance(facts, RegisterEncoder):
+    if isinstance(member, EncodeWorker) and isinstance(facts, RegisterEncoder):
         member.facts = facts
         return True
     return False
 
 
-def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) -> Reply:
-    return Reply(peer, Refused(error=ErrorInfo(code=code, message=message, http_status=400, retryable=retryable)))
+def _refuse(peer: bytes, code: str, message: str, *, retryable: bool = False) -> ReplyToPeer:
+    return ReplyToPeer(peer, Refused(error=ErrorInfo(code=code, message=message, http_status=400, retryable=retryable)))
 
 
-def _refuse_duplicate(peer: bytes, key: WorkerKey) -> Reply:
+def _refuse_duplicate(peer: bytes, key: WorkerKey) -> ReplyToPeer:
     message = f"another process has registered as {key.engine_id} since: give each worker an engine_id of its own, or stop one"
     return _refuse(peer, DUPLICATE_ENGINE_ID, message)

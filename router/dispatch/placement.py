@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from core.errors import NoWorker, Overloaded, RequestError
 from router.dispatch.inflight import InflightCounts
-from router.dispatch.members import Worker
+from router.dispatch.members import GenerationWorker
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
@@ -26,7 +26,7 @@ class Placement:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         return choose_route(self._membership.workers, self._demand(request, now))
 
-    def decode(self, request: RequestState, now: float) -> Worker:
+    def decode(self, request: RequestState, now: float) -> GenerationWorker:
         """Return the decode worker reserved at submission, else one that can load the handoff, else one that recomputes.
 
         Raises:

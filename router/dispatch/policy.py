@@ -19,7 +19,7 @@ from core.errors import (
 )
 from core.wire.messages import Role
 from core.wire.pairing import check_compatible, choose_transport
-from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Demand:
 class Route:
     """The workers that serve a request: a prefill and a decode worker, or one worker alone (``prefill`` is None)."""
 
-    prefill: Worker | None
-    decode: Worker
+    prefill: GenerationWorker | None
+    decode: GenerationWorker
 
     @property
     def is_degraded(self) -> bool:
@@ -51,7 +51,7 @@ class Route:
         return self.prefill is None and self.decode.role == "decode"
 
     @property
-    def workers(self) -> tuple[Worker, ...]:
+    def workers(self) -> tuple[GenerationWorker, ...]:
         """The workers of the route, prefill first."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
@@ -71,7 +71,7 @@ class Route:
         return max(worker.load for worker in self.workers)
 
 
-def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
+def mismatch(prefill: GenerationWorker, decode: GenerationWorker) -> KVFerryError | None:
     """Return why these workers cannot do a handoff, with both values; None if they can.
 
     This is the decision of the handshake, made from the registrations of both workers.
@@ -90,7 +90,7 @@ def mismatch(prefill: Worker, decode: Worker) -> KVFerryError | None:
     return None
 
 
-def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | None:
+def why_not_read(prefill: GenerationWorker | None, successor: GenerationWorker) -> KVFerryError | None:
     """Return why ``successor`` cannot read the KV of a prefill worker; None if it can."""
     if prefill is None:
         return PeerUnreachable("the prefill worker was lost")
@@ -99,7 +99,7 @@ def why_not_read(prefill: Worker | None, successor: Worker) -> KVFerryError | No
     return mismatch(prefill, successor)
 
 
-def routes(workers: Iterable[Worker]) -> Iterator[Route]:
+def routes(workers: Iterable[GenerationWorker]) -> Iterator[Route]:
     """Yield every route that takes new requests."""
     open_workers = [worker for worker in workers if not worker.is_closed]
     decoders = [worker for worker in open_workers if worker.role == "decode"]
@@ -111,7 +111,7 @@ def routes(workers: Iterable[Worker]) -> Iterator[Route]:
     yield from (Route(None, worker) for worker in _alone(open_workers))
 
 
-def _alone(workers: Iterable[Worker]) -> list[Worker]:
+def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     """Return the decode workers that serve requests alone: those that may, and that can read from no open prefill worker."""
     open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
@@ -119,20 +119,20 @@ def _alone(workers: Iterable[Worker]) -> list[Worker]:
     return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
 
 
-def starters(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
     """Return the workers that could compute the prompt of a request, now or once they have room."""
     members = list(workers)
     fitting, alone = _fitting(members, demand), {worker.key for worker in _alone(members)}
     decoders = [worker for worker in fitting if worker.role == "decode"]
 
-    def can_begin(worker: Worker) -> bool:
+    def can_begin(worker: GenerationWorker) -> bool:
         has_partner = worker.role == "prefill" and any(mismatch(worker, decode) is None for decode in decoders)
         return worker.role == "aggregated" or has_partner or worker.key in alone
 
     return [worker for worker in fitting if can_begin(worker)]
 
 
-def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
+def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 
     The least loaded prefill worker with a partner is combined with its least loaded partner; the load of a pair is that of its
@@ -169,7 +169,7 @@ def choose_route(workers: Iterable[Worker], demand: Demand) -> Route:
     raise NoWorker(why_not_ready(members) or "no worker can serve at the moment")
 
 
-def choose_weights(workers: Iterable[Worker]) -> bytes:
+def choose_weights(workers: Iterable[GenerationWorker]) -> bytes:
     """Return the model fingerprint of the least loaded route; the identifiers of a request's images depend on it.
 
     Raises:
@@ -182,7 +182,7 @@ def choose_weights(workers: Iterable[Worker]) -> bytes:
     return route.decode.facts.model_fingerprint
 
 
-def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
+def _check_num_choices(fitting: Iterable[GenerationWorker], demand: Demand) -> None:
     """Refuse a request for good if no route could ever hold its choices, however long it waits."""
     limits = [route.max_num_choices for route in routes(fitting)]
     if limits and 0 not in limits and demand.num_choices > max(limits):
@@ -191,7 +191,7 @@ def _check_num_choices(fitting: Iterable[Worker], demand: Demand) -> None:
         )
 
 
-def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) -> Worker:
+def choose_decode(workers: Iterable[GenerationWorker], prefill: GenerationWorker, demand: Demand) -> GenerationWorker:
     """Return the least loaded decode worker that can take a handoff from ``prefill``.
 
     Raises:
@@ -209,7 +209,7 @@ def choose_decode(workers: Iterable[Worker], prefill: Worker, demand: Demand) ->
     return _least_loaded_of(good or able, demand)
 
 
-def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand: Demand) -> Worker:
+def choose_successor(workers: Iterable[GenerationWorker], model_fingerprint: bytes, demand: Demand) -> GenerationWorker:
     """Return the least loaded worker that can continue a request alone, by recomputing prompt and output so far.
 
     Raises:
@@ -226,7 +226,7 @@ def choose_successor(workers: Iterable[Worker], model_fingerprint: bytes, demand
     return _least_loaded_of(able, demand)
 
 
-def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
+def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
     """Return the prefill and decode workers that fit no worker of the other role, although there are some, and why."""
     open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
@@ -236,12 +236,12 @@ def unpaired(workers: Iterable[Worker]) -> dict[WorkerKey, str]:
     return {key: found[0].message for key, found in reasons.items() if found and found[0] and all(found)}
 
 
-def max_model_len(workers: Iterable[Worker]) -> int:
+def max_model_len(workers: Iterable[GenerationWorker]) -> int:
     """Return the longest context of any route, 0 if there is no route."""
     return max((route.max_model_len for route in routes(workers)), default=0)
 
 
-def why_not_ready(workers: Iterable[Worker]) -> str | None:
+def why_not_ready(workers: Iterable[GenerationWorker]) -> str | None:
     """Return what is missing for a route; None if there is one."""
     members = list(workers)
     if next(routes(members), None) is not None:
@@ -262,26 +262,26 @@ def why_not_ready(workers: Iterable[Worker]) -> str | None:
     return reason.message if reason else None
 
 
-def _none_of(role: Role, members: Iterable[Worker]) -> str:
+def _none_of(role: Role, members: Iterable[GenerationWorker]) -> str:
     why = next((f": {worker.why_closed}" for worker in members if worker.role == role and worker.is_closed), "")
     return f"no {role} worker is available, and no aggregated one{why}"
 
 
-def _least_loaded(worker: Worker) -> tuple[float, int]:
+def _least_loaded(worker: GenerationWorker) -> tuple[float, int]:
     return worker.load, worker.last_picked
 
 
-def _with_weights(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+def _with_weights(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
     wanted = demand.model_fingerprint
     return [worker for worker in workers if not wanted or worker.facts.model_fingerprint == wanted]
 
 
-def _fitting(workers: Iterable[Worker], demand: Demand) -> list[Worker]:
+def _fitting(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
     able = (worker for worker in _with_weights(workers, demand) if not worker.is_closed)
     return [worker for worker in able if worker.facts.max_model_len >= demand.num_tokens]
 
 
-def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[list[Worker]]:
+def _in_order_of_preference(workers: list[GenerationWorker], demand: Demand) -> Iterator[list[GenerationWorker]]:
     """Yield the workers with room that have not failed the request; then also those that have; then also those in reserve."""
     with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
     trusted = [worker for worker in with_room if not worker.is_reserve]
@@ -290,7 +290,7 @@ def _in_order_of_preference(workers: list[Worker], demand: Demand) -> Iterator[l
     yield with_room
 
 
-def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
+def _least_loaded_of(workers: list[GenerationWorker], demand: Demand) -> GenerationWorker:
     if not any(worker.may_hold(demand.num_choices) for worker in workers):
         raise NoWorker(f"no worker that could go on with the request ever holds its {demand.num_choices} choices at once")
     for candidates in _in_order_of_preference(workers, demand):
@@ -299,7 +299,7 @@ def _least_loaded_of(workers: list[Worker], demand: Demand) -> Worker:
     raise Overloaded("every worker that could go on with the request is full")
 
 
-def _best_pair(workers: list[Worker], bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()) -> Route | None:
+def _best_pair(workers: list[GenerationWorker], bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()) -> Route | None:
     decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
     for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=_least_loaded):
         fitting = (decode for decode in decodes if mismatch(prefill, decode) is None)
@@ -309,6 +309,6 @@ def _best_pair(workers: list[Worker], bad_pairs: Container[tuple[WorkerKey, Work
     return None
 
 
-def _best_aggregated(workers: list[Worker]) -> Route | None:
+def _best_aggregated(workers: list[GenerationWorker]) -> Route | None:
     found = [worker for worker in workers if worker.role == "aggregated"]
     return Route(None, min(found, key=_least_loaded)) if found else None

@@ -28,7 +28,7 @@ RetryKind = Literal["prefill", "handoff", "replay"]
 NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Which worker has the request."""
 
     ENCODE = "encode"  # encode workers; those of the other legs are reserved
@@ -103,7 +103,7 @@ class RequestState:
     output_token_ids: list[list[int]]
     finish_reasons: list[FinishReason | None]
     attempt: Attempt = field(default_factory=Attempt)
-    phase: Phase = Phase.PREFILL
+    phase: RequestPhase = RequestPhase.PREFILL
     model_fingerprint: bytes = b""
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded
@@ -136,9 +136,9 @@ class RequestState:
     @property
     def current(self) -> WorkerKey | None:
         """The worker that sends the next token; None while images are embedded, or while the request waits for a worker."""
-        if self.phase is Phase.ENCODE:
+        if self.phase is RequestPhase.ENCODE:
             return None
-        return self.attempt.prefill if self.phase is Phase.PREFILL else self.attempt.decode
+        return self.attempt.prefill if self.phase is RequestPhase.PREFILL else self.attempt.decode
 
     @property
     def workers(self) -> set[WorkerKey | None]:
@@ -160,7 +160,7 @@ class RequestState:
 
     def next_attempt(self, previous_error: ErrorInfo) -> Attempt:
         """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""
-        prefill = None if self.phase is Phase.PREFILL else self.attempt.prefill
+        prefill = None if self.phase is RequestPhase.PREFILL else self.attempt.prefill
         return Attempt(number=self.attempt.number + 1, prefill=prefill, previous_error=previous_error)
 
     @property
@@ -190,7 +190,7 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToWorker:
     """Send a message to a worker."""
 
     worker: WorkerKey
@@ -235,7 +235,7 @@ class Ended:
     now: float
 
 
-DispatchAction = Send | Deliver | EncodeEnded | Retried | Ended
+DispatchAction = SendToWorker | Deliver | EncodeEnded | Retried | Ended
 
 
 def open_request(submission: Submission, now: float, timeout_s: float) -> RequestState:

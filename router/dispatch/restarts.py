@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from core.wire.messages import Role
-from router.dispatch.members import Worker
+from router.dispatch.members import GenerationWorker
 
 _REGISTER_S = 5.0  # in which live workers register with a router that has just started
 _UNKNOWN_START_S = 20.0  # for a role of which no worker has registered yet
@@ -32,7 +32,7 @@ class Restarts:
         self._missing_since: dict[Role, float] = {}
         self._first_look: float | None = None
 
-    def on_joined(self, worker: Worker, now: float) -> None:
+    def on_joined(self, worker: GenerationWorker, now: float) -> None:
         """Learn the restart time of a role from the worker's start time and from how long the role was missing."""
         role, facts = worker.role, worker.facts
         self._is_supervised[role] = facts.is_supervised
@@ -42,7 +42,7 @@ class Restarts:
         starts = self._starts.setdefault(role, deque(maxlen=_NUM_REMEMBERED))
         starts.append(max(_START_FACTOR * start_s + _NOTICE_S, learned_s))
 
-    def look(self, workers: Iterable[Worker], now: float) -> None:
+    def look(self, workers: Iterable[GenerationWorker], now: float) -> None:
         """Record which of the known roles are missing, that is, have no worker that takes requests."""
         if self._first_look is None:
             self._first_look = now

@@ -25,7 +25,7 @@ WHOLE_LEG = "kvferry.leg.aggregated"
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSpans:
     """The open spans of one request."""
 
     span: Span
@@ -39,7 +39,7 @@ class RequestTraces:
     def __init__(self, tracer: Tracer | None, model: str) -> None:
         self._tracer = tracer
         self._model = model
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenSpans] = {}
 
     def begin(self, submissions: Sequence[Submission], parent: TraceContext | None, now: float) -> None:
         """Open the spans of an HTTP request's prompts as children of the client's span, else in one new trace."""
@@ -55,7 +55,7 @@ class RequestTraces:
             }
             span = self._tracer.start(REQUEST, now, parent, attributes, "server")
             parent = parent or span.context
-            self._open[submission.request_id] = _Open(span)
+            self._open[submission.request_id] = _OpenSpans(span)
 
     @property
     def is_on(self) -> bool:
@@ -133,7 +133,7 @@ class RequestTraces:
             found.span.add({"kvferry.outcome": error.code})
             found.span.end(now, f"{error.code}: {error.message}")
 
-    def _end_legs(self, found: _Open, now: float, error: str = "") -> None:
+    def _end_legs(self, found: _OpenSpans, now: float, error: str = "") -> None:
         for leg in (found.leg, *found.encodes.values()):
             if leg is not None:
                 leg.end(now, error)

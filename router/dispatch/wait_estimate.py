@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from core.errors import DeadlineUnreachable
 from core.wire.messages import Abort, Generate, RouterMessage
-from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, starters
 
 _MEMORY = 0.9  # factor on all earlier prompts at each new one: the pace covers about the last ten
@@ -96,7 +96,9 @@ class WaitEstimates:
         queue = self._queues.get(worker)
         return queue.wait_s(now) if queue is not None else 0.0
 
-    def too_late(self, workers: Iterable[Worker], demand: Demand, budget_s: float, now: float) -> frozenset[WorkerKey]:
+    def too_late(
+        self, workers: Iterable[GenerationWorker], demand: Demand, budget_s: float, now: float
+    ) -> frozenset[WorkerKey]:
         """Return the workers at which a request would wait longer than ``budget_s``.
 
         Raises:
@@ -115,7 +117,7 @@ class WaitEstimates:
             )
         return late
 
-    def shortest_wait_s(self, workers: Iterable[Worker], now: float) -> float:
+    def shortest_wait_s(self, workers: Iterable[GenerationWorker], now: float) -> float:
         """Return the shortest wait of a new prompt at any worker, seconds; 0 without workers."""
         able = starters(workers, Demand(num_tokens=0))
         return min((self.wait_s(worker.key, now) for worker in able), default=0.0)

@@ -29,7 +29,7 @@ from router.dispatch.membership import Joined, Left, Resumed, Stalled
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
 from router.dispatch.progress import Standing
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Phase, RequestState, Retried
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, RequestState, Retried
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import Submission, Update
 from router.dispatch.worker_log import WorkerLog
@@ -441,7 +441,7 @@ class WorkerGateway:
                 total_ms=seconds * 1e3,
                 prefill=attempt.prefill.engine_id if attempt.prefill else "-",
                 decode=request.attempt.decode.engine_id
-                if request.attempt.decode and request.phase is not Phase.PREFILL
+                if request.attempt.decode and request.phase is not RequestPhase.PREFILL
                 else "-",
                 retries=len(request.retried),
                 **_recomputed(request),
@@ -463,7 +463,7 @@ class WorkerGateway:
             "num_requests_by_phase",
             "Requests by the leg they are on.",
             "phase",
-            {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in Phase},  # type: ignore[misc]
+            {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in RequestPhase},  # type: ignore[misc]
         )
         self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: dispatcher.num_waiting)
         self._metrics.watch(

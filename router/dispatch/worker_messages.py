@@ -8,8 +8,8 @@ import msgspec
 
 from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
-from router.dispatch.members import Worker
-from router.dispatch.request_state import Phase, RequestState
+from router.dispatch.members import GenerationWorker
+from router.dispatch.request_state import RequestPhase, RequestState
 from router.dispatch.timing import HandoffReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Submission, Update
 
@@ -25,7 +25,7 @@ class TokensLost(ProtocolError):
 
 def new_generate(request: RequestState, now: float) -> Generate:
     """Return the message that starts a request on a prefill worker, or on a worker that serves it alone."""
-    return msgspec.structs.replace(_message(request, now), handoff=request.phase is Phase.PREFILL)
+    return msgspec.structs.replace(_message(request, now), handoff=request.phase is RequestPhase.PREFILL)
 
 
 def resuming_generate(request: RequestState, now: float) -> Generate:
@@ -74,7 +74,7 @@ def name_image(submission: Submission, error: ErrorInfo, media_index: int | None
 # ---- PrefillDone ---------------------------------------------------------------------------------------------------
 
 
-def find_prefill_done_problem(message: PrefillDone, sender: Worker, request: RequestState) -> str | None:
+def find_prefill_done_problem(message: PrefillDone, sender: GenerationWorker, request: RequestState) -> str | None:
     """Return why the message cannot be an answer to this request; None if it can."""
     if sorted(choice.index for choice in message.choices) != list(range(request.submission.n)):
         return "first tokens do not cover every choice once"
@@ -160,7 +160,7 @@ def _note_shown(request: RequestState, index: int) -> None:
     request.attempt.shown.add(index)
     request.has_decoded = True
     if request.attempt.shown.issuperset(request.live_choices):
-        request.phase = Phase.DECODE
+        request.phase = RequestPhase.DECODE
         request.handoff = None
 
 

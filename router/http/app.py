@@ -36,7 +36,7 @@ from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id
-from router.http.probes import Probes
+from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.responses import ChatCompletion, Completion
@@ -99,7 +99,7 @@ def create_app(
     ``cors_origins`` may call the API.
     """
     limits = limits or BodyLimits()
-    probes = Probes(endpoints, version)
+    probes = ProbeAnswers(endpoints, version)
     routes = [*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, probes)]
     app = Litestar(
         route_handlers=[*routes, *(_operator_routes(probes) if has_metrics else [])],
@@ -174,7 +174,7 @@ def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     return [tokenize, detokenize]
 
 
-def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandler]:
+def _status_routes(endpoints: Endpoints, probes: ProbeAnswers) -> list[BaseRouteHandler]:
     @get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the served model."""
@@ -209,7 +209,7 @@ def _status_routes(endpoints: Endpoints, probes: Probes) -> list[BaseRouteHandle
     return [models, model, health, ready, version, load]
 
 
-def _operator_routes(probes: Probes) -> list[BaseRouteHandler]:
+def _operator_routes(probes: ProbeAnswers) -> list[BaseRouteHandler]:
     @get("/metrics", opt={_OPEN: True})
     async def metrics() -> ASGIResponse:
         """Return all metrics in Prometheus's text format."""

@@ -20,8 +20,8 @@ from core.wire.sampling import SamplingParams
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
-from router.http.streaming import Answer, EventStream
-from router.images.reader import Hold, ImageReader
+from router.http.streaming import EventStream, HttpAnswer
+from router.images.reader import Hold, RequestImageReader
 from router.metrics import RouterMetrics
 from router.openai.logprobs import TokenTexts
 from router.openai.postprocess import RequestOutput
@@ -80,7 +80,7 @@ class Endpoints:
         metrics: RouterMetrics,
         ids: IdSource,
         config: RouterSection,
-        images: ImageReader | None = None,
+        images: RequestImageReader | None = None,
     ) -> None:
         self.model = model.name
         self.gateway = gateway
@@ -141,7 +141,7 @@ class Endpoints:
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
         # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
-        answer = Answer(generation, output, shaper, caller.receive, self._pool)
+        answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
         try:
             if options.is_stream:
                 return EventStream(answer, await answer.first(), options, self.metrics)

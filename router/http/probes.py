@@ -18,7 +18,7 @@ from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
 _encoder = msgspec.json.Encoder()
 
 
-class Probes:
+class ProbeAnswers:
     """The answers of one router."""
 
     def __init__(self, endpoints: Endpoints, version: str) -> None:

@@ -29,8 +29,8 @@ from router.http.app import BodyLimits, create_app
 from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.http.descriptors import connections_within
 from router.http.endpoints import Endpoints
-from router.http.probes import Probes
-from router.images.reader import ImageReader
+from router.http.probes import ProbeAnswers
+from router.images.reader import RequestImageReader
 from router.metrics import RouterMetrics
 from router.openai.served_model import ServedModel
 
@@ -60,7 +60,7 @@ class Router:
         self._model = model
         self._keys = keys
         self.gateway = WorkerGateway(config, model.name, new_hex_id(ids, "router-"), clock, metrics, keys)
-        self._images = ImageReader(config.images)
+        self._images = RequestImageReader(config.images)
         self.endpoints = Endpoints(
             model=model,
             gateway=self.gateway,
@@ -83,7 +83,7 @@ class Router:
             cors_origins=config.cors_origins,
         )
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut)
-        routes = Probes(self.endpoints, package_version()).routes()
+        routes = ProbeAnswers(self.endpoints, package_version()).routes()
         self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
         self.ops_address: str | None = None  # of the probes' port, once it is bound
         self._socket: socket.socket | None = None

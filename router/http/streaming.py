@@ -28,7 +28,7 @@ _encoder = msgspec.json.Encoder()
 _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
-class Answer:
+class HttpAnswer:
     """One HTTP answer in progress. Its owner must call ``close``."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Answer:
 class EventStream:
     """ASGI application that sends an answer as server-sent events, beginning with ``first``."""
 
-    def __init__(self, answer: Answer, first_events: bytes, options: OutputOptions, metrics: RouterMetrics) -> None:
+    def __init__(self, answer: HttpAnswer, first_events: bytes, options: OutputOptions, metrics: RouterMetrics) -> None:
         self._answer = answer
         self._first_events = first_events
         self._options = options

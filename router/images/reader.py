@@ -61,7 +61,7 @@ def place_of(message: int, part: int) -> str:
     return f"messages[{message}].content[{part}]"
 
 
-class ImageReader:
+class RequestImageReader:
     """Reads images for one router.
 
     Raises:

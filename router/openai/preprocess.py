@@ -15,7 +15,7 @@ from core.errors import ContextTooLong, InvalidRequest
 from core.model.image_prompt import ImagePrompts
 from core.model.tokenizer import Tokenizer
 from core.wire.media import MMFeature
-from router.images.reader import Hold, ImageReader, PlacedImage, find_images, place_of
+from router.images.reader import Hold, PlacedImage, RequestImageReader, find_images, place_of
 from router.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -63,7 +63,7 @@ class ImageSupport:
     ``model_fingerprint`` raises NoWorker if there is no route.
     """
 
-    reader: ImageReader
+    reader: RequestImageReader
     prompts: ImagePrompts
     model_fingerprint: Callable[[], bytes]
 

@@ -10,7 +10,7 @@ from core.wire.sampling import SamplingParams
 from router.dispatch import attempts as module
 from router.dispatch.attempts import Attempts
 from router.dispatch.members import WorkerKey
-from router.dispatch.request_state import Attempt, Phase, open_request
+from router.dispatch.request_state import Attempt, RequestPhase, open_request
 from router.dispatch.types import Submission
 
 P0, D0 = WorkerKey("p0", 1), WorkerKey("d0", 1)
@@ -39,7 +39,7 @@ def test_only_the_present_name_stands_for_a_request(attempts):
 def test_next_attempt_keeps_nothing_of_the_last_one_but_a_computed_prompt(attempts):
     request = request_of("r1")
     attempts.begin(request)
-    for phase, prefill in ((Phase.HANDOFF, P0), (Phase.DECODE, P0), (Phase.PREFILL, None)):
+    for phase, prefill in ((RequestPhase.HANDOFF, P0), (RequestPhase.DECODE, P0), (RequestPhase.PREFILL, None)):
         request.phase = phase
         first = request.attempt
         first.prefill, first.decode, first.has_handoff, first.is_judged = P0, D0, True, True

@@ -6,7 +6,15 @@ import pytest
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Goodbye, Heartbeat, Refused, Register, Registered
 from router.dispatch.members import WorkerKey
-from router.dispatch.membership import DUPLICATE_ENGINE_ID, MODEL_MISMATCH, NOT_REGISTERED, Joined, Left, Membership, Reply
+from router.dispatch.membership import (
+    DUPLICATE_ENGINE_ID,
+    MODEL_MISMATCH,
+    NOT_REGISTERED,
+    Joined,
+    Left,
+    Membership,
+    ReplyToPeer,
+)
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 
@@ -42,7 +50,7 @@ def only(actions, kind):
 
 
 def refusal(actions) -> str:
-    reply = only(actions, Reply)
+    reply = only(actions, ReplyToPeer)
     assert isinstance(reply.message, Refused)
     return reply.message.error.code
 
@@ -51,8 +59,8 @@ def test_a_registration_is_answered_and_makes_a_member(membership):
     actions = membership.on_register(b"a", registration(), now=0.0)
     worker = only(actions, Joined).worker
     assert worker.key == WorkerKey("p0", 1)
-    reply = only(actions, Reply)
-    assert reply == Reply(b"a", Registered(router_id="router-1", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000))
+    reply = only(actions, ReplyToPeer)
+    assert reply == ReplyToPeer(b"a", Registered(router_id="router-1", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000))
     assert list(membership.workers) == [worker]
     assert membership.by_peer(b"a") is worker
 
@@ -60,7 +68,7 @@ def test_a_registration_is_answered_and_makes_a_member(membership):
 def test_a_repeated_registration_is_answered_and_changes_nothing(membership):
     membership.on_register(b"a", registration(), now=0.0)
     actions = membership.on_register(b"a", registration(), now=1.0)
-    assert [type(action) for action in actions] == [Reply]
+    assert [type(action) for action in actions] == [ReplyToPeer]
     assert len(list(membership.workers)) == 1
 
 
@@ -69,7 +77,7 @@ def test_a_heartbeat_is_answered_and_updates_the_load(membership):
     actions = membership.on_heartbeat(
         b"a", heartbeat(num_running=3, num_waiting=1, kv_cache_usage=0.5, is_draining=True), now=1.0
     )
-    assert isinstance(only(actions, Reply).message, Registered)
+    assert isinstance(only(actions, ReplyToPeer).message, Registered)
     worker = membership.get(WorkerKey("p0", 1))
     assert worker is not None
     assert (worker.load, worker.kv_cache_usage, worker.is_draining) == (1.0, 0.5, True)
@@ -84,13 +92,13 @@ def test_our_own_count_makes_load_before_any_heartbeat(membership):
 def test_a_stranger_s_heartbeat_asks_it_to_register(membership):
     actions = membership.on_heartbeat(b"a", heartbeat(), now=0.0)
     assert refusal(actions) == NOT_REGISTERED
-    assert only(actions, Reply).message.error.retryable
+    assert only(actions, ReplyToPeer).message.error.retryable
 
 
 def test_a_worker_of_another_model_is_refused_with_both_names(membership):
     actions = membership.on_register(b"a", registration(model="huge"), now=0.0)
     assert refusal(actions) == MODEL_MISMATCH
-    message = only(actions, Reply).message.error.message
+    message = only(actions, ReplyToPeer).message.error.message
     assert "'tiny'" in message
     assert "'huge'" in message
     assert not list(membership.workers)
@@ -154,7 +162,7 @@ def test_a_new_incarnation_replaces_the_old_one_at_once(membership):
     actions = membership.on_register(b"b", registration(incarnation=2), now=0.1)
     assert only(actions, Left).worker.key == WorkerKey("p0", 1)
     assert only(actions, Joined).worker.key == WorkerKey("p0", 2)
-    assert [type(action) for action in actions] == [Left, Joined, Reply]
+    assert [type(action) for action in actions] == [Left, Joined, ReplyToPeer]
     assert membership.get(WorkerKey("p0", 1)) is None
     assert membership.by_peer(b"a") is None
 
@@ -187,7 +195,7 @@ def test_a_new_connection_of_a_busy_worker_loses_its_requests_but_not_its_member
 def test_a_new_connection_of_an_idle_worker_loses_nothing(membership):
     worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
     actions = membership.on_register(b"b", registration(), now=1.0)
-    assert [type(action) for action in actions] == [Reply]
+    assert [type(action) for action in actions] == [ReplyToPeer]
     assert worker.peer == b"b"
 
 
@@ -197,7 +205,7 @@ def test_two_connections_of_one_worker_do_not_flap(membership):
     worker.num_inflight = 1
     for peer in (b"a", b"b", b"a"):
         actions = membership.on_heartbeat(peer, heartbeat(), now=1.0)
-        assert [type(action) for action in actions] == [Reply]
+        assert [type(action) for action in actions] == [ReplyToPeer]
 
 
 def test_a_worker_that_reconnects_often_is_not_remembered_by_every_connection(membership):

@@ -9,7 +9,7 @@ from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from core.errors import ContextTooLong, EngineDead, NoWorker, Overloaded
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
 from core.wire.messages import ErrorInfo, Register
-from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import (
     Demand,
     choose_decode,
@@ -25,7 +25,9 @@ from router.dispatch.policy import (
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 
 
-def member(role: str, engine_id: str, *, load: int = 0, is_draining: bool = False, last_picked: int = 0, **facts) -> Worker:
+def member(
+    role: str, engine_id: str, *, load: int = 0, is_draining: bool = False, last_picked: int = 0, **facts
+) -> GenerationWorker:
     register = Register(
         engine_id=engine_id,
         incarnation=1,
@@ -41,7 +43,7 @@ def member(role: str, engine_id: str, *, load: int = 0, is_draining: bool = Fals
         host_id="host",
         has_digests=True,
     )
-    return Worker(
+    return GenerationWorker(
         key=WorkerKey(engine_id, 1),
         peer=engine_id.encode(),
         facts=msgspec.structs.replace(register, **facts),

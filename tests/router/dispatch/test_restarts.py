@@ -6,14 +6,14 @@ import pytest
 
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Register
-from router.dispatch.members import Worker, WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.restarts import Restarts
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 ROLES = {"p": "prefill", "d": "decode", "a": "aggregated"}
 
 
-def worker(name: str, **facts) -> Worker:
+def worker(name: str, **facts) -> GenerationWorker:
     register = Register(
         engine_id=name,
         incarnation=1,
@@ -26,7 +26,7 @@ def worker(name: str, **facts) -> Worker:
         num_blocks=10,
         **{"start_ms": 12_000, "is_supervised": True, **facts},
     )
-    return Worker(key=WorkerKey(name, 1), peer=name.encode(), last_seen=0.0, facts=register)
+    return GenerationWorker(key=WorkerKey(name, 1), peer=name.encode(), last_seen=0.0, facts=register)
 
 
 def known(*names: str, **facts):

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import ContextTooLong, InvalidRequest, NoWorker, Overloaded
 from core.wire.messages import Generate, Usage
-from router.dispatch.request_state import Phase
+from router.dispatch.request_state import RequestPhase
 
 
 def test_requests_beyond_the_limit_are_refused(make_bench):
@@ -41,9 +41,19 @@ def test_phases_are_counted(pair):
     pair.submit("r2")
     pair.prefill_done("r2")
     dispatcher = pair.core.dispatcher
-    assert {phase.value: dispatcher.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 1, "decode": 0}
+    assert {phase.value: dispatcher.count(phase) for phase in RequestPhase} == {
+        "encode": 0,
+        "prefill": 1,
+        "handoff": 1,
+        "decode": 0,
+    }
     pair.tokens(1, 51, request_id="r2")
-    assert {phase.value: dispatcher.count(phase) for phase in Phase} == {"encode": 0, "prefill": 1, "handoff": 0, "decode": 1}
+    assert {phase.value: dispatcher.count(phase) for phase in RequestPhase} == {
+        "encode": 0,
+        "prefill": 1,
+        "handoff": 0,
+        "decode": 1,
+    }
 
 
 @pytest.mark.parametrize("full", ["p0", "d0"])

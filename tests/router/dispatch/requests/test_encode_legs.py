@@ -7,7 +7,7 @@ import pytest
 from core.errors import EngineDead, InvalidRequest, Overloaded
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
-from router.dispatch.request_state import Phase
+from router.dispatch.request_state import RequestPhase
 
 CAT, DOG, FOX = (bytes([number]) * 16 for number in (1, 2, 3))
 FILES = {CAT: b"cat", DOG: b"dog", FOX: b"fox"}
@@ -62,7 +62,7 @@ def test_embeddings_are_made_first_and_named_to_both_legs(bench):
     assert [feature.identifier for feature in message.mm_features] == [CAT, DOG]
     assert message.media == (b"cat", b"dog")
     assert not bench.to("p0", Generate)
-    assert bench.core.dispatcher.count(Phase.ENCODE) == 1
+    assert bench.core.dispatcher.count(RequestPhase.ENCODE) == 1
     done(bench, CAT, DOG)
     bench.prefill_done()
     for name in ("p0", "d0"):

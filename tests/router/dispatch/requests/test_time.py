@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.wire.messages import Generate, Renew
-from router.dispatch.request_state import Phase
+from router.dispatch.request_state import RequestPhase
 
 
 def test_the_deadline_ends_a_request_in_any_phase(make_bench):
@@ -60,4 +60,4 @@ def test_a_handoff_is_renewed_until_every_choice_has_shown_a_token(handed_over):
 def test_a_choice_that_has_ended_is_not_waited_for(handed_over):
     handed_over.do(handed_over.core.finish_choice("r1", 1, handed_over.now))
     handed_over.tokens(1, 60, index=0)
-    assert handed_over.core.dispatcher.count(Phase.DECODE) == 1
+    assert handed_over.core.dispatcher.count(RequestPhase.DECODE) == 1
