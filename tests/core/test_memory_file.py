@@ -51,7 +51,7 @@ def test_what_cannot_be_had_is_refused_and_leaves_nothing_open():
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_huge_pages_that_are_demanded_and_not_there_are_an_error_that_says_what_to_do():
+def test_missing_huge_pages_are_an_error_that_says_what_to_do():
     with pytest.raises(
         ConfigError, match=r"cache\.huge_pages = always: .* needed, \d+ of \d+ are free; reserve them \(vm"
     ) as refused:

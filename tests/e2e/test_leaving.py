@@ -58,7 +58,7 @@ def ask(address):
 
 
 @pytest.mark.parametrize("serving", ["nixl"], indirect=True)  # the one with a library that has files of its own
-def test_nothing_is_left_after_the_serving_process_is_killed_not_even_a_stopped_child(serving):
+def test_killed_serving_process_leaves_nothing_not_even_a_stopped_child(serving):
     process, children, address = serving
     before = shared_files()
     assert ask(address).status_code == 200

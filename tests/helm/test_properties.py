@@ -257,7 +257,7 @@ def test_a_store_beside_the_workers_has_no_pods_of_its_own_and_the_router_none(h
     assert "shareProcessNamespace" not in main(find, "external-redis", "prefill")
 
 
-def test_pod_with_a_store_has_time_for_what_is_only_in_memory_and_rolls_with_its_settings(find):
+def test_pod_with_a_store_has_time_to_flush_and_rolls_with_its_settings(find):
     pod = main(find, "store-sidecar", "prefill")
     assert pod["terminationGracePeriodSeconds"] == main(find, "external-redis", "prefill")["terminationGracePeriodSeconds"] + 10
 

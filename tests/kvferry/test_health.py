@@ -68,7 +68,7 @@ def test_process_that_thaws_in_time_is_left_alone(started):
     assert [started.check(answer) for answer in [SILENT, SILENT, WELL] * 5] == [None] * 15
 
 
-def test_process_that_loads_its_model_may_be_silent_or_refuse_for_as_long_as_the_start_may_take(checks):
+def test_process_loading_its_model_may_be_silent_or_refuse_until_start_timeout(checks):
     answers = [SILENT, STUCK, STUCK, STUCK, STUCK] * 4
     assert [checks.check(answer) for answer in answers] == [None] * 20
     assert checks.now < LIMITS.max_start_s

@@ -400,7 +400,7 @@ for step in range(1000):
 """
 
 
-def test_a_kill_before_any_step_of_making_and_deleting_files_loses_nothing_that_was_kept(tmp_path):
+def test_kill_before_any_step_on_segment_files_loses_no_kept_block(tmp_path):
     capacity = 16 * record_bytes(4000)
     subprocess.run([sys.executable, "-c", KILLED_AT_EACH_STEP, tmp_path, str(capacity)], check=True, timeout=60)
     lives = sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))

@@ -66,7 +66,7 @@ def test_pools_have_room_for_a_step_in_flight_beside_the_longest_request(seed, k
         assert config.max_tokens_of_sequence(num_in_flight, MAX_MODEL_LEN) >= longest
 
 
-def test_requests_do_not_preempt_themselves_over_and_over_while_loads_hold_the_other_blocks():
+def test_requests_do_not_preempt_themselves_repeatedly_while_loads_hold_blocks():
     plan = draw_plan(31, (Fault.STALL, Fault.READ_ERROR, Fault.ABORT, Fault.PRESSURE), async_scheduling=True)
     result = SimCluster(plan).run()
     assert result.is_good

@@ -169,7 +169,7 @@ def test_connection_never_goes_over_to_the_next_process_at_the_address():
     assert world.num_lost == 1
 
 
-def test_frames_that_reached_a_frozen_process_are_read_even_if_it_was_given_up_meanwhile():
+def test_frames_that_reached_a_frozen_process_are_read_even_after_its_removal():
     world = World(delay_s=0.0)
     link = world.link()
     world.run(1)

@@ -58,7 +58,7 @@ def test_what_is_to_be_survived_does_happen(happening, runs):
     assert runs.happened[happening] > 0
 
 
-def test_some_runs_keep_embeddings_beside_kv_blocks_and_some_images_take_several_chunks():
+def test_some_runs_keep_embeddings_and_some_images_take_several_chunks():
     plans = [draw_plan(seed) for seed in WITH_STORE]
     assert {plan.embedding_store is None for plan in plans} == {True, False}
     assert {bool(plan.encoders) for plan in plans} == {True, False}

@@ -102,7 +102,7 @@ REQUEST = SimpleNamespace(request_id="r")
 BLOCKS = object()
 
 
-def test_first_connector_that_has_something_loads_and_the_others_see_the_blocks_with_nothing_to_load():
+def test_first_connector_with_a_hit_loads_and_the_others_load_nothing():
     parts = [FakeScheduler("a"), FakeScheduler("b", (64, True)), FakeScheduler("c", (128, False))]
     multi = MultiConnectorScheduler(parts)
     assert multi.get_num_new_matched_tokens(REQUEST, 0) == (64, True)

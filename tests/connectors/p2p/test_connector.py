@@ -66,7 +66,7 @@ async def test_wildcard_without_an_advertised_host_is_refused_before_anything_is
     await connector.stop()
 
 
-async def test_reader_without_digests_is_refused_where_it_has_to_verify_them_over_every_transport(pool):
+async def test_reader_without_digests_is_refused_if_every_transport_is_verified(pool):
     connector = P2PConnector(context_of(role="decode", transports=("tcp",)), never)
     connector.worker.register_kv_caches(dataclasses.replace(pool.region, new_digester=None))
     with pytest.raises(ConnectorUnavailable, match=r"connector.kv_verify = auto verifies .* over tcp.* set it to identity"):
@@ -89,7 +89,7 @@ async def test_transport_that_a_reader_without_digests_cannot_verify_is_skipped(
     await connector.stop()
 
 
-async def test_worker_on_a_device_that_is_told_to_use_shm_does_not_start_and_leaves_nothing_open(pool):
+async def test_shm_on_a_device_fails_the_start_and_leaves_nothing_open(pool):
     closed = []
 
     def create(name, settings):

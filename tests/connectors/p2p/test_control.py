@@ -479,7 +479,7 @@ async def test_closed_connections_leave_no_descriptor_open(server, reader, event
     await asyncio.to_thread(eventually, lambda: len(os.listdir("/proc/self/fd")) <= before + 2, "the descriptors to be closed")
 
 
-async def test_peer_whose_message_cannot_be_handled_is_lost_and_the_next_message_opens_another(context, server):
+async def test_peer_with_an_unhandled_message_is_lost_and_the_next_message_reconnects(context, server):
     news: asyncio.Queue[tuple[str, ControlMessage | None]] = asyncio.Queue()
     is_clumsy = [True]
 

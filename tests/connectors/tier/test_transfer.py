@@ -90,7 +90,7 @@ def test_block_of_another_generation_hash_or_without_seal_is_not_saved(mover, re
     assert mover.counts["stale_blocks"] == 3
 
 
-def test_block_that_is_rewritten_while_it_is_stored_counts_as_stale_and_never_passes_for_good(mover, region, store):
+def test_block_rewritten_during_its_store_is_stale_and_never_verified(mover, region, store):
     store.answers_at_once = False
     item = sealed(region, 5)
     mover.submit(TierConnectorMetadata(saves=[item]))

@@ -341,7 +341,7 @@ def test_engine_sleeps_while_blocks_are_about_to_come_back_and_goes_on_with_them
     assert [output.finish_reason for output in ends] == ["length"]
 
 
-def test_writes_of_every_step_with_tokens_are_awaited_before_the_connector_ends_the_step(build_tiny, copy_connector):
+def test_writes_of_a_step_are_awaited_before_the_connector_ends_it(build_tiny, copy_connector):
     connector = copy_connector()
     engine = build_tiny(connector).engine
     happened = []

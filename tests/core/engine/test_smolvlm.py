@@ -190,7 +190,7 @@ def computed(build_smolvlm, image_router):
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("bad_block", [None, 2, 9])
-def test_a_prompt_whose_kv_comes_from_elsewhere_needs_only_embeddings_of_what_it_computes(  # noqa: PLR0917
+def test_prompt_with_loaded_kv_needs_only_embeddings_of_what_it_computes(  # noqa: PLR0917
     computed, copy_connector, tiny_smolvlm, build_tiny, image_router, run_engine, is_async, bad_block
 ):
     source, blocks = computed

@@ -386,7 +386,7 @@ def test_slots_that_will_be_written_again_lose_their_seal_first(sealing, make_re
     assert sealed(sealing, "a") == [True, True]
 
 
-def test_rolled_back_blocks_lose_their_seals_and_are_sealed_again_under_their_new_name(sealing, make_request):
+def test_rolled_back_blocks_lose_their_seals_and_get_new_ones(sealing, make_request):
     request = make_request("a", range(48))
     admit(sealing, request)
     sealing.seal_blocks(request, 48)

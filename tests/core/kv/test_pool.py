@@ -207,7 +207,7 @@ def test_caching_skips_null_blocks_and_those_done_before(pool):
     assert pool.null_block.block_hash is None
 
 
-def test_hashing_a_block_again_with_the_same_content_is_harmless_and_with_another_is_caught(pool):
+def test_rehashing_a_block_is_harmless_with_the_same_content_only(pool):
     (block,) = pool.get_new_blocks(1)
     cache(pool, [block])
     cache(pool, [block])

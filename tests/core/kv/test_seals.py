@@ -190,7 +190,7 @@ def test_a_seal_says_whether_its_owner_made_a_digest():
     assert not make_table().has_digests
 
 
-def test_digests_of_blocks_that_are_sealed_together_are_computed_together_behind_broken_seals():
+def test_blocks_sealed_together_are_digested_together_after_broken_seals():
     seen = []
 
     def digest_blocks(block_ids):

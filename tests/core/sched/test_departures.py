@@ -179,7 +179,7 @@ def test_what_a_void_step_loads_is_pinned_as_well(ahead, remote):
     ahead.assert_clean()
 
 
-def test_what_a_step_in_flight_reads_for_hits_of_a_request_that_has_left_is_given_to_no_load(make_world, remote):
+def test_hits_read_by_an_in_flight_step_of_a_departed_request_go_to_no_load(make_world, remote):
     world = make_world(num_blocks=9, with_connector=True, async_scheduling=True, max_num_batched_tokens=20, max_model_len=64)
     for number in range(4):
         world.add(f"other-{number}", 3, max_tokens=12)

@@ -95,7 +95,7 @@ def test_an_item_above_the_compute_budget_waits_even_if_there_is_room(cache):
     assert cache.can_allocate(request_with("a", CAT), 0, 4, 0)
 
 
-def test_an_item_that_stands_twice_in_a_prompt_takes_room_once_and_stays_until_both_are_done(cache):
+def test_item_twice_in_a_prompt_takes_room_once_and_stays_until_both_are_done(cache):
     request = request_with("a", CAT, CAT)
     put(cache, request)
     assert cache.check_and_update_cache(request, 1)

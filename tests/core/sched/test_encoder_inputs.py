@@ -428,7 +428,7 @@ def test_a_preempted_request_gets_its_embeddings_again(make_world):
     world.assert_clean()
 
 
-def test_what_a_request_that_is_preempted_in_the_same_step_was_to_compute_is_computed_and_kept(make_world):
+def test_image_of_a_request_preempted_in_the_same_step_is_computed_and_kept(make_world):
     world = make_world(
         encoder_cache_size=16, num_blocks=9, policy="priority", max_num_batched_tokens=48, long_prefill_token_threshold=32
     )

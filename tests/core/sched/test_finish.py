@@ -157,7 +157,7 @@ def test_push_work_of_the_connector_keeps_the_engine_stepping(world):
     assert not world.scheduler.has_unfinished_requests()
 
 
-def test_request_that_ended_between_schedule_and_output_says_nothing_although_its_blocks_are_kept(world):
+def test_request_that_ended_before_its_output_has_no_output_with_blocks_kept(world):
     request = world.add("a")
     world.schedule()
     world.scheduler.connector.request_finished = lambda request, block_ids: (True, None)

@@ -47,7 +47,7 @@ def test_loads_of_a_window_leave_out_what_nobody_attends_to(hybrid, remote):
 
 
 @pytest.mark.parametrize("position", [0, 4, 8])
-def test_bad_block_of_the_full_group_costs_what_is_behind_it_and_what_the_windows_have_given_up(hybrid, remote, position):
+def test_bad_full_group_block_costs_later_blocks_and_freed_window_blocks(hybrid, remote, position):
     full = next(group for group, attention in enumerate(hybrid.config.attentions) if attention.sees_all)
     request = start_load(hybrid, remote, 150, 144)
     hybrid.end_load_partly("r", bad=[position], group_id=full)
@@ -125,7 +125,7 @@ def test_request_that_must_not_recompute_ends_with_the_error(hybrid, remote):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_what_lies_before_the_bad_blocks_of_a_failed_load_is_not_written_under_its_seal(make_world, remote, is_shared):
+def test_sealed_blocks_before_the_bad_ones_of_a_failed_load_are_not_rewritten(make_world, remote, is_shared):
     """The window behind it is gone, so the request goes back to the start, over blocks that another one may rely on."""
     world = make_world(with_connector=True, attentions=(HashAttention(), HashAttention(window=20)))
     prompt = world.prompt(150)

@@ -32,7 +32,7 @@ def run_to_end(world, *requests) -> None:
 # ---- who waits -------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_request_runs_in_the_step_in_which_an_image_before_it_is_being_prepared(world):
+def test_text_request_runs_while_an_earlier_image_is_prepared(world):
     image, text = world.add_with_images("a", [4, CAT, 4]), world.add("b", 10)
     assert world.schedule().num_scheduled_tokens == {"b": 10}
     world.finish_step()
@@ -87,7 +87,7 @@ def test_an_image_that_is_ready_does_not_wait_for_one_before_it_that_is_not(make
     run_to_end(world, first, second)
 
 
-def test_a_running_request_computes_the_text_before_its_image_and_waits_while_others_run(make):
+def test_running_request_computes_text_before_its_image_then_waits(make):
     world = make(max_num_batched_tokens=16)
     request, other = world.add_with_images("a", [21, CAT, 4]), world.add("b", 10)
     assert world.schedule().num_scheduled_tokens == {"a": 16}
@@ -215,7 +215,7 @@ def test_the_image_of_the_last_token_is_prepared_although_all_kv_is_loaded(make,
     world.assert_clean()
 
 
-def test_of_images_behind_kv_that_is_loaded_only_those_are_prepared_that_are_computed_here(make, remote):
+def test_only_images_computed_here_are_prepared_after_loaded_kv(make, remote):
     world = make(with_connector=True, with_ec_connector=True)
     world.ec.here[DOG.identifier] = DOG.media
     world.add_with_images("known", [4, CAT, 30], max_tokens=60)
@@ -306,7 +306,7 @@ def test_a_bad_image_ends_its_request_alone(world):
 # ---- nobody waits for ever -------------------------------------------------------------------------------------------
 
 
-def test_the_request_at_the_head_gets_its_image_although_the_budget_is_full_of_others(make):
+def test_first_waiting_request_gets_its_image_with_the_budget_full_of_others(make):
     world = make(image_budget=32, policy="priority", encoder_cache_size=16)
     blocker = world.add_with_images("blocker", [4, Image(b"first", 16), 40], priority=0, max_tokens=60)
     world.step()

@@ -144,7 +144,7 @@ def test_an_id_may_be_used_again_while_its_first_step_is_under_way(make_world):
     world.assert_clean()
 
 
-def test_what_a_synchronous_load_may_be_bringing_is_no_hit_while_its_step_is_in_flight(make_world, remote):
+def test_blocks_of_a_synchronous_load_are_no_hit_while_its_step_is_in_flight(make_world, remote):
     world = make_world(with_connector=True, async_scheduling=True)
     world.script.remote["a"] = remote(31, is_async=False)
     request = world.add("a", 32, max_tokens=20)
@@ -160,7 +160,7 @@ def test_what_a_synchronous_load_may_be_bringing_is_no_hit_while_its_step_is_in_
     world.assert_clean()
 
 
-def test_block_is_not_sealed_by_the_step_of_a_request_that_has_ended_because_it_is_bad(make_world, remote):
+def test_bad_block_is_not_sealed_by_the_step_of_an_ended_request(make_world, remote):
     world = make_world(with_connector=True, async_scheduling=True)
     prompt, pool = world.prompt(64), world.manager.block_pool
     request = world.add("a", prompt[:32], max_tokens=40)

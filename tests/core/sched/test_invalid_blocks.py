@@ -171,7 +171,7 @@ def test_rule(case):
     assert list(affected) == [holder.request.request_id for holder in holders if holder.request.request_id in affected]
 
 
-def test_what_a_request_that_has_left_computed_behind_an_invalid_block_is_invalid_for_others():
+def test_blocks_computed_after_an_invalid_one_by_a_departed_request_are_invalid():
     """They need not hold that block: it may be behind their window."""
     manager = make_manager(16)
     departed = Holder(make_request("left"), 32, 48, ([1, 2, 3],), (16,))

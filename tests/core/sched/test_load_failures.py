@@ -208,7 +208,7 @@ def test_every_request_that_shares_an_invalid_block_fails(world):
     assert world.schedule().num_scheduled_tokens["d"] == 40
 
 
-def test_what_an_ended_request_keeps_for_a_reader_is_no_hit_and_has_no_seal_if_it_rests_on_an_invalid_block(world):
+def test_kept_blocks_built_on_an_invalid_block_are_no_hit_and_have_no_seal(world):
     prompt = world.prompt(70)
     world.script.keep.add("a")
     world.add("a", prompt, max_tokens=1)

@@ -42,7 +42,7 @@ def test_request_whose_load_failed_is_computed_here(world, load):
     world.assert_clean()
 
 
-def test_failed_load_without_local_hits_asks_the_connector_again_and_declines_its_offer(world, load, remote):
+def test_failed_load_without_local_hits_declines_the_next_connector_offer(world, load, remote):
     request = load("a", 40, 32)
     world.script.remote["a"] = remote(32)  # would offer the same again
     world.fail_load("a")
@@ -217,7 +217,7 @@ def test_loaded_blocks_before_the_invalid_one_are_kept(world, load):
     world.assert_clean()
 
 
-def test_blocks_that_are_recomputed_in_place_get_a_new_generation_and_become_hits_again(world, load):
+def test_blocks_recomputed_in_place_get_a_new_generation_and_become_hits(world, load):
     request = load("a", 70, 64)
     ids = block_ids(world, "a")
     blocks = world.manager.block_pool.blocks

@@ -283,7 +283,7 @@ def test_ends_of_loads_that_nobody_waits_for_are_counted_and_ignored(world, load
     assert world.ends == {"a": "length", "b": "length"}
 
 
-def test_an_end_that_is_told_again_before_anybody_looked_at_the_first_is_counted_and_changes_nothing(world, load):
+def test_repeated_end_before_the_first_is_processed_is_counted_only(world, load):
     request = load("a", 40, 32)
     world.complete_load("a")
     world.step()
@@ -296,7 +296,7 @@ def test_an_end_that_is_told_again_before_anybody_looked_at_the_first_is_counted
     world.assert_clean()
 
 
-def test_a_finished_request_keeps_its_blocks_for_the_reader_though_the_end_of_its_load_is_told_twice(world, load):
+def test_repeated_end_of_a_load_keeps_the_blocks_of_a_finished_request(world, load):
     load("a", 40, 32)
     world.scheduler.connector.request_finished = lambda request, block_ids: (True, None)
     world.abort("a")

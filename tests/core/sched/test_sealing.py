@@ -100,7 +100,7 @@ def test_a_reused_block_has_no_seal_before_anything_is_run(make_world):
     assert sealed(world, "b") == [False, False, False]
 
 
-def test_what_a_step_fills_for_a_request_that_is_aborted_meanwhile_is_sealed_and_a_hit(world):
+def test_blocks_filled_for_a_request_aborted_meanwhile_are_sealed_and_a_hit(world):
     world.add("a", 40)
     world.schedule()
     block_ids = world.manager.get_block_ids("a")[0]
@@ -162,7 +162,7 @@ def test_a_block_whose_last_token_is_computed_again_is_unsealed_for_that_step(ma
     assert sealed(world, "a") == [True, True]
 
 
-def test_a_loaded_block_that_waits_to_be_computed_again_stays_sealed_if_that_never_happens(make_world, remote):
+def test_loaded_block_stays_sealed_if_its_recompute_never_happens(make_world, remote):
     world = make_world(with_connector=True)
     load(world, remote, "a", 32, 32)
     world.step()

@@ -98,7 +98,7 @@ def test_a_hybrid_model_s_prompt_passes_through_the_server(start_with_server, se
 
 
 @pytest.mark.full
-def test_behind_p2p_a_prefill_worker_finds_again_what_it_has_computed_in_a_former_life(
+def test_prefill_worker_with_p2p_finds_blocks_of_its_previous_incarnation(
     start_with_server, serve, corpus, assert_token_identical, eventually
 ):
     prompt = corpus[200 : 200 + 4 * CHUNK + 20]

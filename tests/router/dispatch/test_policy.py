@@ -104,7 +104,7 @@ def with_blocks_of(block_size: int) -> KVLayoutInfo:
     return msgspec.structs.replace(LAYOUT, block_size=block_size, block_bytes=block_bytes)
 
 
-def test_workers_whose_blocks_differ_in_size_only_are_paired_where_a_connector_converts_them():
+def test_workers_with_other_block_sizes_are_paired_if_a_connector_converts():
     prefill, decode = member("prefill", "p0"), member("decode", "d0", layout=with_blocks_of(16))
     assert names(choose_route([prefill, decode], Demand(num_tokens=10))) == ["p0", "d0"]
     plain = {"connector": "other", "transports": ()}
@@ -193,7 +193,7 @@ def test_a_request_for_certain_weights_goes_only_to_workers_that_have_them():
         choose_route(workers, Demand(num_tokens=101, model_fingerprint=b"w"))
 
 
-def test_images_are_named_by_the_weights_of_the_least_loaded_route_that_takes_requests():
+def test_images_are_hashed_for_the_weights_of_the_least_loaded_open_route():
     old = [member("prefill", "p0", load=1), member("decode", "d0")]
     new = [member("prefill", "p1", model_fingerprint=b"new"), member("decode", "d1", load=2, model_fingerprint=b"new")]
     assert choose_weights([*new, *old]) == b"w"
@@ -320,7 +320,7 @@ def test_workers_that_failed_the_request_are_taken_if_nobody_else_is_there():
     assert names(choose_route(workers, twice)) == ["p0", "d0"]
 
 
-def test_a_successor_holds_the_same_model_whatever_its_layout_and_is_no_prefill_worker():
+def test_successor_has_the_same_model_in_any_layout_and_is_no_prefill_worker():
     workers = [
         member("prefill", "p0"),
         member("decode", "other-model", model_fingerprint=b"v2"),

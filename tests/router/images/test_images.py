@@ -141,7 +141,7 @@ async def test_images_go_to_an_encode_worker_first(start_sighted):
     assert under_test.metric("kvferry_workers", role="encode") == 1
 
 
-async def test_images_are_named_by_the_weights_that_serve_not_by_a_worker_without_a_partner(start_router, sighted_model):
+async def test_images_are_hashed_for_serving_weights_not_for_an_unpaired_worker(start_router, sighted_model):
     under_test = await start_router(has_http=False, model=sighted_model)
     await under_test.add("prefill", model_fingerprint=b"new weights")
     prefill, _ = await under_test.pair()

@@ -420,7 +420,7 @@ def test_without_a_choice_the_load_failure_policy_is_the_workers(params):
     assert load_failure_policy(completion(kv_transfer_params=params)) is None
 
 
-def test_an_unknown_load_failure_policy_is_refused_with_the_field_and_what_is_allowed():
+def test_unknown_load_failure_policy_error_names_the_field_and_allowed_values():
     with pytest.raises(InvalidRequest) as refused:
         load_failure_policy(completion(kv_transfer_params={"kv_load_failure_policy": "retry"}))
     assert refused.value.param == "kv_transfer_params.kv_load_failure_policy"

@@ -54,7 +54,7 @@ def test_load_goes_from_question_to_blocks(pull, address, layout):
     assert pull.protocol.num_loading_blocks == 0
 
 
-def test_verification_begins_when_the_last_byte_was_reported_not_when_somebody_looked(pull):
+def test_verification_time_starts_when_the_last_byte_is_reported(pull):
     begun_at = pull.now
     pull.start_reading(num_rows=1)
     pull.clock.advance(2.0)
@@ -288,7 +288,7 @@ def test_reads_that_were_posted_in_vain_are_posted_again_once_they_have_ended(pu
     assert pull.usable_rows("r") == {0, 1, 2}
 
 
-def test_load_that_ends_while_its_vain_reads_are_open_leaves_their_blocks_in_quarantine(pull, address):
+def test_load_that_ends_with_open_failed_reads_quarantines_their_blocks(pull, address):
     pull.hold()
     pull.grant()
     pull.start()
@@ -331,7 +331,7 @@ def test_transport_that_failed_for_a_life_is_used_if_it_was_offered_to_another(p
     assert offered(pull) == ("tcp",)
 
 
-def test_transport_that_failed_is_not_offered_to_that_peer_again_while_there_is_another(pull):
+def test_failed_transport_is_not_offered_to_the_peer_again_if_another_is_left(pull):
     pull.start("first")
     assert offered(pull) == ("shm", "tcp")
     cannot_open(pull, "shm")
@@ -420,7 +420,7 @@ def test_refused_connection_fails_loads_that_wait_for_the_handshake(pull, addres
     assert not pull.open_peers
 
 
-def test_load_of_the_next_life_that_met_the_old_connection_gets_a_handshake_of_its_own(pull, address):
+def test_load_from_a_new_incarnation_on_an_old_connection_makes_a_new_handshake(pull, address):
     """The reader has not noticed that the old process is gone; the message to the new one goes down with its connection."""
     pull.start_reading("old")
     pull.start("new", transfer_id="new", incarnation=2)

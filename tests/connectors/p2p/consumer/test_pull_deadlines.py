@@ -62,7 +62,7 @@ def test_deadline_keeps_nothing_that_is_not_verified(pull):
 # ---- fences
 
 
-def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_stay_in_quarantine_until_it_is_quiet(pull, address):
+def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_quarantined(pull, address):
     pull.start_reading()
     actions = pull.tick(30)
     assert pull.failed == {"r": "deadline"}

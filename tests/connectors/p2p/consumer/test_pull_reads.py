@@ -119,7 +119,7 @@ def test_blocks_are_not_read_if_the_handoff_and_its_owner_disagree_about_them(pu
     assert not pull.open_reads
 
 
-def test_blocks_of_another_size_are_read_if_the_handoff_and_its_owner_agree_about_them(pull, layout):
+def test_blocks_of_another_size_are_read_if_handoff_and_owner_agree(pull, layout):
     other = msgspec.structs.replace(layout, block_size=layout.block_size // 2, block_bytes=layout.block_bytes // 2)
     pull.start(num_rows=1, is_converted=True, layout=other)
     pull.accept(layout=other)
@@ -249,7 +249,7 @@ def abandoned(pull):
     return pull, second, seals
 
 
-def test_seal_read_that_was_not_begun_gives_back_all_blocks_but_those_that_are_being_read(abandoned):
+def test_unstarted_seal_read_releases_all_blocks_not_being_read(abandoned):
     pull, second, seals = abandoned
     assert pull.end_read(seals, TransferError("cancelled")) == [QuarantineEnded((0, 1))]
     assert pull.end_read(second, TransferError("cancelled")) == [QuarantineEnded((2, 3))]

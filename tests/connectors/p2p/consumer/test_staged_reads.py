@@ -179,7 +179,7 @@ def test_read_that_has_no_room_says_so_at_once_and_is_not_posted(make_world):
     assert world.holds_pair()
 
 
-def test_peer_leaves_to_others_what_it_takes_and_a_frozen_one_keeps_nobody_from_reading(make_world):
+def test_peers_share_staging_rows_and_a_frozen_peer_blocks_no_other(make_world):
     world = make_world(num_staged=7)
     other = world.add_peer()
     world.freeze()
@@ -209,7 +209,7 @@ def test_read_that_never_has_room_says_so(make_world):
     assert world.poll() == {1: LayoutMismatch}
 
 
-def test_late_bytes_of_a_cancelled_read_reach_no_block_of_ours_and_keep_their_rows_until_then(make_world):
+def test_late_bytes_of_a_cancelled_read_reach_no_block_and_hold_their_rows(make_world):
     world = make_world(late_bytes=True)
     before = world.ours.rows.copy()
     world.freeze()

@@ -295,7 +295,7 @@ def test_peer_that_could_be_opened_is_told_and_one_that_could_not_is_not(world):
     assert world.poll() == []
 
 
-def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_one_opened(world, monkeypatch, caplog):
+def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_opened(world, monkeypatch, caplog):
     add_peer = world.transport.add_peer
 
     def add_and_break(peer, metadata):
@@ -317,7 +317,7 @@ def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_one_o
 
 
 @pytest.mark.parametrize("num_rows", [1, NUM_ROWS - 1, NUM_ROWS + 1])
-def test_peer_whose_metadata_and_handshake_differ_in_blocks_is_refused_with_both_values(world, monkeypatch, num_rows):
+def test_block_mismatch_of_metadata_and_handshake_is_refused_with_both_values(world, monkeypatch, num_rows):
     monkeypatch.setattr(world.transport, "num_rows", lambda peer: num_rows, raising=False)
     world.open()
     (event,) = world.poll()

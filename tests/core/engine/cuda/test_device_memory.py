@@ -24,7 +24,7 @@ def test_the_pool_takes_what_weights_and_a_step_leave_of_the_workers_share():
     assert pool_bytes(memory(), 0.5) == 40 * GIB - (768 << 20) - 16 * GIB - 2 * GIB - (256 << 20)
 
 
-def test_graphs_take_what_a_widest_decode_step_does_beside_the_steps_that_are_not_recorded():
+def test_graphs_reserve_the_widest_decode_step_beside_unrecorded_steps():
     graphs = GIB + (256 << 20)
     without = pool_bytes(memory(decode=GIB), 0.5, has_graphs=False)
     assert pool_bytes(memory(decode=GIB), 0.5) == without - graphs

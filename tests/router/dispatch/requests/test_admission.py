@@ -57,7 +57,7 @@ def test_phases_are_counted(pair):
 
 
 @pytest.mark.parametrize("full", ["p0", "d0"])
-def test_a_request_is_refused_before_anything_is_computed_if_no_worker_of_a_role_has_room(make_bench, full):
+def test_request_is_refused_before_any_work_if_no_worker_of_a_role_has_room(make_bench, full):
     bench = make_bench()
     for name in ("p0", "d0"):
         bench.join(name, max_num_choices=2 if name == full else 100)
@@ -179,7 +179,7 @@ def test_a_decode_worker_does_not_serve_alone_before_there_was_a_prefill_worker(
     assert bench.core.not_ready_reason is not None
 
 
-def test_a_decode_worker_serves_alone_if_the_only_prefill_worker_is_one_that_it_cannot_read(make_bench):
+def test_decode_worker_serves_alone_if_it_cannot_read_the_only_prefill_worker(make_bench):
     bench = make_bench("p0", "d0")
     bench.join("p1", model_fingerprint=b"new")
     bench.leave("p0")

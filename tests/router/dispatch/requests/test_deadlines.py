@@ -76,7 +76,7 @@ def test_what_a_short_prompt_took_tells_little_of_long_ones():
 
 
 @pytest.mark.parametrize("leave", ["abort", "fail"])
-def test_a_prompt_that_is_given_up_is_waited_for_no_more_and_says_nothing_of_the_pace(paced, leave):
+def test_abandoned_prompt_is_not_waited_for_and_not_counted_in_the_pace(paced, leave):
     paced.send("a", 300, 1001.0)
     paced.send("b", 100, 1001.0)
     if leave == "abort":
@@ -127,7 +127,7 @@ def refusal(bench, **fields):
     return refused.value
 
 
-def test_a_request_that_would_be_too_late_is_refused_at_once_with_the_reason_and_when_to_come_back(make_router):
+def test_request_that_would_be_late_is_refused_with_reason_and_retry_after(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     error = refusal(bench, timeout_s=2.0)

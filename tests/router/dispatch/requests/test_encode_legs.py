@@ -81,7 +81,7 @@ def test_a_prompt_without_images_does_not_wait_for_an_encode_worker(bench):
     assert not bench.to("e0", EncodeRequest)
 
 
-def test_a_request_with_images_is_not_begun_again_by_weights_for_which_they_have_other_names(bench):
+def test_request_is_not_retried_on_weights_with_other_image_hashes(bench):
     for name in ("p1", "d1"):
         bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=b"new")
     submit(bench, CAT, model_fingerprint=b"w")
@@ -92,7 +92,7 @@ def test_a_request_with_images_is_not_begun_again_by_weights_for_which_they_have
     assert not bench.generated("d0").handoff  # alone, since it can read nobody else
 
 
-def test_a_request_with_images_whose_route_leaves_meanwhile_goes_to_workers_of_the_same_weights(bench):
+def test_request_whose_route_leaves_goes_to_workers_of_the_same_weights(bench):
     for name, weights in (("p1", b"new"), ("d1", b"new"), ("p2", b"w"), ("d2", b"w")):
         bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=weights)
     submit(bench, CAT, model_fingerprint=b"w")
@@ -193,7 +193,7 @@ def test_a_failure_of_the_encode_worker_leaves_the_image_to_the_prompt(bench, er
     assert bench.generated("p0").request_id == "r2", "it takes no more for now"
 
 
-def test_an_encode_worker_that_ends_a_request_in_the_words_of_the_others_is_understood(bench):
+def test_finish_message_of_another_role_from_an_encode_worker_is_accepted(bench):
     submit(bench, CAT)
     bench.receive("e0", RequestFailed(request_id="r1", error=ErrorInfo.of(InvalidRequest("it is draining"))))
     assert bench.generated("p0").media == (b"cat",)

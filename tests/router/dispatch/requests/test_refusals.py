@@ -27,7 +27,7 @@ def refused_by_d0(bench, error: ErrorInfo, request_id: str = "r1"):
 
 
 @closing
-def test_the_next_client_hears_that_the_worker_takes_nothing_and_why_until_its_heartbeat(pair, error):
+def test_next_client_gets_the_refusal_reason_until_the_worker_s_heartbeat(pair, error):
     refused_by_d0(pair, error)
     with pytest.raises(NoWorker, match=f"no decode worker .*: {error.message}") as refused:
         pair.submit("r2")

@@ -31,7 +31,7 @@ BROKEN = ErrorInfo(code="internal_error", message="a bug", http_status=500)
 
 
 @pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
-def test_a_prefill_worker_that_goes_or_refuses_is_replaced_without_the_client_s_notice(make_bench, how):
+def test_prefill_worker_that_leaves_or_refuses_is_replaced_unseen_by_the_client(make_bench, how):
     bench = make_bench("p0", "d0", "p1")
     bench.submit()
     if how == "lost":
@@ -185,7 +185,7 @@ def test_losing_the_prefill_worker_after_the_first_token_leaves_the_request_alon
     pair.assert_idle()
 
 
-def test_a_prefill_worker_s_failure_after_the_first_token_is_not_the_client_s_business(pair):
+def test_prefill_failure_after_the_first_token_is_hidden_from_the_client(pair):
     pair.submit()
     pair.prefill_done()
     pair.fails("p0", BROKEN)
@@ -244,7 +244,7 @@ def test_choices_that_have_begun_go_on_with_the_handoff_that_the_others_still_ne
     assert bench.kinds() == ["replay"]
 
 
-def test_every_choice_has_to_begin_again_on_the_next_worker_before_the_lease_is_let_go(make_bench):
+def test_lease_is_released_after_every_choice_restarts_on_the_next_worker(make_bench):
     bench = make_bench("p0", "d0", "d1")
     bench.submit(n=2)
     bench.prefill_done(n=2)
@@ -365,7 +365,7 @@ def test_a_request_that_none_of_the_workers_left_ever_holds_does_not_wait_for_ro
     bench.assert_idle()
 
 
-def test_a_request_without_a_decode_worker_from_the_start_of_its_handoff_waits_as_well(pair):
+def test_request_with_no_decode_worker_at_its_handoff_waits(pair):
     pair.submit()
     pair.leave("d0")
     pair.prefill_done()
