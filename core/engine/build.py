@@ -76,7 +76,7 @@ class ECConnectorSides(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """The engine and what its worker tells others about it."""
+    """The engine and the properties that its worker reports to routers and peers."""
 
     engine: EngineCore
     files: ModelFiles
@@ -245,7 +245,7 @@ def _encoder_parts(
 
 
 def _readers_demand_digests(section: ConnectorSection) -> bool:
-    """Say whether a reader may demand digests: it does so of itself over some transports."""
+    """Return True if a reader may demand digests, as it always does over some transports."""
     is_automatic = not DIGEST_TRANSPORTS.isdisjoint(section.transports)
     return section.kv_verify == "digest" or (section.kv_verify == "auto" and is_automatic)
 
@@ -253,9 +253,9 @@ def _readers_demand_digests(section: ConnectorSection) -> bool:
 def apply_cpu_threads(section: WorkerSection) -> int:
     """Give the calling thread its share of the host's cores; return the number of torch threads.
 
-    Settings of a thread: call it on the one that computes, before its first computation. Threads of several workers on the same
-    cores wait for each other at every barrier and run many times slower, hence the share and the pinning. The I/O and
-    transfer threads stay free to run wherever there is room.
+    These are settings of a thread: call it on the computing thread, before its first computation. Threads of several workers
+    on the same cores wait for each other at every barrier and run many times slower, hence the share and the pinning. The I/O
+    and transfer threads are not pinned.
     """
     cores = sorted(os.sched_getaffinity(0))
     num_threads = section.cpu_threads or max(1, len(cores) // section.workers_on_host)
@@ -330,7 +330,7 @@ def _kv_cache_manager(config: KVFerryConfig, sizing: KVCacheSizing, seals: SealT
 
 
 def _kv_event_publisher(config: KVFerryConfig) -> KVEventPublisher | None:
-    """Open the socket of the KV events, if they are wanted; last of all, so that nobody has to close it after a failure."""
+    """Open the socket of the KV events, if configured. Opened last, so that no failure can leave it open."""
     if not config.cache.kv_events:
         return None
     topic = f"kv@{config.worker.engine_id}@{config.model.served_name or config.model.name}"

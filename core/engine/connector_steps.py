@@ -1,9 +1,9 @@
 """The worker side of a connector inside the runner's step: the calls of ``core.connector.KVConnectorWorker``, in order.
 
-Owns the sequence and what a failing connector does to a step. Does not know what a connector moves. Called by
-``core.engine.runner`` in every step, empty ones included.
+Owns the sequence and what a failing connector does to a step. Does not know what a connector moves. The
+sequence runs in every step, empty ones included.
 
-An error before the forward pass ends the step at once: nothing may be computed on KV of unknown state. An error behind it is
+An error before the forward pass ends the step at once: nothing may be computed on KV of unknown state. An error after it is
 kept as ``failure`` and raised by the next step, so that tokens already sampled reach their clients first. Either way the
 engine ends: transfers that fail are *reported* (``failed_recving``); a connector that raises is broken.
 """
@@ -39,7 +39,7 @@ class ConnectorSteps:
             self._worker.start_load_kv(step.kv_connector_metadata)
 
     def after_launch(self, step: SchedulerOutput) -> None:
-        """Start the loads that run beside the pass."""
+        """Start the loads that run during the pass."""
         if self._worker is None or step.kv_connector_metadata is None or self._loads_early(step):
             return
         self._worker.start_load_kv(step.kv_connector_metadata)
@@ -63,7 +63,7 @@ class ConnectorSteps:
             self._worker.shutdown()
 
     def _loads_early(self, step: SchedulerOutput) -> bool:
-        # On the CPU the launch is the whole pass; a load started behind it would wait for it.
+        # On the CPU the launch is the whole pass; a load started after it would wait for it.
         return step.has_sync_kv_loads or not self._launch_is_asynchronous
 
 

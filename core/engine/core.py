@@ -44,7 +44,7 @@ class EngineGauges:
     num_encoder_computed: int = 0  # items whose embeddings were computed here
     num_encoder_loaded: int = 0  # came by the EC connector
     num_encoder_hits: int = 0  # were in the encoder cache
-    num_encoder_deferrals: int = 0  # times that a request was told to wait for embeddings
+    num_encoder_deferrals: int = 0  # times that a request was deferred until embeddings arrive
 
 
 class Engine(Protocol):
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def step_size(self) -> StepSize:
-        """Of the step in hand: the one that is launched, then the one whose result is waited for. Another thread may ask."""
+        """Size of the current step: first of the launched one, then of the one whose result is awaited. Any thread."""
         ...
 
     def add_request(self, new: NewRequest) -> None:
@@ -65,15 +65,15 @@ class Engine(Protocol):
         ...
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """Stop requests; return the ids of those that were alive. They put out nothing more."""
+        """Stop requests; return the ids of those that had not ended. They get no more output."""
         ...
 
     def step(self) -> list[EngineCoreOutput]:
-        """Do one step and return the news of every request that has any."""
+        """Do one step and return the outputs of requests with new tokens or an end."""
         ...
 
     def wake(self) -> None:
-        """Note that something outside has changed: one more step is taken."""
+        """Request one more step, because something outside has changed."""
         ...
 
     def has_work(self) -> bool:
@@ -113,7 +113,7 @@ class ScheduledStep:
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
-    ``kv_events`` is told after each step what has changed in the prefix cache, and closed with the engine.
+    ``kv_events`` gets the changes of the prefix cache after each step, and is closed with the engine.
     Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
     """
 
@@ -153,15 +153,15 @@ class EngineCore:
         self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """Stop requests in whatever state; return the ids of those that were alive. They put out nothing more."""
+        """Stop requests in any state; return the ids of those that had not ended. They get no more output."""
         self._is_stalled = False
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule and launch one step, and digest what need not be waited for; return the news of every request that has any.
+        """Schedule and launch one step, and process the finished one; return the outputs of requests with new tokens or an end.
 
         With ``async_scheduling`` one step stays in flight while its successor is scheduled and launched: the host works
-        while the device does. A step without tokens has nothing to hide work behind, so it is digested at once.
+        while the device does. A step without tokens takes no device time, so it is processed at once.
         """
         self.launch_step(self.schedule_step())
         return self.finish_launched_steps()
@@ -187,7 +187,7 @@ class EngineCore:
         return newest.output.total_num_scheduled_tokens > 0 and self.scheduler.can_schedule_ahead()
 
     def finish_launched_steps(self) -> list[EngineCoreOutput]:
-        """Digest what was launched and need not be waited for; return the news of every request that has any."""
+        """Process the launched steps that need no wait; return the outputs of requests with new tokens or an end."""
         is_alone = len(self._in_flight) == 1
         num_kept = 1 if self.keeps_newest_step() else 0
         outputs: list[EngineCoreOutput] = []
@@ -207,9 +207,9 @@ class EngineCore:
         return self._runner.execute_model(step.output)
 
     def finish_step(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Digest what it produced; return the news of every request that has any."""
+        """Process the results; return the outputs of requests with new tokens or an end."""
         outputs = self.scheduler.update_from_output(step.output, runner_output)
-        # Blocks may have come back within the step, behind the decision that lacked them; nobody would tell.
+        # Blocks may have become free within the step, after the decision that lacked them, and nothing would wake the engine.
         has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
         self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
         self._update_gauges()
@@ -218,9 +218,9 @@ class EngineCore:
         return outputs
 
     def wake(self) -> None:
-        """Note that something outside has changed: a connector has news. One more step is taken, even without requests.
+        """Request one more step, even without requests, because a connector has something to report.
 
-        It may be news of no request: a connector that has died says so in its next step.
+        The report may concern no request: a connector that has died raises its error in the next step.
         """
         self._is_woken = True
 
@@ -245,7 +245,7 @@ class EngineCore:
 
     @property
     def step_size(self) -> StepSize:
-        """Of the step in hand: the one that is launched, then the one whose result is waited for. Another thread may ask."""
+        """Size of the current step: first of the launched one, then of the one whose result is awaited. Any thread."""
         return self._step_size
 
     def shutdown(self) -> None:

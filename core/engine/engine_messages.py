@@ -54,7 +54,7 @@ def take_in(engine: Engine, message: EngineMessage) -> list[EngineCoreOutput]:
 
 
 def _add(engine: Engine, new: NewRequest) -> EngineCoreOutput | None:
-    """Add a request; return its only output if it is refused, or cannot be understood: that concerns nobody else."""
+    """Add a request; return its only output if it is refused or malformed, which must not affect other requests."""
     try:
         engine.add_request(new)
     except RequestError as error:

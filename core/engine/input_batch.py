@@ -2,7 +2,6 @@
 
 Owns the runner's copy of token ids, block tables and lengths: dense rows, one per request, that live as long as the request
 does, so that a step copies only what changed. Does not know the model, the scheduler's reasons, or how tokens are chosen.
-Called by ``core.engine.runner``.
 
 A request at row r, with n scheduled tokens in this step:
 
@@ -94,7 +93,7 @@ class InputBatch:
         self.request_ids: list[str] = []
         self.sampling = SamplingRows(max_num_seqs)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)  # untouched pages cost no memory
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # with those that are promised
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # with the placeholders
         self.num_known = np.zeros(max_num_seqs, dtype=np.int64)
         self._sampled_slots = np.zeros(max_num_seqs, dtype=np.int64)  # of the promised token, in the newest step that chose one
         self._tenures = np.zeros(max_num_seqs, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Publishes what changes in a worker's prefix cache, for routers and stores that follow it.
 
-Owns one PUB socket. Knows nothing of who listens: a subscriber that is slow, late or gone loses messages, which it sees by
-their numbers, and the engine never waits. ``core.engine.core`` hands over each step's events on the engine's thread.
+Owns one PUB socket. Knows nothing of its subscribers: one that is slow, late or gone loses messages, which it detects by
+their sequence numbers, and the engine never waits. Events are published after each step, on the engine's thread.
 """
 
 from __future__ import annotations

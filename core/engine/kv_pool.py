@@ -1,16 +1,17 @@
 """The KV pool of a worker and its seals: one block-major run of memory, allocated once, shared by attention and connectors.
 
-Owns the memory. Does not know who holds which block (``core.kv``). On CPU the pool is an anonymous memory file, so that a
-process of the same host can map it; every page is present before the first request, and stays mapped while the worker serves.
+Owns the memory. Does not know which request holds which block (``core.kv``). On CPU the pool is an anonymous memory file, so
+that a process of the same host can map it; every page is present before the first request, and stays mapped while the worker
+serves.
 
     [num_blocks, layers_per_group, 2, num_kv_heads, block_size, head_dim]     HND; NHD swaps heads and tokens
 
-Beside it lies the table of seals (``core.kv.seals``), in host memory whatever the device of the pool.
+The table of seals (``core.kv.seals``) lies in host memory on every device.
 
 Block 0 is the null block. Slots past a sequence's end in its last block are zero: ``core.engine.runner`` zeroes a block in
 the step that first writes into it, if that step does not fill it. So at most one block per sequence is cleared every
-``block_size`` tokens (0.1 % of the time it takes to compute them), nothing has to be cleared at a handoff, and whatever a
-failed transfer has left in a freed block is gone before it can be read.
+``block_size`` tokens (0.1 % of the time it takes to compute them), nothing has to be cleared at a handoff, and bytes that a
+failed transfer has left in a freed block are gone before they can be read.
 """
 
 from __future__ import annotations

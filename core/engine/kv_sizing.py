@@ -1,7 +1,7 @@
 """How large the KV cache of a worker is, and what fits into it: from a configuration and a model's shape.
 
-The one place where these numbers are made. The engine builds its pool and its scheduler from them; whoever plans a deployment
-asks the same function. Owns no memory and imports no torch; called by ``core.engine.build`` and ``kvferry``.
+The only place that computes these numbers: for the pool and the scheduler of an engine, and for planning a deployment. Owns
+no memory and imports no torch.
 """
 
 from __future__ import annotations

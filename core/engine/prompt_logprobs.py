@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens, gathered over the chunks of a prompt.
 
-Owns the positions still missing of each request that asked. Called by ``core.engine.runner``: which rows of hidden states to
-keep before the pass, their log-probabilities behind it. The row at position i is the model's opinion on token i + 1; token 0
-has none, and so have tokens whose KV was loaded instead of computed.
+Owns the missing positions of each request that wants them. Selects the rows of hidden states before the pass, and computes
+their log-probabilities after it. The row at position i predicts token i + 1; token 0 has none, nor have tokens whose KV was
+loaded instead of computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One step of the model: from what the scheduler decided to sampled tokens.
 
-Owns the running batch and the order of a step. Does not know why the scheduler chose what it chose, and leaves to others how
-the input is built (``inputs``, ``encoder_runner`` for images), computed (decoder and attention), sampled (``sampler``) and
-moved (``connector_steps``). Called by ``core.engine.core``, on the engine thread.
+Owns the running batch and the order of a step. Other modules build the input (``input_batch``, ``media.encoder_runner`` for
+images), compute it (decoder and attention), sample (``sampler``) and move KV (``connector_steps``). Engine thread only.
 """
 
 from __future__ import annotations
@@ -92,13 +91,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Begin one step; an empty one only takes the connectors through their sequence. Return what waits for its result.
+        """Begin one step; an empty one only runs the connectors' sequence. Return a function that waits for its result.
 
-        When that returns, every write of the step to the KV pool is done: blocks are sealed on that, and freed ones are given
-        to loads whose bytes come from elsewhere. The results of steps are asked for in the order of their launches, each before
-        the next step but one is launched.
+        When that returns, every write of the step to the KV pool is done: blocks may be sealed, and freed
+        ones reused by loads. The results must be taken in the order of the launches, each before the next step but one is
+        launched.
 
-        Raises: whatever a connector raised, here or behind the last step's forward pass.
+        Raises: the error of a connector, here or after the last step's forward pass.
         """
         self._connector.before_forward(scheduler_output)
         if self._encoder is not None:
@@ -119,7 +118,7 @@ class ModelRunner:
             self._encoder.shutdown()
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
-        """Follow the scheduler: drop who left or was preempted, take who came, advance the others."""
+        """Update the batch: remove requests that left or were preempted, add new ones, advance the others."""
         for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
             self._batch.remove(request_id)
             self._prompt_logprobs.remove(request_id)

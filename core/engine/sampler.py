@@ -1,8 +1,8 @@
 """From logits to tokens and log-probabilities.
 
-Owns the choice of a token and nothing that outlives a step; per-request state lies in ``core.engine.sampling_state``. Called by
-``core.engine.runner`` with the logits of the rows that sample. Every row is computed by itself from its own logits,
-parameters and random number: the result does not depend on what else is in the batch.
+Owns the choice of a token and nothing that outlives a step; per-request state lies in ``core.engine.sampling_state``. Every
+row is computed by itself from its own logits, parameters and random number: the result does not depend on what else is in the
+batch.
 
 A random token is drawn by inverting the cumulative distribution at *one* uniform number. That is exact (probabilities in
 float32, their running sum in float64), needs one hash per token where Gumbel noise needs one number per vocabulary entry,
@@ -69,10 +69,10 @@ class LaunchedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedSamples:
-    """Tokens that the device is choosing. ``on_device`` int64 ``[num_rows]`` may be used at once by what is launched later.
+    """Tokens that the device is choosing. ``on_device`` int64 ``[num_rows]`` may be used at once by later launches.
 
-    The others are on their way to the host. highest: ``[num_rows]``, the largest logits; edited: the rows with edits, and their
-    largest logits behind these.
+    The other tensors are being copied to the host. highest: ``[num_rows]``, the largest logits; edited: the rows with edits,
+    and their largest logits after the edits.
     """
 
     on_device: Tensor
@@ -108,9 +108,9 @@ def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> 
 
 
 def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> LaunchedSamples:
-    """Begin to choose the next token of each row; ``rows`` is read, not advanced. A CUDA device is not waited for.
+    """Begin to choose the next token of each row; ``rows`` is read, not advanced. Does not wait for a CUDA device.
 
-    ``logits``: ``[num_rows, vocab_size]``, overwritten. ``index``: the row of ``rows`` behind each row of logits.
+    ``logits``: ``[num_rows, vocab_size]``, overwritten. ``index``: the row of ``rows`` for each row of logits.
     Log-probabilities are those of the model itself, before temperature, penalties and filters.
     """
     logits = logits.float()
@@ -210,7 +210,7 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     segment = torch.searchsorted(cumulative, target, right=True).clamp_(max=segments.shape[1] - 1)
     before = F.pad(cumulative, (1, 0)).gather(1, segment)
     inner = segments[torch.arange(num_rows, device=segments.device), segment[:, 0]].cumsum(-1, dtype=torch.float64)
-    # Strictly below the segment's sum, whatever was rounded: the token found then has a positive probability.
+    # Strictly below the segment's sum despite rounding: the token found then has a positive probability.
     rest = torch.minimum(target - before, torch.nextafter(inner[:, -1:], torch.zeros_like(target)))
     place = torch.searchsorted(inner, rest, right=True).clamp_(max=_SEGMENT - 1)
     return (segment * _SEGMENT + place)[:, 0].clamp_(max=vocab_size - 1)

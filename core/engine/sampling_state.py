@@ -27,7 +27,7 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
     """Return the random number in [0, 1) for one output token: a pure function of its three arguments.
 
     ``position`` counts the output tokens before this one, other workers' tokens included, so any worker continues the
-    stream at any point, whatever else is in its batch. 53 bits of BLAKE2b over the three numbers: cheaper for
+    stream at any point, independent of its batch. 53 bits of BLAKE2b over the three numbers: cheaper for
     the few rows of a step than a vectorised Philox.
     """
     message = struct.pack("<QQQ", seed & _UINT64, choice_index, position)

@@ -1,10 +1,10 @@
-"""Whether an engine makes progress: how old the step in hand is, and how long such steps take.
+"""Detects whether an engine makes progress: the age of the current step, against the usual time of such steps.
 
-Owns the times of steps by their size class, and the moment of the last progress. One thread, the engine's, reports what it
-does; any thread may ask for a ``reading``. Knows nothing of what a step computes. Times come in, so the simulation uses it too.
+Owns the times of steps by their size class, and the time of the last progress. The engine's thread reports events; any thread
+may take a ``reading``. Knows nothing of what a step computes. Times are arguments, so the simulation uses it too.
 
-Progress is a message taken in or a step done. An engine that sleeps because there is nothing to do is not stalled; one that
-sleeps on a message in its inbox is, since that message came.
+Progress is a message received or a step done. An engine that sleeps without work is not stalled; one that sleeps with a
+message in its inbox has been stalled since that message arrived.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepSize:
 class StepReading:
     """The progress of an engine at one moment; seconds.
 
-    ``is_warming_up``: the step in hand is the first of its size, of which nothing is known. ``restart_bound_s`` is later than
+    ``is_warming_up``: the current step is the first of its size, whose usual time is unknown. ``restart_bound_s`` is later than
     ``bound_s``, by which routers leave the worker: that costs little if the engine comes back, a restart costs its cache.
     """
 
@@ -68,10 +68,10 @@ class StepReading:
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """How first steps are judged: ``bound_s`` is how long one may take of which nothing is known.
+    """How first steps are judged: ``bound_s`` is how long one may take while no step times are known.
 
-    A device that ``compiles_shapes`` may take any time for the first step of a size class. On others what is known of other
-    classes tells what the first step of another one takes.
+    A device that ``compiles_shapes`` may take any time for the first step of a size class. On other devices the times of
+    other classes predict the first step of a class.
     """
 
     bound_s: float = math.inf
@@ -84,7 +84,7 @@ class StepTimes:
     def __init__(self, compiles_shapes: bool = True) -> None:
         self._compiles_shapes = compiles_shapes
         self._means: dict[tuple[int, int, int], float] = {}
-        self._firsts: set[tuple[int, int, int]] = set()  # of which the mean is what the first step took
+        self._firsts: set[tuple[int, int, int]] = set()  # whose mean is the time of their first step
         self._slots = [(-_NUM_SLOTS, 0.0)] * _NUM_SLOTS  # (number of the slot, slowest step in it)
 
     def is_first(self, size: StepSize) -> bool:
@@ -147,7 +147,7 @@ def _growth(known: tuple[int, int, int], wanted: tuple[int, int, int]) -> float:
 
 
 class StepWatch:
-    """Follows one engine. ``on_message`` is for whoever puts messages, one at a time; the other notes are the engine's own.
+    """Follows one engine. Senders call ``on_message``, one at a time; the engine's thread calls the other methods.
 
     ``step_size`` returns the size of the step in hand, or of the last one until the next is decided. Beyond the bound
     of ``first_steps`` a first step is judged as any other.

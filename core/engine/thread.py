@@ -1,7 +1,7 @@
-"""The engine's thread: an inbox in front of the engine, and a loop that sleeps when there is nothing to do.
+"""The engine's thread: an inbox for the engine, and a loop that sleeps when there is no work.
 
-Owns the thread and the order of what reaches the engine. Does not know routers, roles or event loops: outputs and death are
-handed to callbacks, which run on this thread and pass them on. Called by ``core.worker.process``; any thread may submit.
+Owns the thread and the order of the engine's messages. Does not know routers, roles or event loops: outputs and the death of
+the engine go to callbacks, which run on this thread. Any thread may submit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class _Stop:
 class EngineThread:
     """Runs an engine until it is stopped or dies.
 
-    ``on_outputs`` gets the news of a step, refusals included; ``on_death`` the error that ended the loop: nothing is computed
-    any more, and the worker has to answer every request itself. ``prepare`` runs first on the thread, for settings that are a
-    thread's own (``core.engine.build.apply_cpu_threads``). ``first_steps`` says how the first step of a size is judged.
+    ``on_outputs`` gets the outputs of a step, refusals included. ``on_death`` gets the error that ended the loop: the engine
+    computes nothing any more, and the worker has to answer every request itself. ``prepare`` runs first on the thread, for
+    settings that are a thread's own (``core.engine.build.apply_cpu_threads``). ``first_steps`` says how the first step of a
+    size is judged.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[EngineMessage | _Stop] = queue.SimpleQueue()  # admission bounds what can be in it
         self._watch = StepWatch(lambda: engine.step_size, first_steps or FirstSteps())
         self._death: BaseException | None = None
-        self._submit_lock = threading.Lock()  # nothing is put behind the order to stop
+        self._submit_lock = threading.Lock()  # no message follows the order to stop
         self._is_closed = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -65,23 +66,23 @@ class EngineThread:
         self._thread.start()
 
     def submit_add(self, requests: Sequence[NewRequest]) -> None:
-        """Hand over new requests. One that cannot be served comes back as an output with an error.
+        """Submit new requests. One that cannot be served comes back as an output with an error.
 
         Raises:
-            EngineDead: the loop has ended, or was told to.
+            EngineDead: the loop has ended, or was asked to.
         """
         self._submit(Add(requests))
 
     def submit_abort(self, request_ids: Sequence[str]) -> None:
-        """Ask to stop requests; at the latest before the next step they are gone.
+        """Abort requests; they end before the next step.
 
         Raises:
-            EngineDead: the loop has ended, or was told to.
+            EngineDead: the loop has ended, or was asked to.
         """
         self._submit(Abort(request_ids))
 
     def wake(self) -> None:
-        """Say that a connector has something to report: one more step will be taken. Never raises; from any thread."""
+        """Request one more step, because a connector has something to report. Never raises; any thread."""
         with self._submit_lock:
             self._put(Wake())
 
@@ -94,7 +95,7 @@ class EngineThread:
         return self._thread.is_alive() and self._death is None
 
     def reading(self) -> StepReading:
-        """Return whether the engine makes progress. Any thread; one that was told to stop is not judged any more."""
+        """Return whether the engine makes progress. Any thread; an engine that was asked to stop counts as healthy."""
         return StepReading() if self._is_closed else self._watch.reading(self._clock.now())
 
     def stop(self, timeout_s: float) -> bool:
@@ -135,7 +136,7 @@ class EngineThread:
                 self._prepare()
             while not self._is_stopping:
                 self._turn()
-        except BaseException as error:  # the worker's main loop: whatever ends it must be answered
+        except BaseException as error:  # the worker's main loop: every error must be reported
             self._death = error
             logger.exception(event("engine_died", error=repr(error)))
             self._on_death(error)

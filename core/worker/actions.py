@@ -1,7 +1,7 @@
-"""What the worker's state machine asks for: the actions that ``core.worker.process`` carries out, in order.
+"""The actions of the worker's state machine, carried out in order.
 
-Owns the types between the synchronous protocol (``core.worker.state``) and whoever runs it: the asyncio shell in a
-process, the simulation under a virtual clock.
+Owns the types between the synchronous protocol (``core.worker.state``) and its driver: ``core.worker.process`` in a process,
+the simulation under a virtual clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from core.wire.messages import Tokens, WorkerMessage
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message, or the tokens of one step in one frame, to the router behind a link."""
+    """Send a message, or the tokens of one step in one frame, to the router of a link."""
 
     link: str
     message: WorkerMessage | list[Tokens]
@@ -39,14 +39,14 @@ class SubmitAbort:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTransfers:
-    """Let go of handoffs that nobody will read."""
+    """Release handoffs that will not be read."""
 
     transfer_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEmbeddings:
-    """Let go of embeddings that nobody will read by these leases."""
+    """Release embeddings that will not be read by these leases."""
 
     sources: tuple[ECSource, ...]
 

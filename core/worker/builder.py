@@ -1,7 +1,7 @@
-"""What a worker is put together from: who it is, its engine, its connector, its role's handler.
+"""Builds a worker from its parts: identity, engine, connectors, and the role's handler.
 
-Owns the types between a role's main and the shell (``core.worker.process``), and the order in which engine and connector find
-each other. Loading takes seconds, so ``load_in_thread`` keeps it off the event loop.
+Owns the types between a role's ``worker.py`` and ``core.worker.process``, and the order in which engine and connectors are
+built. Loading takes seconds, so ``load_in_thread`` keeps it off the event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ConnectorBundle(ConnectorSides, Protocol):
         """Prepare for a request that may load this handoff, or may never come."""
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End handoffs that nobody will read."""
+        """End handoffs that will not be read."""
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep handoffs for another while."""
@@ -87,7 +87,7 @@ class ECConnectorBundle(ECConnectorSides, Protocol):
         """End threads, close sockets."""
 
     def release(self, sources: Iterable[ECSource]) -> None:
-        """End the leases of these sources, because nobody will read them."""
+        """End the leases of these sources, which will not be read."""
 
     def num_leased_chunks(self) -> int:
         """Return how much is held for readers."""
@@ -131,7 +131,7 @@ class BuiltEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What a worker consists of once the model is loaded."""
+    """The parts of a worker once the model is loaded."""
 
     built: BuiltEngine | BuiltEncoder
     connector: ConnectorBundle | None
@@ -176,7 +176,7 @@ def assemble(
 def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:
     """Run a function on a thread that cannot keep the process alive."""
     result: Future[Assembled] = Future()
-    result.set_running_or_notify_cancel()  # whoever waits may give up, the load goes on
+    result.set_running_or_notify_cancel()  # the waiting side may give up, the load goes on
 
     def run() -> None:
         try:

@@ -1,6 +1,6 @@
-"""When requests of a worker run out of time. O(log n) per request, however many end before their deadline.
+"""The deadlines of a worker's requests. O(log n) per request, also if most requests end before their deadline.
 
-Owns the times. Knows nothing of what a request is: ``core.worker.state`` names them, and ends those that are due.
+Owns the times by request id and knows nothing else of a request.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 class Drain:
     """The phases serving → requests end → readers end → over.
 
-    ``timeout_s`` is for the requests. What they leave behind for readers is waited for beyond it, as long as the longest lease
-    lasts when the last of them has ended, or has to.
+    ``timeout_s`` is for the requests. The worker waits longer for readers of their blocks: as long as the longest lease lasts
+    when the last request has ended or was ended.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Drain:
             self._readers_end = now
 
     def is_out_of_time(self, now: float) -> bool:
-        """Say whether requests that have not ended must."""
+        """Return True if the requests that still run must be ended."""
         return self._deadline is not None and now >= self._deadline
 
     def is_over(self, now: float, num_requests: int, num_leased_blocks: int, longest_lease_s: float) -> bool:
-        """Say whether the worker may go: nothing is left that somebody waits for, or time is up."""
+        """Return True if the worker may exit: no request or reader is left, or time is up."""
         if self._deadline is None or num_requests:
             return False
         if self._readers_end is None:

@@ -1,7 +1,7 @@
-"""What a worker tells its routers of itself, again and again: load and progress, less what its own pauses account for.
+"""The contents of heartbeats: load and progress, corrected for pauses of the whole process.
 
-A process that stood still, with all of its threads, has made no progress either; its engine has not stalled by that. Owns when
-it stood still, as its late timer tells. Called by ``core.worker.state``.
+While the whole process is stopped its engine makes no progress, but it has not stalled. A timer that fires late shows such a
+pause. Owns the times of these pauses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Heartbeats:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)  # (end, seconds)
 
     def on_timer(self, now: float, due: float | None) -> None:
-        """Note that a timer that was ``due`` has come."""
+        """Record that the timer ``due`` at this time has fired."""
         if due is not None and now - due >= _LEAST_PAUSE_S:
             self._pauses.append((now, now - due))
 

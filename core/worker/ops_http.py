@@ -110,7 +110,7 @@ class OpsServer:
             return "", OpsResponse(HTTPStatus.BAD_REQUEST, b"malformed request\n")
         method, path = parts[0].decode("latin-1"), parts[1].decode("latin-1").partition("?")[0]
         if method not in ("GET", "HEAD") and any(field.lower().startswith(b"origin:") for field in fields):
-            # Browsers add it to whatever a page sends; a page that somebody happens to open must not drain a worker.
+            # Browsers add it to every request of a page; an open page must not be able to drain a worker.
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"not for web pages\n")
         if method not in ("GET", "HEAD") and not self._is_trusted(caller):
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"only from the worker's own host or pod\n")

@@ -1,8 +1,8 @@
 """The worker process around an engine: I/O thread, engine thread, operations port, start-up and shutdown order.
 
-Owns what happens when, and carries out what ``core.worker.state`` decides. Knows nothing of roles and connectors: the
-role's main passes the handler and a function that builds the connector. Runs on the process's main thread as its event loop;
-the engine's thread reaches it by ``call_soon_threadsafe`` only.
+Carries out the actions of ``core.worker.state``. Knows nothing of roles and connectors: the role's ``worker.py`` passes a
+function that builds them. Runs in the event loop of the process's main thread; the engine's thread reaches it by
+``call_soon_threadsafe`` only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class WorkerProcess:
     async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Load, then connect; returns False if the worker was told to leave in the meantime.
 
-        The load then goes on, on its thread, until ``exit_process`` ends it.
+        In that case the load goes on in its thread until ``exit_process`` ends it.
         """
         assert self._exit_code is not None
         assembling = asyncio.wrap_future(load_in_thread(self._assemble))
@@ -217,13 +217,13 @@ class WorkerProcess:
         self._perform(self._state.on_router_message(link, message, now))
 
     def on_links_death(self, error: BaseException) -> None:
-        """End the process as after the engine's death: a worker that heartbeats but hears nothing serves nobody."""
+        """End the process as after the engine's death: a worker that heartbeats but receives nothing is useless."""
         self._on_engine_death(error)
 
     # ---- what the engine tells -----------------------------------------------------------------------------------------
 
     def _from_engine(self, loop: asyncio.AbstractEventLoop, handler: Callable[..., None], news: object) -> None:
-        """Pass news of the engine's thread on to the event loop, in order."""
+        """Pass an event of the engine's thread on to the event loop, in order."""
         if not loop.is_closed():
             loop.call_soon_threadsafe(handler, news)
 
@@ -239,10 +239,9 @@ class WorkerProcess:
     # ---- carrying actions out ------------------------------------------------------------------------------------------
 
     def _take(self, step: Callable[[], Sequence[Action]]) -> None:
-        """Let the state machine take something in that nobody waits for, and carry out what follows.
+        """Run one step of the state machine from a callback, and carry out its actions.
 
-        A bug on the way ends the process, as the engine's death does: nobody knows what still waits, and the event loop would
-        only log it.
+        A bug ends the process, as the engine's death does: the state is unknown after it, and the event loop would only log it.
         """
         try:
             self._perform(step())
@@ -304,7 +303,7 @@ class WorkerProcess:
             self._exit_code.set_result(exit_code)
 
     def _arm_timer(self) -> None:
-        """Have ``_on_timer`` called when something is due; a timer that fires early does no harm."""
+        """Schedule ``_on_timer`` for the next due time; a timer that fires early does no harm."""
         assert self._state is not None
         due = self._state.next_timer(self._clock.now())
         if due is None or (self._timer is not None and self._timer_at <= due):
@@ -323,7 +322,7 @@ class WorkerProcess:
     # ---- operations port -------------------------------------------------------------------------------------------------
 
     def _health(self) -> OpsResponse:
-        """Say whether only a restart helps. Nothing that a router or another worker does may change the answer."""
+        """Answer the liveness probe: 503 if only a restart helps. Routers and other workers must not affect the answer."""
         reason = self._why_not_alive()
         if reason is not None:
             logger.error(event("unhealthy", reason=reason))
@@ -331,7 +330,7 @@ class WorkerProcess:
         return OpsResponse.of_json(HTTPStatus.OK, {"status": "ok", "engine_id": self._context.engine_id})
 
     def _started(self) -> OpsResponse:
-        """Say whether the model is loaded, so that from now on silence means trouble; no router has a part in the answer."""
+        """Answer the start-up probe: 200 once the model is loaded. Routers must not affect the answer."""
         if self._state is None:
             return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "loading"})
         return OpsResponse.of_json(HTTPStatus.OK, {"status": "started"})

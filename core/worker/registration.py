@@ -1,6 +1,6 @@
-"""How a worker introduces itself to routers, and how much it lets in.
+"""A worker's registration at routers, and its admission limits.
 
-Owns what of settings and model a router is told. Pure; called by ``core.worker.process`` once everything is started.
+Owns which settings and properties of the model a router learns. Pure.
 """
 
 from __future__ import annotations

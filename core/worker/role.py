@@ -1,4 +1,4 @@
-"""What a role does with a worker's requests: the interface between the worker shell and each role.
+"""What a role does with a worker's requests: the interface between ``core.worker.state`` and each role.
 
 Owns the types in between. Handlers are pure: messages and engine outputs in, new requests and replies out, no sockets, no
 threads, no clock of their own. ``prefill.role``, ``decode.role`` and ``encode.role`` implement them.
@@ -30,7 +30,7 @@ Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the handler must know of the engine that serves the model."""
+    """The properties of the engine that a handler needs."""
 
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: frozenset[int]
@@ -67,7 +67,7 @@ class RoleHandler(ABC):
         """
 
     def on_encode(self, message: EncodeRequest, now: float) -> list[NewRequest]:
-        """Accept images to embed for others, and return the engine requests, one per image, named by ``choice_id``.
+        """Accept images to embed for other workers, and return the engine requests, one per image, named by ``choice_id``.
 
         Raises:
             RequestError: this role cannot serve it; nothing is kept.
@@ -76,11 +76,11 @@ class RoleHandler(ABC):
 
     @abstractmethod
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
-        """Digest the news of one engine step; outputs of requests that are not held are ignored."""
+        """Process the outputs of one engine step; outputs of unknown requests are ignored."""
 
     @abstractmethod
     def on_abort(self, request_id: str) -> RoleOutput:
-        """Forget a request, in whatever state, without a reply. Idempotent."""
+        """Forget a request in any state, without a reply. Idempotent."""
 
     def on_abort_choice(self, request_id: str, index: int) -> RoleOutput:
         """Stop one choice, because the router has seen its end in the text. Idempotent."""

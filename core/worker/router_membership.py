@@ -1,8 +1,7 @@
-"""A worker's membership at one router: register until accepted, heartbeat, notice that the router is gone or another one.
+"""A worker's membership at one router: register until accepted, heartbeat, detect that the router is gone or was replaced.
 
-Owns when what is sent to the router; one of another wire version is asked again less and less often. Knows nothing of sockets
-and of the requests that came by it: ``core.worker.state`` sends what is asked for here, and aborts the requests of a
-router that was lost.
+Owns the times of registrations and heartbeats; a router of another wire version is asked again with growing pauses. Knows
+nothing of sockets and requests: ``core.worker.state`` sends the messages, and aborts the requests of a lost router.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ DEFAULT_TIMEOUT_S = 5.0
 
 
 class MembershipDuty(Enum):
-    """What a link has to do at a moment."""
+    """The message that is due at a router."""
 
     NOTHING = "nothing"
     REGISTER = "register"
@@ -25,7 +24,7 @@ class MembershipDuty(Enum):
 
 
 class RouterMembership:
-    """What is known of one router address. ``router_id`` is that of the process that answered last, "" if none does."""
+    """The membership at one router address. ``router_id`` is that of the process that answered last, "" without one."""
 
     def __init__(self, now: float) -> None:
         self.router_id = ""
@@ -42,7 +41,7 @@ class RouterMembership:
         return bool(self.router_id)
 
     def on_registered(self, message: Registered, now: float) -> bool:
-        """Take the router's answer; returns True if another router process answered before, which is gone then."""
+        """Take the router's answer; returns True if it replaces another router process, which is gone then."""
         has_changed = self.is_registered and message.router_id != self.router_id
         was_registered = self.is_registered
         self.router_id = message.router_id
@@ -55,9 +54,9 @@ class RouterMembership:
         return has_changed
 
     def on_refused(self, reason: str, now: float) -> bool:
-        """Register again at the usual pace; the router does not know this worker, or does not take it.
+        """Register again at the usual pace after the router refused this worker or did not know it.
 
-        Returns True if the reason is news, worth a line in the log.
+        Returns True if the reason is new and should be logged.
         """
         is_news = reason != self._refusal
         self._refusal = reason
@@ -67,7 +66,7 @@ class RouterMembership:
         return is_news
 
     def on_other_version(self, now: float) -> bool:
-        """The router speaks another wire version, so it does not know this worker; returns True if that is news."""
+        """The router speaks another wire version, so it does not know this worker; returns True the first time."""
         self.router_id = ""
         self._heard_at = now
         is_news = self._other_version.start()
@@ -83,8 +82,8 @@ class RouterMembership:
     def lose_if_silent(self, now: float) -> bool:
         """Forget a router that has been silent for its timeout; returns True at the moment of losing it.
 
-        Call it when ``next_timer`` says so. If that was some time ago this worker stood still: what the router said meanwhile
-        may lie unread, and is no silence of its.
+        Call it when ``next_timer`` says so. If that time is long past, this worker was stopped, and the router's
+        messages may be unread, so the pause does not count as the router's silence.
         """
         if not self.is_registered:
             return False
@@ -96,7 +95,7 @@ class RouterMembership:
         return True
 
     def take_duty(self, now: float) -> MembershipDuty:
-        """Return what is due now, and plan the next time."""
+        """Return the message that is due now, and plan the next one."""
         if now < self._due_at:
             return MembershipDuty.NOTHING
         self._due_at = now + self._pause_s()
@@ -108,7 +107,7 @@ class RouterMembership:
         return self._other_version.next_delay_s() if self._other_version.is_active else REGISTER_INTERVAL_S
 
     def hurry(self, now: float) -> None:
-        """Make the next duty due at once: the worker has news, such as that it drains."""
+        """Make the next message due at once, because the worker's state has changed, as at the start of a drain."""
         self._due_at = now
 
     def next_timer(self) -> float:

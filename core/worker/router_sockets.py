@@ -31,7 +31,7 @@ _FRAMES_PER_TURN = 64  # after so many frames in a row, the other tasks get thei
 
 
 class LinkEvents(Protocol):
-    """Who is told what happens on the links; called in the event loop."""
+    """Receives the events of the links, in the event loop."""
 
     def on_connect(self, link: str) -> None:
         """A socket to this address exists from now on."""

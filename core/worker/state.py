@@ -1,8 +1,8 @@
-"""The worker's protocol with its routers as a synchronous state machine: what happens, in → what to do, out.
+"""The worker's protocol with its routers as a synchronous state machine: events in, actions out.
 
 Owns which request belongs to which router, admission, deadlines, membership, and leaving. Knows nothing of sockets, threads and
-the engine: ``core.worker.process`` carries the actions out, and so does the simulation, under a virtual clock. What a request
-means is up to the role's handler.
+the engine: ``core.worker.process`` carries the actions out, and so does the simulation, under a virtual clock. The role's
+handler interprets the requests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Served:
     link: str
     arrival_time: float
     num_prompt_tokens: int
-    num_choices: int  # those that have not ended
+    num_choices: int  # that have not ended
     num_output_tokens: int = 0
     first_token_s: float | None = None
 
@@ -172,7 +172,7 @@ class WorkerState:
         return self._abort_requests_of(link) if was_registered else []
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
-        """Handle one message of the router behind ``link``."""
+        """Handle one message of the router of ``link``."""
         membership = self._links.get(link)
         if membership is None or self.is_stopped:
             return []
@@ -232,7 +232,7 @@ class WorkerState:
             self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
         handoff = message.kv_handoff if isinstance(message, Generate) else None
         expected: list[Action] = [] if handoff is None else [ExpectTransfer(handoff)]
-        return [SubmitAdd(requests), *expected]  # the engine's thread wakes up while the connector is told
+        return [SubmitAdd(requests), *expected]  # the engine's thread wakes up while the connector is informed
 
     def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
         """Return the engine requests of a message, or raise the RequestError that refuses it."""
@@ -265,7 +265,7 @@ class WorkerState:
         return actions + self._leave_if_done(now)
 
     def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
-        """The router has seen the end of a choice in its text, and goes on with the others."""
+        """End one choice: the router has found a stop string in its text. The other choices go on."""
         result = self._handler.on_abort_choice(request_id, index)
         self._free_choices(self._served[request_id], len(result.abort_ids))
         for ended in result.ended:
@@ -273,7 +273,7 @@ class WorkerState:
         return self._follow(result)
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
-        """Stop a request and free what it holds; the router is told by the caller, if at all."""
+        """Stop a request and free its resources. The caller sends the reply, if there is one."""
         actions = self._follow(self._handler.on_abort(request_id))
         served = self._forget(request_id)
         if served is not None:
@@ -295,7 +295,7 @@ class WorkerState:
         return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
 
     def _give_up_requests_of(self, link: str) -> list[Action]:
-        """The router is silent. If it lives all the same, it must hear that nobody is at work on its requests any more."""
+        """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them."""
         orphans = [request_id for request_id, served in self._served.items() if served.link == link]
         logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
         error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
@@ -309,7 +309,7 @@ class WorkerState:
         return served
 
     def _free_choices(self, served: _Served, num_choices: int) -> None:
-        """Choices have ended before their request: others may take their places."""
+        """Choices have ended before their request: their places are free for other choices."""
         served.num_choices -= num_choices
         self._num_choices -= num_choices
 
@@ -325,7 +325,7 @@ class WorkerState:
     # ---- engine ------------------------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> list[Action]:
-        """Digest the news of one engine step: at most one frame of tokens per router."""
+        """Process the outputs of one engine step: at most one frame of tokens per router."""
         self._count(outputs)
         result = self._handler.on_outputs(outputs, now)
         actions: list[Action] = []
@@ -401,7 +401,7 @@ class WorkerState:
         )
 
     def _follow(self, result: RoleOutput) -> list[Action]:
-        """Return the actions behind what the handler want started, stopped and released."""
+        """Return the actions that start, stop and release what the handler has asked for."""
         actions: list[Action] = []
         if result.new_requests:
             actions.append(SubmitAdd(result.new_requests))
@@ -449,8 +449,8 @@ class WorkerState:
     def start_drain(self, now: float, timeout_s: float | None = None) -> list[Action]:
         """Take no new request, finish what runs, wait for readers, then go; 0 = go at once. Idempotent.
 
-        The time is for requests. Readers are waited for as long as their leases last, also those that are granted while the
-        worker drains: whoever was promised blocks gets them.
+        The time is for requests. The worker waits for readers as long as their leases last, including leases granted during the
+        drain, so every reader that was promised blocks gets them.
         """
         timeout = self._limits.drain_timeout_s if timeout_s is None else timeout_s
         if not self.is_draining:

@@ -1,6 +1,6 @@
-"""The numbers of a worker: what it tells routers of its load, and what ``/metrics`` reads of its engine and connectors.
+"""The statistics of a worker: the load that routers learn, and the engine and connector metrics of ``/metrics``.
 
-Owns where each number comes from. Knows no sockets and no requests; ``core.worker.process`` makes one when the engine is there.
+Owns the source of each number. Knows no sockets and no requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_FALLBACKS = {(reason, policy): 0 for reason in FALLBACK_REASONS for policy i
 
 
 class WorkerStats:
-    """Reads engine and connectors; ``state`` is asked at every reading, since it comes later. Event loop only."""
+    """Reads engine and connectors. ``state`` is a function, since the state is made later. Event loop only."""
 
     def __init__(self, assembled: Assembled, engine: EngineThread, state: Callable[[], WorkerState | None]) -> None:
         self._connector = assembled.connector
@@ -32,7 +32,7 @@ class WorkerStats:
         self._state = state
 
     def load(self) -> EngineLoad:
-        """Return what a heartbeat says; leases of embeddings count like those of blocks, as readers are waited for alike."""
+        """Return the load for a heartbeat. Leases of embeddings count like those of blocks: a drain waits for both."""
         gauges = self._engine.gauges()
         connectors = [connector for connector in (self._connector, self._ec_connector) if connector is not None]
         return EngineLoad(
@@ -47,7 +47,7 @@ class WorkerStats:
         )
 
     def readings(self) -> dict[str, Callable[[], float]]:
-        """Return what reads the worker's gauges and counters (``core.metrics``)."""
+        """Return a function by name for each of the worker's gauges and counters (``core.metrics``)."""
         engine, state = self._engine, self._state
         return {
             "num_requests_running": lambda: engine.gauges().num_running,
@@ -92,13 +92,13 @@ class WorkerStats:
         return self._ec_connector.num_leased_chunks() if self._ec_connector is not None else 0
 
     def _num_leaked_blocks(self) -> int:
-        """Blocks in use after everything that could use one has ended, by the reading after the engine's last step."""
+        """Return the blocks in use although no request, reader or transfer is left, as of the engine's last step."""
         state = self._state()
         assert state is not None
         gauges = self._engine.gauges()
         is_used = gauges.num_running + gauges.num_waiting + gauges.num_loading + gauges.num_parked_blocks
         if is_used or self._num_leased_blocks() or state.num_requests:
             return 0
-        num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # the null block is nobody's
+        num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # without the null block
         num_saving = self._connector.num_saving_blocks() if self._connector is not None else 0
         return num_used - gauges.num_quarantined_blocks - num_saving
