@@ -9,47 +9,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from core.connector import KVConnectorWorker, KVPoolRegion
+from connectors.load_ended import LoadEnded
+from core.connector import KVConnectorWorker
 from core.errors import EngineDead
+from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorOutput
-from core.wire.messages import ErrorInfo, TransferUsage
 
 ReportT = TypeVar("ReportT")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnded:
-    """The load of a request is over; said once, and at once whatever ended it.
-
-    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
-    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
-    Nothing is written for the load any more, except into ``quarantined_block_ids``, which the connector reports again.
-    ``peer`` is the address of the worker whose blocks were wanted, for the log; empty if they were of no peer.
-    """
-
-    request_id: str
-    usage: TransferUsage | None
-    error: ErrorInfo | None = None
-    invalid_block_ids: tuple[int, ...] = ()
-    quarantined_block_ids: tuple[int, ...] = ()
-    peer: str = ""
-
-    def add_to(self, output: KVConnectorOutput) -> None:
-        """Tell it in a step's output."""
-        output.finished_recving.add(self.request_id)
-        output.quarantined_block_ids.update(self.quarantined_block_ids)
-        if self.usage is not None:
-            output.transfer_usage[self.request_id] = self.usage
-        if self.error is None:
-            return
-        if self.invalid_block_ids:
-            output.invalid_block_ids.update(self.invalid_block_ids)
-            output.load_errors[self.request_id] = self.error
-        else:
-            output.failed_recving[self.request_id] = self.error
 
 
 class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
@@ -115,3 +83,18 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
 
 def _no_wakeup() -> None:
     """Stand in until the engine has given its own."""
+
+
+def add_load_ended(ended: LoadEnded, output: KVConnectorOutput) -> None:
+    """Add the end of a load to a step's output."""
+    output.finished_recving.add(ended.request_id)
+    output.quarantined_block_ids.update(ended.quarantined_block_ids)
+    if ended.usage is not None:
+        output.transfer_usage[ended.request_id] = ended.usage
+    if ended.error is None:
+        return
+    if ended.invalid_block_ids:
+        output.invalid_block_ids.update(ended.invalid_block_ids)
+        output.load_errors[ended.request_id] = ended.error
+    else:
+        output.failed_recving[ended.request_id] = ended.error

@@ -1,9 +1,8 @@
 """The pool's blocks as memory that one can copy from and to, wherever the pool is.
 
-Owns no memory of its own for a pool in host memory: the blocks are views of it. A pool on a device is reached through pinned
-memory, by copies that run beside the model (``core.connector.BlockCopier``); several at a time are under way, so that the next
-block is read or checked while the last one travels. Called by a tier's mover and by transports that cannot reach a device's
-memory, each on its own thread.
+The blocks of a pool in host memory are views of it. The blocks of a pool on a device are copied through pinned memory by a
+``BlockCopier`` beside the model's work; several copies overlap, so that one block is checked while the next one is copied. An
+access belongs to one thread.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from core.connector import BlockCopier, KVPoolRegion
 from core.errors import ConnectorUnavailable
+from core.kv.pool_region import BlockCopier, KVPoolRegion
 from core.kv.seals import DigestBlocks
 
 

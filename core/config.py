@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
+from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
 
-HASH_BLOCK_SIZE = 16  # tokens; a constant of the whole cluster
 MULTI_CONNECTOR = "multi"  # the connector that stands for several
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
-DIGEST_TRANSPORTS = frozenset({"tcp"})  # where connector.kv_verify = "auto" checks the bytes as well
 
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
 
@@ -67,16 +66,6 @@ def default_other_cluster_keys() -> str:
 def default_redis_password() -> str:
     """Return Redis's password: ``$KVFERRY_REDIS_PASSWORD``, which no list of processes shows; else none."""
     return os.environ.get("KVFERRY_REDIS_PASSWORD", "")
-
-
-def ucx_net_devices() -> str:
-    """Return ``$UCX_NET_DEVICES``, the network devices that the user gives UCX; empty = the configured address decides."""
-    return os.environ.get("UCX_NET_DEVICES", "")
-
-
-def set_default_environment(variable: str, value: str) -> None:
-    """Set a variable that a library reads when it is loaded; what the user has set stays."""
-    os.environ.setdefault(variable, value)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.kv.seals import DigestBlocks, SealTable
+from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorOutput, Request, SchedulerOutput
-from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.kv import KVHandoff
 
 
 class KVConnectorMetadata:
@@ -30,67 +28,6 @@ class KVConnectorWorkerMetadata:
     """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
 
     __slots__ = ()
-
-
-class BlockCopier(Protocol):
-    """Copies whole blocks between a pool on a device and ``num_slots`` slots of host memory, beside the model's own work.
-
-    Made for one thread. A slot belongs to its last copy until ``wait`` returns.
-    """
-
-    @property
-    def num_slots(self) -> int:
-        """How many copies can be under way."""
-        ...
-
-    def slot(self, slot: int) -> memoryview:
-        """Return the memory of a slot, ``block_bytes`` writable bytes, which no copy uses."""
-        ...
-
-    def start_read(self, slot: int, block_id: int) -> None:
-        """Begin to copy a block, which nobody writes, into a slot."""
-        ...
-
-    def start_write(self, slot: int, block_id: int) -> None:
-        """Begin to copy a slot into a block, which nobody else uses."""
-        ...
-
-    def start_write_from(self, slot: int, block_id: int, memory: memoryview) -> None:
-        """Begin to copy pinned memory, which nobody changes, into a block; the slot stands for the copy, and is not touched."""
-        ...
-
-    def wait(self, slot: int) -> None:
-        """Return once the last copy from or to a slot is done; at once if there was none."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KVPoolRegion:
-    """The memory of a worker's block-major KV pool: ``num_blocks`` contiguous runs of ``block_bytes``.
-
-    ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
-    behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
-    ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
-    computes the digests of blocks (``core.digest``) by their ids, for one thread: each takes its own. ``new_copier`` returns
-    what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
-    host memory into it, by any thread. ``bind_thread`` lets the calling thread touch the device by other libraries' means (a
-    CUDA context is a thread's own). ``pin_memory`` pins host memory, so that a copier can copy from it without a slot, and
-    returns what undoes it, or None where that is not possible. All four are None for a pool in host memory.
-    """
-
-    base_address: int
-    num_blocks: int
-    block_bytes: int
-    layout: KVLayoutInfo
-    device: str = "cpu"
-    buffer: memoryview | None = None
-    memory_fd: int | None = None
-    seals: SealTable | None = None
-    new_digester: Callable[[], DigestBlocks] | None = None
-    new_copier: Callable[[], BlockCopier] | None = None
-    write_block: Callable[[int, memoryview], None] | None = None
-    bind_thread: Callable[[], None] | None = None
-    pin_memory: Callable[[memoryview], Callable[[], None] | None] | None = None
 
 
 class KVConnectorScheduler(ABC):

@@ -22,13 +22,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import Clock
-from core.config import TracingSection
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry import trace as otel
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
+
+    from core.config import TracingSection
 
 Kind = Literal["server", "client", "internal"]
 Attributes = Mapping[str, str | int | float | bool]

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from core.config import HASH_BLOCK_SIZE, KVFerryConfig
+from core.config import KVFerryConfig
+from core.constants import HASH_BLOCK_SIZE
 
 SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from connectors.ec.chunk_cache import CachedChunk
 from connectors.ec.chunks import ChunkLayout, RowsDigester, rows_in_chunk
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.errors import ConfigError
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import (
     DigestBlocks,
     ExpectedSeal,

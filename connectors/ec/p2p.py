@@ -21,12 +21,13 @@ from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
+from connectors.p2p.config import transfer_settings
 from connectors.p2p.driver import CarrierOwner, NodeCarrier
 from connectors.p2p.host_id import host_id
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
-from connectors.registry import ConnectorContext
 from core.config import ConnectorSection
 from core.ec_connector import EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
@@ -139,7 +140,7 @@ class P2PECConnector(ECConnector):
             metrics=P2PMetrics(context.metrics, _METRICS_KIND),
             name_load=lambda identifier: {"item": identifier[:_SHOWN_DIGITS]},
         )
-        self._carrier = NodeCarrier(_carrier_context(context, layout), owner, self._create)
+        self._carrier = NodeCarrier(_driver_settings(context), owner, self._create)
         if context.is_encoder:
             terms = OfferTerms(
                 engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * context.config.lease_s)
@@ -179,29 +180,23 @@ class P2PECConnector(ECConnector):
             self.worker.wake()
 
 
-def _carrier_context(context: ECContext, layout: ChunkLayout) -> ConnectorContext:
-    """Return the settings of embeddings as those of KV blocks, which a carrier takes."""
+def _driver_settings(context: ECContext) -> DriverSettings:
     config = context.config
-    return ConnectorContext(
-        role="prefill" if context.is_encoder else "decode",
-        engine_id=context.engine_id,
-        incarnation=context.incarnation,
-        model_fingerprint=context.model_fingerprint,
-        layout=layout.as_blocks,
-        config=ConnectorSection(
-            transports=config.transports,
-            kv_verify="digest",
-            transfer_deadline_s=config.transfer_deadline_s,
-            handshake_timeout_s=config.handshake_timeout_s,
-            lease_s=config.lease_s,
-            lease_renew_interval_s=config.lease_s / _RENEWALS_PER_LEASE,
-            lease_max_s=max(config.lease_s, ConnectorSection().lease_max_s),
-        ),
+    section = ConnectorSection(
+        transports=config.transports,
+        kv_verify="digest",
+        transfer_deadline_s=config.transfer_deadline_s,
+        handshake_timeout_s=config.handshake_timeout_s,
+        lease_s=config.lease_s,
+        lease_renew_interval_s=config.lease_s / _RENEWALS_PER_LEASE,
+        lease_max_s=max(config.lease_s, ConnectorSection().lease_max_s),
+    )
+    return DriverSettings(
+        transfer=transfer_settings(section),
         control_address=context.control_address,
         data_port=context.data_port if context.is_encoder else 0,
         keys=context.keys,
         advertise_host=context.advertise_host,
         clock=context.clock,
         ids=context.ids,
-        metrics=context.metrics,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from connectors.async_worker import LoadEnded
 from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
 from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
 from connectors.lmcache.wire import TokenSpan
+from connectors.load_ended import LoadEnded
 from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.block import NULL_BLOCK_ID

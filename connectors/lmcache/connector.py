@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from connectors.async_worker import LoadEnded
 from connectors.lmcache.actions import (
     Action,
     ConnectToServer,
@@ -36,6 +35,7 @@ from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Staging, sweep_segments
 from connectors.lmcache.wire import Namespace
 from connectors.lmcache.worker import LMCacheMPConnectorWorker
+from connectors.load_ended import LoadEnded
 from connectors.registry import Connector, ConnectorContext
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, KVFerryError

@@ -24,8 +24,8 @@ from connectors.lmcache.actions import (
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata, LMCacheMPRequestState, LMCacheMPRequestTracker
 from connectors.lmcache.wire import TokenSpan, wire_salt
 from core.clock import Clock
-from core.config import HASH_BLOCK_SIZE
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.constants import HASH_BLOCK_SIZE
 from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager

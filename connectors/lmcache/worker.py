@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from connectors.async_worker import LoadEnded, ReportingWorker
+from connectors.async_worker import ReportingWorker, add_load_ended
 from connectors.lmcache.actions import LMCacheMPConnectorMetadata, SavePages
 from connectors.lmcache.staging import Bytes
-from core.connector import KVConnectorMetadata, KVPoolRegion
+from connectors.load_ended import LoadEnded
+from core.connector import KVConnectorMetadata
+from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorOutput
 
 
@@ -57,4 +59,4 @@ class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
 
     def _tell(self, reports: Iterator[LoadEnded], output: KVConnectorOutput) -> None:
         for ended in reports:
-            ended.add_to(output)
+            add_load_ended(ended, output)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from connectors.multi.scheduler import MultiKVConnectorMetadata, MultiKVConnectorWorkerMetadata
-from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorOutput
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.transport.interface import PeerId
-from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
 from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
@@ -111,8 +110,8 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class P2PConnectorMetadata(KVConnectorMetadata):
-    """One step's news from the consumer's scheduler side, carried out in the order of the fields."""
+class ConsumerStep:
+    """What one engine step asks of the consumer, done in the order of the fields."""
 
     holds: list[HandoffRef] = field(default_factory=list)  # keep these leases alive
     pulls: list[PullRequest] = field(default_factory=list)

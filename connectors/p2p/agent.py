@@ -11,17 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from connectors.async_worker import LoadEnded
-from connectors.p2p.actions import (
-    Action,
-    HandoffRef,
-    LeaseGrant,
-    P2PConnectorMetadata,
-    Refusal,
-    Reply,
-    SendingEnded,
-    TransferEvent,
-)
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import Action, ConsumerStep, HandoffRef, LeaseGrant, Refusal, Reply, SendingEnded, TransferEvent
 from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTable
@@ -95,7 +86,7 @@ class P2PNode:
 
     # ---- from the engine -------------------------------------------------------------------------------------------
 
-    def on_metadata(self, metadata: P2PConnectorMetadata) -> list[Action]:
+    def on_metadata(self, metadata: ConsumerStep) -> list[Action]:
         """Take one step's news of the scheduler side, in the order of the fields."""
         now = self._clock.now()
         actions: list[Action] = []

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata
+from connectors.p2p.actions import HandoffRef, LeaseGrant
+from connectors.p2p.config import driver_settings
 from connectors.p2p.driver import CarrierOwner, NodeCarrier
 from connectors.p2p.host_id import host_id
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
@@ -49,7 +51,7 @@ class P2PConnector(Connector):
             metrics=P2PMetrics(context.metrics),
             name_load=lambda request_id: {"request_id": router_id(request_id)},
         )
-        self.carrier = NodeCarrier(context, owner, create)
+        self.carrier = NodeCarrier(driver_settings(context), owner, create)
 
     @property
     def transports(self) -> tuple[str, ...]:

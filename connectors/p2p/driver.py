@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -36,7 +36,7 @@ from connectors.p2p.agent import P2PNode
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.settings import node_settings
+from connectors.p2p.settings import DriverSettings, node_settings
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor, TransferThread
 from connectors.p2p.transport.factory import (
@@ -47,9 +47,8 @@ from connectors.p2p.transport.factory import (
     open_transports,
 )
 from connectors.p2p.transport.interface import regions_of
-from connectors.registry import ConnectorContext
-from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
+from core.kv.pool_region import KVPoolRegion
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
@@ -78,12 +77,12 @@ class CarrierOwner:
 class NodeCarrier:
     """Everything between a node and the world, for one pool."""
 
-    def __init__(self, context: ConnectorContext, owner: CarrierOwner, create: TransportFactory = create_transport) -> None:
-        self._context = context
+    def __init__(self, settings: DriverSettings, owner: CarrierOwner, create: TransportFactory = create_transport) -> None:
+        self._settings = settings
         self._owner = owner
         self._create = create
         self._metrics = owner.metrics
-        self._limited_log = LimitedLog(_log, context.clock.now)  # for what peers can cause as often as they like
+        self._limited_log = LimitedLog(_log, settings.clock.now)  # for what peers can cause as often as they like
         self._transport_set = TransportSet()
         self._node: P2PNode | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,9 +116,9 @@ class NodeCarrier:
             raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
         is_producer = self._owner.is_producer
         if is_producer:  # before anything is open
-            advertised_host(split_tcp(self._context.control_address)[0], self._context.advertise_host)
+            advertised_host(split_tcp(self._settings.control_address)[0], self._settings.advertise_host)
         unverifiable = self._unverifiable(pool)
-        names = [name for name in self._context.config.transports if name not in unverifiable]
+        names = [name for name in self._settings.transfer.transports if name not in unverifiable]
         if not names:
             raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
         self._loop = asyncio.get_running_loop()
@@ -137,9 +136,9 @@ class NodeCarrier:
         responder = HandshakeResponder(self._owner.identity, pool.num_blocks, offers, pool.seals.has_digests)
         self._node = P2PNode(
             self._owner.identity,
-            self._context.clock,
+            self._settings.clock,
             self.transports,
-            node_settings(self._context.config, pool.num_blocks, is_on_device=pool.buffer is None),
+            node_settings(self._settings.transfer, pool.num_blocks, is_on_device=pool.buffer is None),
             responder if is_producer else None,
         )
         executor = TransferExecutor(
@@ -147,13 +146,15 @@ class NodeCarrier:
             pool.seals,
             pool.new_digester() if pool.new_digester is not None else _no_digest,
             partial(self.call_soon, self._on_transfer),
-            self._context.clock.now,
+            self._settings.clock.now,
             staging,
         )
         self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
         self._transfers.start()
         self._zmq = AsyncContext()
-        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self._owner.fail, self._context.keys)
+        self._clients = ControlClients(
+            self._zmq, self._on_control, self._on_disconnected, self._owner.fail, self._settings.keys
+        )
         if is_producer:
             self._serve(self._zmq)
         self._publish()
@@ -229,7 +230,7 @@ class NodeCarrier:
             self._timer = None
         due = node.next_timer()
         if due is not None and self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, due - self._context.clock.now()), self._on_timer)
+            self._timer = self._loop.call_later(max(0.0, due - self._settings.clock.now()), self._on_timer)
 
     # ---- what the node wants ---------------------------------------------------------------------------------------
 
@@ -256,29 +257,29 @@ class NodeCarrier:
 
     def _serve(self, zmq: AsyncContext) -> None:
         """Begin to answer readers."""
-        self._server = ControlServer(zmq, self._answer, self._owner.fail, self._context.keys)
-        host, port = split_tcp(self._server.start(self._context.control_address))
-        self.control_address = join_tcp(advertised_host(host, self._context.advertise_host), port)
+        self._server = ControlServer(zmq, self._answer, self._owner.fail, self._settings.keys)
+        host, port = split_tcp(self._server.start(self._settings.control_address))
+        self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
 
     def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
         """Return the transports by which this worker could not verify what it reads as it is told to, and why."""
         if self._owner.is_producer or pool.new_digester is not None:
             return {}
-        kv_verify = self._context.config.kv_verify
+        kv_verify = self._settings.transfer.kv_verify
         reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, the engine computes none: set it to identity"
-        demanding = [name for name in self._context.config.transports if verifies_digests(kv_verify, name)]
+        demanding = [name for name in self._settings.transfer.transports if verifies_digests(kv_verify, name)]
         for name in demanding:
             _log.warning(event("kv_transport_skipped", transport=name, reason=reason.format(name)))
         return {name: reason.format(name) for name in demanding}
 
     def _transport_settings(self) -> TransportSettings:
-        host, _ = split_tcp(self._context.control_address)
+        host, _ = split_tcp(self._settings.control_address)
         return TransportSettings(
-            ids=self._context.ids,
-            engine_id=self._context.engine_id,
-            bind_address=join_tcp(host, self._context.data_port),
-            advertise_host=self._context.advertise_host,
-            keys=self._context.keys,
+            ids=self._settings.ids,
+            engine_id=self._owner.identity.engine_id,
+            bind_address=join_tcp(host, self._settings.data_port),
+            advertise_host=self._settings.advertise_host,
+            keys=self._settings.keys,
         )
 
     # ---- what people see -------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, PullRequest, ReadUnit, Refusal
+from connectors.p2p.actions import HandoffRef, LeaseGrant, PullRequest, ReadUnit, Refusal
 from connectors.p2p.consumer.block_mapping import Extent, group_units
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock

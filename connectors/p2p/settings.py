@@ -5,18 +5,54 @@ Values without behaviour. Built by ``connectors.p2p.driver`` in a worker, and by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.p2p.consumer.transport_health import BreakerTerms
 from connectors.p2p.producer.leases import LeaseTerms
-from core.config import ConnectorSection
+from core.clock import Clock
+from core.ids import IdSource
+from core.wire.curve import ClusterKeys
 from core.wire.kv import KVVerify
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
 READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt; four converted ones fit the staging area
 DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """What an operator sets about transfers, by the names of the section ``connector``. Durations are in seconds."""
+
+    transports: Sequence[str]
+    kv_verify: KVVerify
+    transfer_deadline_s: float
+    transfer_stall_s: float
+    transport_retry_s: float
+    transport_retry_max_s: float
+    handshake_timeout_s: float
+    max_quarantined_blocks: int  # 0 = a quarter of the pool
+    lease_s: float
+    lease_renew_interval_s: float
+    lease_max_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverSettings:
+    """The settings of a driver, and the clock and randomness that it uses.
+
+    ``control_address`` is where a producer binds its control socket, ``data_port`` the port of its data socket (0 = any).
+    ``keys`` encrypt both; None = they are open.
+    """
+
+    transfer: TransferSettings
+    control_address: str
+    data_port: int = 0
+    advertise_host: str
+    keys: ClusterKeys | None = None
+    clock: Clock
+    ids: IdSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +86,7 @@ class NodeSettings:
     leases: LeaseTerms
 
 
-def node_settings(config: ConnectorSection, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
+def node_settings(config: TransferSettings, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
     """Return what a configuration means for a node whose pool has ``num_blocks`` blocks, in host memory or on a device."""
     max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
     return NodeSettings(

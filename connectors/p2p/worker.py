@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from connectors.async_worker import LoadEnded, ReportingWorker
-from connectors.p2p.actions import P2PConnectorMetadata, QuarantineEnded, Report, SendingEnded
+from connectors.async_worker import ReportingWorker, add_load_ended
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import QuarantineEnded, Report, SendingEnded
+from connectors.p2p.metadata import P2PConnectorMetadata
 from core.connector import KVConnectorMetadata
 from core.request import KVConnectorOutput
 
@@ -34,7 +36,7 @@ class P2PConnectorWorker(ReportingWorker[Report]):
                 case QuarantineEnded():
                     _end_quarantine(report, output)
                 case LoadEnded():
-                    report.add_to(output)
+                    add_load_ended(report, output)
 
 
 def _end_quarantine(ended: QuarantineEnded, output: KVConnectorOutput) -> None:

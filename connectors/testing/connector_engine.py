@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import (
     DigestBlocks,
     SealTable,

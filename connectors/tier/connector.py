@@ -17,8 +17,8 @@ from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
-from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable
+from core.kv.pool_region import KVPoolRegion
 from core.log import event
 from kvstore.base import BlockStore, LookupTicket
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.key import StoreKey
 

@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.pool_access import PoolAccess
 from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from core.clock import Clock

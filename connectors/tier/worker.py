@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from connectors.async_worker import LoadEnded, ReportingWorker
+from connectors.async_worker import ReportingWorker, add_load_ended
+from connectors.load_ended import LoadEnded
 from connectors.tier.messages import Report, SaveEnded, SavesAreSlow, TierConnectorMetadata, TierConnectorWorkerMetadata
 from core.connector import KVConnectorMetadata
 from core.request import KVConnectorOutput
@@ -38,6 +39,6 @@ class TierConnectorWorker(ReportingWorker[Report]):
                 case SavesAreSlow():
                     is_slow = True
                 case LoadEnded():
-                    report.add_to(output)
+                    add_load_ended(report, output)
         if saved or is_slow:
             output.worker_meta = TierConnectorWorkerMetadata(tuple(saved), is_slow)

@@ -20,16 +20,9 @@ import torch
 from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
-from core.config import (
-    DIGEST_TRANSPORTS,
-    HASH_BLOCK_SIZE,
-    ConnectorSection,
-    KVFerryConfig,
-    ModelSection,
-    SchedulerSection,
-    WorkerSection,
-)
+from core.config import ConnectorSection, KVFerryConfig, ModelSection, SchedulerSection, WorkerSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
 from core.engine.core import EngineCore
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes

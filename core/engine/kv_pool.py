@@ -28,11 +28,11 @@ import torch
 
 from core.attention.base import KVLayout, PagedKVCache
 from core.config import HugePages
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester, TensorDigester
 from core.engine.cuda.block_copier import cuda_block_copier, on_side_stream
 from core.engine.cuda.pinned_memory import pin_for_cuda
 from core.errors import ConfigError
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import (
     DigestBlocks,
     SealTable,

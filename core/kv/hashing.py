@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from core.config import HASH_BLOCK_SIZE
+from core.constants import HASH_BLOCK_SIZE
 
 BLOCK_HASH_BYTES = 16
 ROOT_HASH = bytes(BLOCK_HASH_BYTES)

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from core.config import HASH_BLOCK_SIZE
+from core.constants import HASH_BLOCK_SIZE
 from core.wire.kv import KVLayoutInfo
 
 SEAL_BYTES = 64

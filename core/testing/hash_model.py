@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from core.connector import KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorWorker
 from core.kv.block import NULL_BLOCK_ID
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import SealTable, each_by_itself, layout_fingerprint, map_seal_memory, num_landing_rows
 from core.kv.spec import (
     ChunkedLocalAttentionSpec,

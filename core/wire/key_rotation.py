@@ -9,14 +9,16 @@ a single key, the usual case, nothing here adds a byte. The procedure: docs/depl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from core.config import SecuritySection
 from core.errors import ConfigError
 from core.wire.curve import ClusterKeys, derive_keys, use_client_keys
 from core.wire.sockets import AnySocket
+
+if TYPE_CHECKING:
+    from core.config import SecuritySection
 
 HANDSHAKE_FAILED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from core.config import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
+from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.errors import ConnectorUnavailable, LayoutMismatch
 from core.wire.kv import KVLayoutInfo, KVVerify
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from connectors.registry import Connector, ConnectorContext
 from core.clock import Clock
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
 from core.errors import (
     ConfigError,
     ConnectorUnavailable,
@@ -45,6 +45,7 @@ from core.errors import (
 from core.ids import new_hex_id
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.kv.pool_region import KVPoolRegion
 from core.kv.spec import ceil_div
 from core.log import event
 from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from connectors.ec.jobs import FetchingMetadata
 from connectors.multi.scheduler import MultiKVConnectorMetadata
-from connectors.p2p.actions import P2PConnectorMetadata
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import SEAL_REGION
 from connectors.tier.messages import TierConnectorMetadata
-from core.config import HASH_BLOCK_SIZE
+from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
 from core.kv.invariants import find_violations

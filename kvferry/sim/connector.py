@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from connectors.async_worker import LoadEnded
-from connectors.p2p.actions import Action, P2PConnectorMetadata, Report
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import Action, Report
 from connectors.p2p.agent import P2PNode
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker

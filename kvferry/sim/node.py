@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -35,6 +35,7 @@ from connectors.p2p.actions import (
     TransportRestored,
 )
 from connectors.p2p.agent import P2PNode
+from connectors.p2p.config import transfer_settings
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import node_settings
 from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
@@ -42,9 +43,9 @@ from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.factory import TransportSettings, open_transports
 from connectors.p2p.transport.interface import regions_of
 from core.config import ConnectorSection
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.ids import IdSource
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import each_by_itself
 from core.testing.hash_model import SLOT_BYTES
 from core.wire.codec import decode_control_frame, encode_control_message
@@ -154,7 +155,7 @@ class SimNode:
             host.process.clock.now,
             self._staging,
         )
-        limits = node_settings(self._config, pool.num_blocks)
+        limits = node_settings(transfer_settings(self._config), pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
         responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
         limits = dataclasses.replace(limits, pull=pull)

@@ -18,7 +18,8 @@ from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
-from core.connector import KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.host import Host

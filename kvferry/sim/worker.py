@@ -12,7 +12,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.producer.handshake import WorkerIdentity
-from core.config import HASH_BLOCK_SIZE, KVFerryConfig
+from core.config import KVFerryConfig
+from core.constants import HASH_BLOCK_SIZE
 from core.digest import BlockDigester
 from core.engine.core import EngineCore
 from core.engine.kv_sizing import max_in_flight_tokens

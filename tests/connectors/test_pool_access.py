@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from connectors.pool_access import DevicePoolAccess, HostPoolAccess, open_pool
-from core.connector import KVPoolRegion
 from core.errors import ConnectorUnavailable, CorruptBlock
+from core.kv.pool_region import KVPoolRegion
 from core.testing.hash_model import hash_model_layout
 
 BLOCK_BYTES = 8

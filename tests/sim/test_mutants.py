@@ -18,7 +18,7 @@ import core.sched.load_failures
 import core.sched.scheduler
 import router.dispatch.dispatcher
 import router.dispatch.worker_messages
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import PostRead
 from connectors.p2p.agent import P2PNode
 from connectors.p2p.consumer.load import Load

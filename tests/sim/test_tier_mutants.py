@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.tier.save_planner import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
 from core.engine.core import EngineCore

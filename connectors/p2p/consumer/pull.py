@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     AskProgress,

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from connectors.p2p.actions import TokenCopy
 from connectors.p2p.transport.interface import RowRegion
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester
+from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
 from core.wire.pairing import STAGING_BYTES
 

@@ -19,8 +19,8 @@ from typing import ClassVar, NamedTuple
 
 import zmq
 
-from core.connector import BlockCopier, KVPoolRegion
 from core.errors import KVFerryError, LayoutMismatch
+from core.kv.pool_region import BlockCopier, KVPoolRegion
 from core.kv.seals import SEAL_BYTES, SealTable
 
 POOL_REGION = 0

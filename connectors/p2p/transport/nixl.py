@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, decode_metadata, landing_of, region_at
 from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
-from core.config import set_default_environment, ucx_net_devices
+from core.environment import set_default_environment, ucx_net_devices
 from core.errors import ConfigError, ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
 from core.log import event

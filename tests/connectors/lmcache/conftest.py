@@ -33,7 +33,8 @@ from connectors.lmcache.wire import (
 from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import call_if_open
 from core.clock import SystemClock
-from core.config import HASH_BLOCK_SIZE, ConnectorSection, LMCacheSection, SchedulerSection
+from core.config import ConnectorSection, LMCacheSection, SchedulerSection
+from core.constants import HASH_BLOCK_SIZE
 from core.digest import BlockDigester
 from core.engine.core import EngineCore
 from core.ids import RandomIds

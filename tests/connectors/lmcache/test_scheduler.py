@@ -10,12 +10,14 @@ from connectors.lmcache.actions import LMCacheMPConnectorMetadata, ServerSession
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import ChunkGeometry
-from core.config import HASH_BLOCK_SIZE, SchedulerSection
-from core.connector import KVConnectorMetadata, KVConnectorWorker, KVPoolRegion
+from core.config import SchedulerSection
+from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore
 from core.ids import SeededIds
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
+from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CancelRead,

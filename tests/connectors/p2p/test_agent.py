@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, Reply, SendControl, SendingEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant, Reply, SendControl, SendingEnded
 from connectors.p2p.agent import P2PNode
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import NodeSettings, PullSettings

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import P2PConnectorMetadata, PeerFailed, PeerOpened
+from connectors.p2p.actions import PeerFailed, PeerOpened
+from connectors.p2p.config import transfer_settings
 from connectors.p2p.connector import P2PConnector
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.settings import node_settings
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
@@ -161,7 +163,9 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
 
 def test_reads_that_reach_the_memory_of_a_device_are_larger():
     config = ConnectorSection()
-    host, device = (node_settings(config, 100, is_on_device=is_on_device).pull for is_on_device in (False, True))
+    host, device = (
+        node_settings(transfer_settings(config), 100, is_on_device=is_on_device).pull for is_on_device in (False, True)
+    )
     assert set(device.max_read_bytes_by) == {"nixl"}, "tcp goes through host memory, and takes its time over a network"
     assert device.max_read_bytes_by["nixl"] > device.max_read_bytes
     assert dataclasses.replace(device, max_read_bytes_by={}) == host
@@ -169,5 +173,5 @@ def test_reads_that_reach_the_memory_of_a_device_are_larger():
 
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_reads_in_flight_of_blocks_that_are_converted_fit_the_staging_area_together(is_on_device):
-    pull = node_settings(ConnectorSection(), 100, is_on_device=is_on_device).pull
+    pull = node_settings(transfer_settings(ConnectorSection()), 100, is_on_device=is_on_device).pull
     assert pull.max_read_bytes * pull.max_reads_in_flight <= STAGING_BYTES

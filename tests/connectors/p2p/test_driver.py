@@ -8,9 +8,10 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.async_worker import LoadEnded
-from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, PeerFenced, PullRequest, Refusal, SendControl, row_units
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import HandoffRef, PeerFenced, PullRequest, Refusal, SendControl, row_units
 from connectors.p2p.connector import P2PConnector
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.metrics import P2PMetrics
 from core.wire.messages import ErrorInfo, TransferUsage
 

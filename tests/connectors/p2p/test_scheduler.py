@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from connectors.async_worker import LoadEnded
-from connectors.p2p.actions import HandoffRef, LeaseGrant, P2PConnectorMetadata, SendingEnded
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant, SendingEnded
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from connectors.async_worker import LoadEnded
-from connectors.p2p.actions import HandoffRef, P2PConnectorMetadata, QuarantineEnded, SendingEnded
+from connectors.load_ended import LoadEnded
+from connectors.p2p.actions import HandoffRef, QuarantineEnded, SendingEnded
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
 from core.errors import EngineDead

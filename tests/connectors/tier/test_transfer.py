@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.pool_access import open_pool
 from connectors.tier import transfer as mover_module
 from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad

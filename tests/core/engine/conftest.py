@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from core.clock import SystemClock
 from core.config import load_config
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker, KVPoolRegion
+from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
 from core.engine.build import BuiltEngine, build_engine
 from core.engine.core import EngineCore
 from core.engine.sampling_state import SamplingRows, build_edits
+from core.kv.pool_region import KVPoolRegion
 from core.model.arch import model_fingerprint, parse_arch
 from core.model.hub import ModelFiles
 from core.model.image_file import read_image_size

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from core.config import HASH_BLOCK_SIZE
+from core.constants import HASH_BLOCK_SIZE
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from core.config import HASH_BLOCK_SIZE
+from core.constants import HASH_BLOCK_SIZE
 from core.kv.hashing import BlockHasher, block_extra_keys, encode_extra_keys, hash_media
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     CloseControl,
     ClosePeer,

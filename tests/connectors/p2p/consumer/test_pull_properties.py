@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import ClosePeer, PeerFailed, PostRead, PostSealRead, SendControl
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
 from core.errors import PeerUnreachable, TransferError

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead, QuarantineEnded
 from connectors.p2p.transport.interface import PeerId
 from core.errors import PeerUnreachable, TransferError

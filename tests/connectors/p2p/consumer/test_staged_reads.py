@@ -24,9 +24,9 @@ from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows, row_content
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester
 from core.errors import LayoutMismatch, PeerUnreachable
+from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory, num_landing_rows
 from core.testing.hash_model import SLOT_BYTES, hash_model_layout
 

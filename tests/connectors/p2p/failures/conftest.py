@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
     HandoffRef,
     LeaseGrant,
     LogEntry,
-    P2PConnectorMetadata,
     PullRequest,
     QuarantineEnded,
     Reply,
@@ -28,6 +27,7 @@ from connectors.p2p.actions import (
     row_units,
 )
 from connectors.p2p.agent import P2PNode
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import NodeSettings, PullSettings

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from connectors.async_worker import LoadEnded
+from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
     OpenPeer,
-    P2PConnectorMetadata,
     PeerFenced,
     PullRequest,
     QuarantineEnded,
@@ -31,6 +30,7 @@ from connectors.p2p.actions import (
 from connectors.p2p.agent import P2PNode
 from connectors.p2p.consumer.block_mapping import Extent, group_units
 from connectors.p2p.consumer.transport_health import BreakerTerms
+from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import NodeSettings, PullSettings
 from connectors.p2p.transfer.staging import map_staging_area

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from connectors.p2p.actions import TokenCopy
 from connectors.p2p.transfer.staging import StagingArea, map_staging_area
-from core.connector import KVPoolRegion
 from core.digest import BlockDigester
+from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
 
 NUM_BLOCKS, LAYERS, HEADS, HEAD_DIM = 8, 3, 2, 4
