@@ -1,4 +1,4 @@
-"""Names of attempts on the wire: what they stand for, and how long those that are over are remembered."""
+"""Names of attempts on the wire: which request they belong to, and how long ended ones are remembered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attempts() -> Attempts:
     return Attempts()
 
 
-def test_only_the_present_name_stands_for_a_request(attempts):
+def test_only_the_current_attempt_finds_its_request(attempts):
     request = request_of("r1")
     attempts.begin(request)
     assert attempts.get("r1") is request
@@ -54,7 +54,7 @@ def test_a_request_that_is_named_twice_is_found_once(attempts):
     assert attempts.find_requests(["r2", "r1", "unknown", "r2"]) == ["r2", "r1"]
 
 
-def test_whoever_is_busy_with_an_ended_attempt_is_told_again_after_a_while(attempts):
+def test_an_ended_attempt_is_aborted_again_after_a_while(attempts):
     request = request_of("r1")
     attempts.begin(request)
     attempts.end(request, 10.0)
@@ -62,7 +62,7 @@ def test_whoever_is_busy_with_an_ended_attempt_is_told_again_after_a_while(attem
     assert told == [12.0, 14.0]
 
 
-def test_whoever_is_busy_with_something_unknown_is_told_at_once(attempts):
+def test_an_unknown_attempt_is_aborted_at_once(attempts):
     assert [attempts.take_abort("r1", now) for now in (0.0, 0.1)] == [True, False]
 
 

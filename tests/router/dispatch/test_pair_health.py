@@ -1,4 +1,4 @@
-"""Penalties of pairs that fail to hand over, under times that the test sets."""
+"""Penalties of pairs whose handoffs fail, under times that the test sets."""
 
 from __future__ import annotations
 

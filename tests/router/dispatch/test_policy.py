@@ -118,7 +118,7 @@ def test_workers_with_other_block_sizes_are_paired_if_a_connector_converts():
     [with_blocks_of(40), msgspec.structs.replace(LAYOUT, block_size=16)],
     ids=["ends between two hashes", "other bytes for a token"],
 )
-def test_blocks_that_nobody_can_convert_are_refused(layout):
+def test_blocks_that_cannot_be_converted_are_refused(layout):
     with pytest.raises(NoWorker, match="block_size"):
         choose_route([member("prefill", "p0"), member("decode", "d0", layout=layout)], Demand(num_tokens=10))
 
@@ -239,7 +239,7 @@ def test_says_what_is_missing(workers, reason):
         choose_route(workers, Demand(num_tokens=10))
 
 
-def test_says_why_those_of_a_role_that_are_there_take_nothing_and_nobody_else():
+def test_not_ready_reason_names_why_workers_of_the_missing_role_are_closed():
     prefill, other = member("prefill", "p0"), member("prefill", "p1")
     other.note_failure(ErrorInfo.of(EngineDead("it died")))
     assert why_not_ready([other, prefill]) == "no decode worker is available, and no aggregated one"
@@ -285,7 +285,7 @@ def test_a_decode_worker_that_does_not_fit_is_refused_with_both_values():
         choose_decode(workers, prefill, Demand(num_tokens=50))
 
 
-def test_a_full_worker_is_taken_by_nobody_and_all_full_is_overload():
+def test_a_full_worker_is_not_chosen_and_all_full_is_overload():
     workers = [
         prefill := member("prefill", "p0"),
         member("decode", "full", load=8, max_num_choices=10),
@@ -311,7 +311,7 @@ def test_a_worker_that_does_not_say_its_limit_has_room_until_it_refuses():
         choose_route(workers, Demand(num_tokens=1))
 
 
-def test_workers_that_failed_the_request_are_taken_if_nobody_else_is_there():
+def test_workers_that_failed_the_request_are_the_last_resort():
     workers = [member("prefill", "p0"), member("decode", "d0"), member("decode", "d1", load=9)]
     once = Demand(num_tokens=1, avoid=frozenset({WorkerKey("d0", 1)}))
     assert names(choose_route(workers, once)) == ["p0", "d1"]
@@ -333,7 +333,7 @@ def test_successor_has_the_same_model_in_any_layout_and_is_no_prefill_worker():
         choose_successor(workers, b"v3", Demand(num_tokens=50))
 
 
-def test_names_the_workers_that_nobody_fits_and_why():
+def test_unpaired_names_workers_without_a_partner_and_why():
     v1 = [member("prefill", "p1"), member("decode", "d1")]
     v2 = [member("prefill", "p2", model_fingerprint=b"v2"), member("decode", "d2", model_fingerprint=b"v2")]
     assert unpaired(v1 + v2) == {}

@@ -1,4 +1,4 @@
-"""What clients are told of a missing role, under times that the test sets."""
+"""Estimates of when a missing role returns, under times that the test sets."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_without_any_worker_a_start_is_awaited():
     assert restarts.retry_after_s(6.0) == 44
 
 
-def test_requests_wait_longer_for_workers_that_somebody_brings_back():
+def test_requests_wait_longer_for_supervised_workers():
     supervised, _ = known("d0")
     alone, _ = known("d0", is_supervised=False)
     assert supervised.patience_s(["decode", "aggregated"]) == 3 * 34.0

@@ -1,4 +1,4 @@
-"""The router's spans: one trace from the client's span over the legs to the workers, whatever becomes of the request."""
+"""The router's spans: one trace from the client's span over the legs to the workers, for every outcome."""
 
 import pytest
 

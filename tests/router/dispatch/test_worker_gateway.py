@@ -112,7 +112,7 @@ async def test_a_flood_of_messages_is_no_pause_of_the_router():
     clock.advance(gateway._tick_s)
     await gateway._do_what_is_due(reader)
     assert pauses.lateness_s == 0.0
-    assert not pauses.is_settling(clock.now()), "else nobody would be judged for as long as it lasts"
+    assert not pauses.is_settling(clock.now()), "else no worker would be judged while it lasts"
 
 
 async def test_messages_of_workers_that_never_registered_are_refused(served):

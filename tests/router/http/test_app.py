@@ -259,7 +259,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(served, content, path):
         error_of(await client.post(path, content=content), 400)
 
 
-async def test_wrong_fields_are_refused_even_when_nobody_could_serve(start_router):
+async def test_wrong_fields_are_refused_even_without_workers(start_router):
     under_test = await start_router(has_http=False)
     error_of(await post(under_test, "/v1/completions", prompt="x", temperature=9), 400)
 

@@ -1,4 +1,4 @@
-"""What an operator allows a client: so many requests at once per key, and prompts of so many tokens."""
+"""The operator's limits for clients: requests per key, and tokens per prompt."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ async def test_connection_without_a_request_is_closed(impatient):
     writer.close()
 
 
-async def test_request_behind_one_that_wants_another_protocol_is_answered(impatient):
+async def test_request_after_one_that_wants_another_protocol_is_answered(impatient):
     reader, writer = await open_to(impatient)
     first = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
     writer.write(first + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -84,7 +84,7 @@ async def test_dripping_head_is_cut_off(impatient, start):
     assert impatient.metric("kvferry_http_connections_cut_total", reason="receive") == 1
 
 
-async def test_head_that_drips_behind_an_answer_is_cut_off(impatient):
+async def test_slow_head_after_an_answer_is_cut_off(impatient):
     reader, writer = await open_to(impatient)
     writer.write(HEALTH)
     await read_answer(reader)
@@ -103,7 +103,7 @@ async def test_body_that_does_not_arrive_is_told_408(impatient):
     writer.close()
 
 
-async def test_body_that_drips_behind_its_answer_is_cut_off(impatient):
+async def test_slow_body_after_its_answer_is_cut_off(impatient):
     reader, writer = await open_to(impatient)
     writer.write(b"GET /health HTTP/1.1\r\nhost: router\r\ncontent-length: 1000000\r\n\r\n")
     head, _ = await read_answer(reader)
@@ -127,7 +127,7 @@ async def test_answer_may_take_longer_than_the_request(impatient):
     writer.close()
 
 
-async def test_stream_that_nobody_reads_ends_with_its_request(start_router):
+async def test_unread_stream_ends_with_its_request(start_router):
     under_test = await start_router(send_timeout_s=SHORT_S)
     facts = {"max_model_len": 5000}
     prefill, decode = await under_test.add("prefill", **facts), await under_test.add("decode", **facts)

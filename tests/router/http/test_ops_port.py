@@ -1,4 +1,4 @@
-"""Probes and metrics on a port of their own: what is where, and that clients cannot take it away."""
+"""Probes and metrics on their own port: what each port serves, and that clients cannot block the probes."""
 
 from __future__ import annotations
 

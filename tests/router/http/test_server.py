@@ -91,7 +91,7 @@ async def test_stopping_sends_away_what_outlasts_the_grace(start_router):
     await prefill.aborts(request_id)
 
 
-async def test_stopping_ends_a_stream_with_an_error_so_that_nobody_takes_it_for_whole(start_router):
+async def test_stopping_ends_a_stream_with_an_error(start_router):
     under_test = await start_router()
     _, decode = await under_test.pair(pause_after=3)
     async with (
@@ -107,7 +107,7 @@ async def test_stopping_ends_a_stream_with_an_error_so_that_nobody_takes_it_for_
     await decode.aborts((await decode.generated()).request_id)
 
 
-async def test_stopping_twice_is_harmless_and_nobody_listens_any_more(start_router):
+async def test_stopping_twice_is_harmless_and_closes_the_port(start_router):
     under_test = await start_router()
     url = under_test.url
     await under_test.router.stop()

@@ -1,4 +1,4 @@
-"""``/status`` shows the cluster and what was counted, to everybody and with nothing from elsewhere."""
+"""``/status`` shows the cluster and its counters, without a key and without external assets."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""An operator hears of workers that have another cluster key, and not with every attempt of theirs."""
+"""Workers with another cluster key are counted each time, and logged at a limited rate."""
 
 from __future__ import annotations
 

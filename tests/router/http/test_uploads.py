@@ -1,4 +1,4 @@
-"""Bodies of all clients together: there is one bound for what is held of them."""
+"""One limit for the memory of all clients' bodies together."""
 
 from __future__ import annotations
 

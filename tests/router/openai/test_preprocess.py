@@ -118,7 +118,7 @@ async def test_token_ids_that_cannot_fit_are_refused_before_they_are_looked_at(r
 
     monkeypatch.setattr(type(tiny_tokenizer), "decode", never)
     limits = ModelLimits(max_model_len=100, vocab_size=257)
-    prompt = [1] * 100 + [-1]  # the last one is wrong as well: nobody looked
+    prompt = [1] * 100 + [-1]  # the last one is wrong as well, and unchecked
     with pytest.raises(ContextTooLong, match="maximum context length is 100 tokens") as refused:
         await reader.read_completion(CompletionRequest(prompt=prompt, **fields), limits)
     assert refused.value.param == "prompt"

@@ -1,4 +1,4 @@
-"""A router core whose workers are played by hand: what it sends, tells and ends is collected."""
+"""A router core with workers played by the test; its messages, updates and ends are collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in, and how requests are spread."""
+"""Which requests are admitted, and how they are spread over workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs whose handoffs fail again and again are avoided while there is another."""
+"""Pairs whose handoffs keep failing are avoided while there is another."""
 
 from __future__ import annotations
 

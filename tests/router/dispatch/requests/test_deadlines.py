@@ -1,4 +1,4 @@
-"""The foreseen wait: of what is queued, at the pace of what was done; never of an idle worker or of one that nobody knows."""
+"""The estimated wait: queued prompts at the pace of earlier ones; none for idle workers and workers without history."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_of_a_worker_without_a_past_nothing_is_foreseen():
     assert bench.wait_s(P1, 1000.0) == 0.0
 
 
-def test_an_idle_worker_makes_nobody_wait_however_slow_it_was(paced):
+def test_an_idle_worker_has_no_wait_however_slow_it_was(paced):
     paced.send("slow", 1, 1001.0)
     paced.on_first_token("slow", 9000.0)
     assert paced.wait_s(P0, 9000.0) == 0.0
@@ -46,7 +46,7 @@ def test_the_wait_is_what_is_queued_at_the_pace_of_what_was_done(paced):
     paced.send("b", 200, 1001.0)
     assert paced.wait_s(P0, 1001.0) == pytest.approx(5.0)
     assert paced.wait_s(P0, 1003.0) == pytest.approx(3.0)
-    assert paced.wait_s(P0, 1099.0) == 0.0  # it is late: nobody knows how much
+    assert paced.wait_s(P0, 1099.0) == 0.0  # it is overdue by an unknown time
 
 
 def test_each_prompt_s_own_time_counts_not_its_wait(paced):
@@ -203,7 +203,7 @@ def test_the_shortest_wait_is_told(make_router):
     [
         {"p1": {"model_fingerprint": b"new"}, "d1": {"model_fingerprint": b"new"}},  # it knows the images by other names
         {"p1": {"max_model_len": 60}},
-        {"p1": {"model_fingerprint": b"new"}},  # nobody can go on with what it computes
+        {"p1": {"model_fingerprint": b"new"}},  # no decode worker fits it
         {"a1": {"model_fingerprint": b"new"}},
     ],
     ids=["other weights", "short context", "no partner", "other weights, aggregated"],
@@ -228,21 +228,21 @@ def test_a_busy_worker_that_cannot_serve_the_request_is_no_obstacle(make_router)
     assert bench.sent[-1][0] == "p1"
 
 
-def test_a_request_that_fits_nobody_hears_why_and_not_when_to_come_back(make_router):
+def test_a_request_that_fits_no_worker_gets_the_reason_and_no_retry_after(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     with pytest.raises(ContextTooLong):
         bench.core.submit(bench.submission("long", timeout_s=2.0, prompt=200), bench.now)
 
 
-def test_a_worker_that_fits_nobody_begins_nothing_soon(make_router):
+def test_a_worker_without_a_partner_does_not_shorten_the_wait(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     bench.join("p1", model_fingerprint=b"new")
     assert bench.core.wait_estimates.shortest_wait_s(bench.core.membership.workers, 0.0) == pytest.approx(5.0)
 
 
-def test_nobody_at_all_is_no_matter_of_time(make_bench):
+def test_without_workers_the_error_is_not_about_the_deadline(make_bench):
     bench = make_bench()
     with pytest.raises(Exception, match="no worker has registered"):
         bench.core.submit(bench.submission("r1", timeout_s=0.001), bench.now)

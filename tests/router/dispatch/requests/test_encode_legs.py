@@ -89,7 +89,7 @@ def test_request_is_not_retried_on_weights_with_other_image_hashes(bench):
     assert bench.generated("p0")
     bench.leave("p0")
     assert not bench.to("p1", Generate)
-    assert not bench.generated("d0").handoff  # alone, since it can read nobody else
+    assert not bench.generated("d0").handoff  # alone, because it can read from no prefill worker
 
 
 def test_request_whose_route_leaves_goes_to_workers_of_the_same_weights(bench):
@@ -321,7 +321,7 @@ def test_a_second_attempt_uses_the_embeddings_of_the_first(bench):
     assert len(bench.to("e0", EncodeRequest)) == 1
 
 
-def test_embeddings_that_nobody_asked_for_are_not_passed_on(bench):
+def test_unrequested_embeddings_are_not_passed_on(bench):
     submit(bench, CAT)
     done(bench, CAT, FOX)
     assert [found.seal.identifier for found in bench.generated("p0").ec_sources] == [CAT]

@@ -1,4 +1,4 @@
-"""The way of a request through its workers when nothing goes wrong."""
+"""Requests that pass from prefill to decode worker without failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random histories of clients and workers that die, refuse, freeze, come back, and of messages that are late or lost.
 
 The workers are played honestly, each by the messages that have reached it. What they put out depends on seed, choice and
-position only, as in the real engine, so the client must see exactly one sequence whoever computes it.
+position only, as in the real engine, so the client must see exactly one sequence, whichever worker computes it.
 """
 
 from __future__ import annotations
@@ -481,7 +481,7 @@ class Histories(RuleBasedStateMachine):
         if not self.num_faults:
             assert {error.code for error in self.ended.values() if error} <= {"cancelled"}
         for worker in self.workers.values():
-            assert not worker.jobs, "a worker was left with something that nobody waits for"
+            assert not worker.jobs, "a worker was left with a stale attempt"
             assert worker.leases.keys() <= self.excused, "a handoff was neither read nor released"
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a request on its way. That the splits fit a client's own clock is a test with real processes."""
+"""The measurements of a request. A test with real processes compares the splits with a client's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router that stood still: it costs no stream and no retry, however long."""
+"""A pause of the router, however long, costs no stream and no retry."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_that_were_lost_meanwhile_cost_no_retry(make_bench, seconds):
 
 
 @LENGTHS
-def test_nobody_is_judged_by_what_it_said_before_the_pause(make_bench, seconds):
+def test_heartbeats_from_before_a_pause_mark_no_worker_as_stalled(make_bench, seconds):
     bench = pair_decoding(make_bench)
     bench.heartbeat("d0", stalled_ms=60_000.0)
     freeze(bench, seconds)

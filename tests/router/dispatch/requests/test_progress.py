@@ -1,4 +1,4 @@
-"""Workers whose engines make no progress although they live: who goes on, and how they are taken back."""
+"""Live workers whose engines make no progress: where their requests continue, and how they return to service."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_worker_on_probation_gets_one_request_at_a_time_until_one_succeeds(mak
     assert start(bench, "r5") == "d0"
 
 
-def test_a_worker_on_probation_serves_where_nobody_else_could(make_bench):
+def test_a_worker_on_probation_serves_if_no_other_can(make_bench):
     bench = make_bench("p0", "d0", max_requests=9)
     stall(bench)
     bench.tick(bench.now + 1.0)

@@ -1,4 +1,4 @@
-"""Workers that refuse: who is full is asked again, who takes nothing at all is as good as gone, and clients can tell."""
+"""Workers that refuse requests: a full worker is asked again, a closed one counts as lost, and clients see which."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_what_was_reserved_at_a_worker_that_takes_nothing_goes_elsewhere(make_be
     assert [message.request_id for message in bench.to("d1", Generate)] == ["r1.2", "r3"]
 
 
-# ---- how long those wait who have begun ----------------------------------------------------------------------------------
+# ---- how long started requests wait ----------------------------------------------------------------------------------
 
 
 @closing
-def test_nobody_waits_for_a_worker_that_takes_nothing_as_for_one_that_is_full(make_bench, error):
+def test_a_closed_worker_is_not_waited_for_like_a_full_one(make_bench, error):
     bench = refused_by_d0(make_bench("p0", "d0", heartbeat_timeout_s=50.0), error)
     bench.wait(9.9)
     assert "r1" not in bench.ended
@@ -132,7 +132,7 @@ def test_the_time_without_anybody_begins_when_the_last_full_worker_leaves(make_b
     bench.assert_idle()
 
 
-# ---- whoever has failed a request, and stays -----------------------------------------------------------------------------
+# ---- workers that failed a request and stay --------------------------------------------------------------------------
 
 
 def gives_up(bench, name: str) -> None:
@@ -171,7 +171,7 @@ def test_another_decode_worker_goes_on_even_if_it_has_more_to_do(make_bench, fai
     assert bench.generated("d1").request_id == "r1.2"
 
 
-def test_whoever_has_failed_a_request_gets_it_again_where_nobody_else_is(pair):
+def test_a_worker_that_failed_a_request_gets_it_again_as_the_last_resort(pair):
     pair.submit()
     pair.prefill_done()
     gives_up(pair, "d0")

@@ -1,4 +1,4 @@
-"""Workers that are lost in mid-stream: another one goes on, and the client sees no break."""
+"""Workers lost in mid-stream: another one continues, and the client sees no break."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_live_choices_are_replayed_each_from_its_own_position(make_bench):
     bench.assert_idle()
 
 
-def test_an_aggregated_worker_lost_in_mid_stream_is_replaced_by_whoever_can_generate(make_bench):
+def test_an_aggregated_worker_lost_in_mid_stream_is_replaced(make_bench):
     bench = make_bench("a0")
     bench.submit(n=2, prompt_logprobs=1)
     bench.tokens(0, 50, peer="a0", usage=Usage(num_cached_tokens=2, prompt_logprobs=(None,)))

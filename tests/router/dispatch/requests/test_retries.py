@@ -1,4 +1,4 @@
-"""Workers that are lost, refuse or fail: who goes on, with what, and what the client sees of it."""
+"""Workers that are lost, refuse or fail: which worker continues, from where, and what the client sees."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_request_without_a_token_waits_for_the_successor_of_its_only_worker(ma
     bench.assert_idle()
 
 
-def test_a_request_without_a_token_for_which_nobody_comes_is_told_when_to_come_again(make_bench):
+def test_a_request_that_waits_in_vain_before_its_first_token_gets_a_retry_after(make_bench):
     bench = make_bench("a0")
     bench.submit()
     bench.leave("a0")
@@ -331,7 +331,7 @@ def test_a_request_whose_decode_workers_are_all_gone_waits_for_one_to_come(pair)
     pair.assert_idle()
 
 
-def test_a_request_for_which_nobody_comes_ends_with_the_reason_and_no_lease(pair):
+def test_a_request_that_waits_in_vain_ends_with_the_reason_and_no_lease(pair):
     pair.submit()
     pair.prefill_done()
     pair.leave("d0")
@@ -346,7 +346,7 @@ def test_a_request_for_which_nobody_comes_ends_with_the_reason_and_no_lease(pair
 
 
 def test_a_request_that_none_of_the_workers_left_ever_holds_does_not_wait_for_room(make_bench):
-    """Nobody who is there can go on with it, however long it waits: it is as if there were nobody."""
+    """No member can ever continue it, so it ends as if there were no worker."""
     bench = make_bench("p0", "d0")
     bench.join("d1", max_num_choices=2)
     bench.submit(n=3)
@@ -357,7 +357,7 @@ def test_a_request_that_none_of_the_workers_left_ever_holds_does_not_wait_for_ro
     bench.heartbeat("p0")
     bench.heartbeat("d1")
     bench.tick(9.0)
-    assert bench.error("r1") is None, "somebody larger may come"
+    assert bench.error("r1") is None, "a larger worker may register"
     bench.tick(10.0)
     assert (bench.error("r1").code, bench.error("r1").retryable) == ("no_worker", True)
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]

@@ -1,4 +1,4 @@
-"""Loads from a tier that failed, wherever the prompt was computed: the client is told, and no handoff is counted."""
+"""Failed loads from a tier: usage reports them, and no handoff is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that are repeated, impossible, unreadable, or come from somebody else."""
+"""Messages that are repeated, impossible, unreadable, or from the wrong sender."""
 
 from __future__ import annotations
 
