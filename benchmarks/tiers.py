@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 from common import Machine, Outcome, Spread, Table, make_parser, publish
+from trace_replay import clairvoyant, read_trace, replay
 
 from core.clock import SystemClock
 from core.config import KVStoreSection
@@ -40,7 +41,6 @@ from kvstore.client import StoreClient, own_process
 from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientOptions
 from kvstore.eviction import POLICIES, make_policy
-from kvstore.replay import clairvoyant, read_trace, replay
 from kvstore.testing.blocks import SealedBlock, make_key, seal_block
 
 BLOCK_BYTES, NUM_BLOCKS = 2_949_120, 32

@@ -1,24 +1,23 @@
-"""The arena: slots for blocks in shared memory, whose states the processes that map it can check at any moment.
+"""The arena: slots for blocks in shared memory. Every process that maps it can check the state of a slot at any moment.
 
-Owns the layout of the memory, the states of the slots, and who may map it. One process, the owner, changes states and counts
-pins; others map the memory, read slots they were given, and write only slots that were reserved for them. Pins are counts of
-the owner alone: a count in shared memory, raised by a reader that has died, could never be trusted again. Knows no policies,
-tiers or messages.
+This module owns the layout of the memory, the states of the slots and the check of a mapping; it knows no policies, tiers or
+messages. One process, the owner, changes states and counts pins. Clients map the memory, read the slots of their gets, and
+write only slots that were reserved for them. Pins are not in shared memory, because the count of a reader that died would stay.
 
     header  magic: u64 | version: u64 | incarnation: u64 | slot_bytes: u64 | num_slots: u64 | nonce[32]            one page
     slots   word: u64 | num_bytes: u64 | ... | seal[64]                                             128 bytes per slot
     blocks  slot_bytes per slot, from a page's beginning
 
     word  = generation << 2 | state
-    FREE -> WRITING (generation + 1) -> READY -> FREE        READY -> EVICTING -> FREE: dropped while somebody reads
+    FREE -> WRITING (generation + 1) -> READY -> FREE        READY -> EVICTING -> FREE: dropped while pinned
 
-Whatever is decided about a slot is decided by one aligned 8-byte store of its word; everything else is written before, while
-the word says that nobody may look. So the owner can die between any two stores and leave no slot that lies. A reader is told
-slot and generation; it copies, then looks at the word again: still READY in this generation means that the bytes are those of
-the block. That order holds on x86; another CPU needs fences.
+Each state change is one aligned 8-byte store of the slot's word. Seal, size and content are written before it, while the state
+forbids reading, so an owner that dies between two stores leaves no inconsistent slot. A reader gets slot and generation,
+copies, and reads the word again: if it is still READY in this generation, the bytes are those of the block. This order of
+stores holds on x86; other CPUs need fences.
 
-A client finds the memory as ``/proc/<pid>/fd/<n>`` and returns the nonce it has read there: that proves shared memory where a
-host name would only suggest it. Sources: memfd_create(2), proc_pid_fd(5).
+A client opens the memory as ``/proc/<pid>/fd/<n>`` and returns the nonce in its header. The nonce proves that the memory is
+shared, which equal host names do not. Sources: memfd_create(2), proc_pid_fd(5).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _STATE_BITS = 2
 
 
 class SlotState(IntEnum):
-    """What may be done with a slot."""
+    """The state of a slot."""
 
     FREE = 0
     WRITING = 1  # reserved: one writer, no readers
@@ -56,7 +55,7 @@ class SlotState(IntEnum):
 
 
 def slot_word(generation: int, state: SlotState) -> int:
-    """Return the 8 bytes that decide about a slot."""
+    """Return the word of a slot in this generation and state."""
     return generation << _STATE_BITS | state
 
 
@@ -71,7 +70,7 @@ def round_slot_bytes(block_bytes: int) -> int:
 
 
 class ArenaView:
-    """An arena as those see it who did not make it.
+    """An arena as a client maps it.
 
     Raises: ProtocolError if the memory is no arena.
     """
@@ -94,11 +93,11 @@ class ArenaView:
 
     @property
     def memory(self) -> memoryview:
-        """All of it: header, slots, blocks."""
+        """The whole memory: header, slots, blocks."""
         return self._memory
 
     def word(self, slot: int) -> int:
-        """Return the word that decides about a slot."""
+        """Return the word of a slot: generation and state."""
         return self._words[slot * _WORDS_PER_RECORD]
 
     def state(self, slot: int) -> SlotState:
@@ -134,7 +133,7 @@ class ArenaView:
 
 
 class Arena(ArenaView):
-    """The owner's arena: it gives slots out and takes them back. Calls come from one thread at a time."""
+    """The owner's arena: it reserves, pins and frees slots. Calls come from one thread at a time."""
 
     def __init__(self, memory: memoryview, memory_fd: int | None) -> None:
         super().__init__(memory)
@@ -144,23 +143,23 @@ class Arena(ArenaView):
 
     @property
     def num_free(self) -> int:
-        """How many slots can be reserved."""
+        """Number of slots that can be reserved."""
         return len(self._free)
 
     @property
     def num_pinned(self) -> int:
-        """How many slots somebody reads."""
+        """Number of pinned slots."""
         return sum(count > 0 for count in self._pins)
 
     def describe(self) -> ArenaFile | None:
-        """Return where other processes find the memory; None if it is this process's own."""
+        """Return where other processes find the memory; None if it is private."""
         if self._memory_fd is None:
             return None
         status = os.fstat(self._memory_fd)
         return ArenaFile(pid=os.getpid(), fd=self._memory_fd, inode=status.st_ino, num_bytes=status.st_size)
 
     def reserve(self, num_bytes: int) -> int:
-        """Return a slot to write: nobody reads it until ``commit``.
+        """Return a slot to write. Clients cannot read it until ``commit``.
 
         Raises:
             Full: no slot is free, or none is large enough.
@@ -187,23 +186,23 @@ class Arena(ArenaView):
         self._set_word(slot, self.generation(slot), SlotState.READY)
 
     def pin(self, slot: int) -> None:
-        """Keep a readable slot as it is."""
+        """Pin a READY slot: it keeps its content until it is unpinned."""
         assert self.state(slot) is SlotState.READY, f"slot {slot} is {self.state(slot).name}"
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
-        """Take one pin off; the last one frees a slot that is being evicted."""
+        """Remove one pin. If it was the last pin of an EVICTING slot, free the slot."""
         assert self._pins[slot] > 0, f"slot {slot} is not pinned"
         self._pins[slot] -= 1
         if not self._pins[slot] and self.state(slot) is SlotState.EVICTING:
             self._release(slot)
 
     def is_pinned(self, slot: int) -> bool:
-        """Say whether somebody reads a slot."""
+        """Return whether a slot is pinned."""
         return self._pins[slot] > 0
 
     def free(self, slot: int) -> None:
-        """Give a slot back: at once, or, if somebody reads it, with the last pin; nobody new may read it from now on."""
+        """Free a slot, or make it EVICTING if it is pinned: it takes no new pins, and the last ``unpin`` frees it."""
         assert self.state(slot) in (SlotState.WRITING, SlotState.READY), f"slot {slot} is {self.state(slot).name}"
         if self._pins[slot]:
             self._set_word(slot, self.generation(slot), SlotState.EVICTING)
@@ -211,7 +210,7 @@ class Arena(ArenaView):
             self._release(slot)
 
     def close(self) -> None:
-        """Give the memory file back; mappings live as long as somebody holds a view."""
+        """Close the memory file. A mapping stays until its last view is released."""
         if self._memory_fd is not None:
             os.close(self._memory_fd)
             self._memory_fd = None
@@ -228,7 +227,7 @@ class Arena(ArenaView):
 
 
 def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes, huge_pages: HugePages = "never") -> Arena:
-    """Make an arena in a new anonymous memory file; all its pages are there when this returns.
+    """Make an arena in a new anonymous memory file, with all pages allocated.
 
     Raises:
         Full: the host does not have the memory.
@@ -254,7 +253,7 @@ def write_header(memory: memoryview, num_slots: int, slot_bytes: int, incarnatio
 
 
 def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
-    """Map the arena of another process of this host, and make sure that it is the one of this incarnation.
+    """Map the arena of another process of this host and check its incarnation.
 
     Raises:
         PeerUnreachable: it cannot be reached from here, or is another one.

@@ -1,14 +1,14 @@
-"""What a store of KV blocks is for those who use it: look up, get, put, release. None of the calls waits.
+"""The interface of a store of KV blocks: look up, get, put, release. No call waits.
 
-Owns the interface and the tickets. A call returns a ticket at once; ``ticket.is_done`` says whether its result is there, and it
-is there within ``request_timeout_s`` whatever becomes of the store: a store that is dead, frozen or restarted is a miss. All
-methods may be called from any thread. Implemented by ``kvstore.client.StoreClient``, for a store in this process
-(``kvstore.embedded``), in a process of this host that shares its arena, and elsewhere; every way passes
-``kvstore.testing.store_suite``. Knows no requests, prompts or pools.
+This module owns the interface and the tickets, and knows no requests, prompts or pools. A call returns a ticket at once.
+``ticket.is_done`` becomes true within ``request_timeout_s``; if the store is dead, frozen or restarted, the call is a miss. All
+methods may be called from any thread. There are two implementations: ``kvstore.embedded`` is a store in this process, and
+``kvstore.client.StoreClient`` talks to a store process, through its arena on the same host and by frames otherwise. Both pass
+``kvstore.testing.store_suite``.
 
-A block enters with its seal (``core.kv.seals``, 64 bytes) and leaves with it. The seal must carry a digest. What comes back is
-only good once ``copy_out`` or ``verify`` has said so: hash, group and layout are compared with the key, the bytes with the
-digest, and then the slot's state once more.
+A block is stored and returned with its seal (``core.kv.seals``, 64 bytes), which must carry a digest. A returned block may be
+used only after ``copy_out`` or ``verify`` has accepted it: they compare hash, group and layout with the key and the bytes with
+the digest, and then check the state of the slot again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvstore.key import StoreKey
 class StoredBlock:
     """One block of a get. ``content`` is a read-only view, valid until the ticket is released.
 
-    It is a slot of the arena where the arena is mapped here, and received bytes elsewhere. ``is_current`` says whether the
-    view still shows this block; asked after the bytes have been copied.
+    The view is a slot of the arena if this process maps it, and otherwise a received frame. ``is_current`` says whether the
+    view still shows this block; call it after copying the bytes.
     """
 
     key: StoreKey
@@ -37,9 +37,9 @@ class StoredBlock:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A call that was made. ``is_done`` is set last, once the result is final; the result of an unanswered call is empty.
+    """An open or finished call. ``is_done`` is set last, after the result; the result of an unanswered call is empty.
 
-    ``failure`` names why a call was not answered, for logs: "" if it was.
+    ``failure`` is the reason for which a call was not answered, for logs; "" if it was answered.
     """
 
     keys: Sequence[StoreKey]
@@ -50,22 +50,22 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class LookupTicket(Ticket):
-    """``hits[i]`` says whether the store has ``keys[i]``, in any tier. It may be gone when it is got."""
+    """``hits[i]`` says whether the store has ``keys[i]``, in any tier. The block may be evicted before a get."""
 
     hits: Sequence[bool] = ()
 
     @property
     def num_prefix_hits(self) -> int:
-        """How many keys from the first on are hits without a gap."""
+        """Number of leading keys that are all hits."""
         return next((index for index, is_hit in enumerate(self.hits) if not is_hit), len(self.hits))
 
 
 @dataclass(slots=True, eq=False)
 class GetTicket(Ticket):
-    """``blocks[i]`` is the block of ``keys[i]`` or None. They are pinned in memory until the ticket is released.
+    """``blocks[i]`` is the block of ``keys[i]`` or None. The blocks are pinned in memory until the ticket is released.
 
-    ``withheld`` are indices of blocks that the store has and could not pin: too many are pinned, by this client or others. They
-    may be got once some of those are released.
+    ``withheld`` are the indices of blocks that the store has and could not pin, because this or other clients have pinned too
+    many. A get succeeds after some of those are released.
     """
 
     blocks: Sequence[StoredBlock | None] = ()
@@ -73,15 +73,15 @@ class GetTicket(Ticket):
 
     @property
     def num_prefix_blocks(self) -> int:
-        """How many blocks from the first on are there without a gap."""
+        """Number of leading blocks that were all returned."""
         return next((index for index, block in enumerate(self.blocks) if block is None), len(self.blocks))
 
 
 @dataclass(slots=True, eq=False)
 class PutTicket(Ticket):
-    """``stored[i]`` says whether the store has ``keys[i]`` now, by this call or by an earlier one.
+    """``stored[i]`` says whether the store has ``keys[i]`` now, from this call or an earlier one.
 
-    The caller leaves the blocks unchanged until ``is_done``; nothing reads them afterwards.
+    The caller must not change the blocks until ``is_done``; the store does not read them afterwards.
     """
 
     blocks: Sequence[memoryview] = ()
@@ -91,7 +91,7 @@ class PutTicket(Ticket):
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What a user of a store has counted, since it was made. ``rejected`` counts blocks that did not pass, by reason."""
+    """Counts of one client since it was created. ``rejected`` counts blocks that failed verification, by reason."""
 
     lookups: int = 0
     lookup_keys: int = 0
@@ -112,44 +112,44 @@ class BlockStore(Protocol):
     @property
     @abstractmethod
     def is_connected(self) -> bool:
-        """Whether calls have a chance; while they have none, each is a miss at once."""
+        """Whether the store can be reached. If not, each call is a miss at once."""
 
     @property
     def own_memory(self) -> memoryview | None:
-        """Return the memory that the contents of blocks are views of, if it is this process's own and stays until ``close``."""
+        """Return the memory that holds all block contents if this process owns it until ``close``, otherwise None."""
         return None
 
     @abstractmethod
     def lookup(self, keys: Sequence[StoreKey]) -> LookupTicket:
-        """Ask which of the keys are there. Nothing is pinned or moved."""
+        """Ask which of the keys the store has. It pins and moves no blocks."""
 
     @abstractmethod
     def get(self, keys: Sequence[StoreKey]) -> GetTicket:
-        """Bring the blocks into memory, from whichever tier, and pin them. Must be followed by ``release``, done or not."""
+        """Load the blocks into memory from any tier and pin them. Every get needs a ``release``, done or not."""
 
     @abstractmethod
     def put(self, keys: Sequence[StoreKey], blocks: Sequence[memoryview], seals: Sequence[bytes]) -> PutTicket:
-        """Store blocks with their seals; first writer wins, so that storing again costs nothing but the question.
+        """Store blocks with their seals. The first writer wins: blocks that the store already has are not copied again.
 
         ``blocks[i]`` are contiguous bytes. A block whose seal does not fit its key, or has no digest, is not stored.
         """
 
     @abstractmethod
     def release(self, ticket: GetTicket) -> None:
-        """Unpin what a get has pinned; its views are not to be read any more. Idempotent. A get under way is given up."""
+        """Unpin the blocks of a get and invalidate its views. Cancels a get that is still open. Idempotent."""
 
     @abstractmethod
     def copy_out(self, block: StoredBlock, target: memoryview) -> None:
-        """Copy a block and check the copy: nothing that happens to the store afterwards can change it.
+        """Copy a block and verify the copy.
 
         Raises:
-            CorruptBlock: the bytes do not match the seal; the store has been told, and the content of ``target`` is garbage.
+            CorruptBlock: the bytes do not match the seal; the store is informed, and the content of ``target`` is garbage.
             StaleBlock: the seal is not that of the key, or the slot has been reused.
         """
 
     @abstractmethod
     def verify(self, block: StoredBlock) -> None:
-        """Check a block where it lies, for those who copy by other means and ask ``block.is_current()`` afterwards.
+        """Verify a block in place. A caller that copies it afterwards must then check ``block.is_current()``.
 
         Raises:
             CorruptBlock, StaleBlock: as ``copy_out``.
@@ -157,8 +157,8 @@ class BlockStore(Protocol):
 
     @abstractmethod
     def statistics(self) -> StoreStatistics:
-        """Return what has been counted."""
+        """Return the counts so far."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; open calls end as misses. Views must not be read afterwards."""
+        """Release all resources. Open calls end as misses, and views become invalid."""

@@ -1,9 +1,9 @@
-"""Which block goes when memory is full: LRU, S3-FIFO and ARC behind one interface.
+"""Eviction policies of the memory tier: LRU, S3-FIFO and ARC with one interface.
 
-Owns the order of the keys and nothing else: no slots, bytes or pins. What may not go now (pinned, not yet on disk) is left out
-by the caller's ``can_evict``. Prompts are prefixes, so callers tell of the blocks of one prompt from its end to its beginning:
-a beginning without its end is still a hit, the reverse never. Called by ``kvstore.memory``, and by ``kvstore.replay``, which
-measures the policies on traces; docs/kvstore.md says how the default was chosen.
+A policy owns the order of the keys and knows no slots, bytes or pins. The caller's ``can_evict`` excludes keys that must stay
+(pinned, or not yet on disk). Callers report the blocks of a prompt from its end to its beginning, so that the end is evicted
+first: a prefix without its end is still a hit, an end without its prefix never is. docs/kvstore.md says how the default was
+chosen.
 
 Sources: J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023 (S3-FIFO); N. Megiddo and D. Modha,
 "ARC: a self-tuning, low overhead replacement cache", FAST 2003.

@@ -1,8 +1,7 @@
-"""Replays request traces through eviction policies: how much of the prompts would be found, and how much could be.
+"""Replay request traces through eviction policies, and compare their hit rates with the best possible one.
 
 Owns the format of the Mooncake traces and the clairvoyant bound. A request is a list of block ids from the beginning of its
-prompt, equal ids = equal prefix. A hit is a block whose whole prefix is there too; what is not there is stored afterwards.
-Called by ``benchmarks/tiers.py``; no part of serving.
+prompt, equal ids = equal prefix. A hit is a block whose whole prefix is cached too; missing blocks are stored afterwards.
 
 Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966 (the clairvoyant policy).
 """
@@ -29,7 +28,7 @@ class _TraceLine(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Blocks asked for, and blocks found."""
+    """Number of requested blocks and of hits."""
 
     num_blocks: int
     num_hits: int
@@ -74,10 +73,10 @@ def replay(trace: Trace, policy: EvictionPolicy[int]) -> ReplayResult:
 
 
 def clairvoyant(trace: Trace, capacity: int) -> ReplayResult:
-    """Return what the best of all policies finds: it knows the future, and evicts what is used again last, or never.
+    """Return the result of the best possible policy: it knows the future and evicts the block whose next use is farthest away.
 
-    A beginning is always used again before or together with its end, and stays longer in case of doubt. So what it keeps are
-    whole prefixes, and its hits count as those of ``replay`` do.
+    The beginning of a prompt is used again no later than its end, and ties are evicted from the end. So the policy keeps whole
+    prefixes, and its hits are comparable with those of ``replay``.
     """
     uses: dict[int, list[int]] = {}
     for time, blocks in enumerate(trace):
@@ -85,7 +84,7 @@ def clairvoyant(trace: Trace, capacity: int) -> ReplayResult:
             uses.setdefault(block, []).append(time)
     for times in uses.values():
         times.reverse()  # the next use is the last item
-    next_use: dict[int, float] = {}  # of what is cached
+    next_use: dict[int, float] = {}  # cached block -> time
     heap: list[tuple[float, int, int]] = []  # (-next use, -depth, block); out of date where next_use says otherwise
     num_blocks = num_hits = 0
     for blocks in trace:

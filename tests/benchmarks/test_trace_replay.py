@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from kvstore.eviction import POLICIES, make_policy
-from kvstore.replay import clairvoyant, read_trace, replay
+
+
+@pytest.fixture(scope="module")
+def trace_replay(load_benchmark):
+    return load_benchmark("trace_replay")
 
 
 def prompts(turns):
@@ -19,30 +23,32 @@ def prompts(turns):
 TRACES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=40).map(prompts)
 
 
-def test_a_second_turn_finds_the_first():
-    result = replay([[1, 2], [1, 2, 3]], make_policy("lru", 10))
+def test_a_second_turn_finds_the_first(trace_replay):
+    result = trace_replay.replay([[1, 2], [1, 2, 3]], make_policy("lru", 10))
     assert (result.num_blocks, result.num_hits, result.hit_rate) == (5, 2, 0.4)
 
 
-def test_a_block_without_its_prefix_is_no_hit():
-    assert replay([[1, 2, 3], [9, 2, 3]], make_policy("lru", 10)).num_hits == 0
+def test_a_block_without_its_prefix_is_no_hit(trace_replay):
+    assert trace_replay.replay([[1, 2, 3], [9, 2, 3]], make_policy("lru", 10)).num_hits == 0
 
 
-def test_the_beginning_of_a_prompt_outlives_its_end():
+def test_the_beginning_of_a_prompt_outlives_its_end(trace_replay):
     trace = [[1, 2, 3], [7, 8], [1, 2, 3]]
-    assert replay(trace, make_policy("lru", 4)).num_hits == 2
+    assert trace_replay.replay(trace, make_policy("lru", 4)).num_hits == 2
 
 
 @settings(max_examples=60)
 @given(TRACES, st.integers(1, 12), st.sampled_from(sorted(POLICIES)))
-def test_no_policy_beats_the_clairvoyant(trace, capacity, name):
-    assert replay(trace, make_policy(name, capacity)).num_hits <= clairvoyant(trace, capacity).num_hits
+def test_no_policy_beats_the_clairvoyant(trace_replay, trace, capacity, name):
+    assert (
+        trace_replay.replay(trace, make_policy(name, capacity)).num_hits <= trace_replay.clairvoyant(trace, capacity).num_hits
+    )
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2)), max_size=6).map(prompts), st.integers(1, 3))
-def test_the_clairvoyant_is_the_best_that_there_is(trace, capacity):
-    assert clairvoyant(trace, capacity).num_hits == best_by_search(trace, capacity)
+def test_the_clairvoyant_equals_the_best_by_exhaustive_search(trace_replay, trace, capacity):
+    assert trace_replay.clairvoyant(trace, capacity).num_hits == best_by_search(trace, capacity)
 
 
 def best_by_search(trace, capacity):
@@ -59,15 +65,15 @@ def best_by_search(trace, capacity):
     return max(best.values())
 
 
-def test_traces_are_read_line_by_line(tmp_path):
+def test_traces_are_read_line_by_line(trace_replay, tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": [0, 1]}\n\n{"hash_ids": [0]}\n')
-    assert read_trace(path) == [[0, 1], [0]]
+    assert trace_replay.read_trace(path) == [[0, 1], [0]]
 
 
 @pytest.mark.parametrize("text", ["{}", "no json", '{"hash_ids": ["a"]}'])
-def test_what_is_no_trace_is_refused(tmp_path, text):
+def test_a_malformed_trace_is_refused(trace_replay, tmp_path, text):
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="trace"):
-        read_trace(path)
+        trace_replay.read_trace(path)
