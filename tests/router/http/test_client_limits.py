@@ -88,7 +88,7 @@ async def test_a_request_that_would_be_too_late_hears_when_to_come_back(start_ro
     queued = Generate(request_id="past", prompt_token_ids=(1,), sampling=SamplingParams())
     now = SystemClock().now()
     wait_estimates.on_sent(worker.key, queued, now - 1e6)
-    wait_estimates.on_first_token("past", now)  # a pace at which whatever is queued takes for ever
+    wait_estimates.on_first_token("past", now)  # a pace so slow that no queued prompt ever ends
     async with under_test.client() as client:
         waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
         await prefill.generated()

@@ -201,7 +201,7 @@ def pair() -> Bench:
 
 @pytest.fixture
 def handed_over() -> Bench:
-    """Return a bench whose request r1 has two choices and has just been handed over from p0 to d0."""
+    """Return a bench whose request r1 has two choices and a handoff from p0 to d0."""
     bench = Bench("p0", "d0")
     bench.submit(n=2)
     bench.prefill_done(n=2)

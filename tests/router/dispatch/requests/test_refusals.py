@@ -16,7 +16,7 @@ closing = pytest.mark.parametrize("error", [DRAINING, DEAD], ids=lambda error: e
 
 
 def refused_by_d0(bench, error: ErrorInfo, request_id: str = "r1"):
-    """Have a request handed over to d0, which refuses it."""
+    """Return a bench in which d0 has refused a handoff."""
     bench.submit(request_id)
     bench.prefill_done(request_id)
     bench.fails("d0", error, request_id)
