@@ -24,10 +24,14 @@ class MembershipDuty(Enum):
 
 
 class RouterMembership:
-    """The membership at one router address. ``router_id`` is that of the process that answered last, "" without one."""
+    """The membership at one router address. ``router_id`` is that of the process that answered last, "" without one.
+
+    The id of a router that was lost is kept until the next answer: if another process answers, that router's late requests end.
+    """
 
     def __init__(self, now: float) -> None:
         self.router_id = ""
+        self._last_router_id = ""  # of the process whose requests may be here; "" if there can be none
         self._interval_s = REGISTER_INTERVAL_S
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._heard_at = now
@@ -41,10 +45,13 @@ class RouterMembership:
         return bool(self.router_id)
 
     def on_registered(self, message: Registered, now: float) -> bool:
-        """Take the router's answer; returns True if it replaces another router process, which is gone then."""
-        has_changed = self.is_registered and message.router_id != self.router_id
+        """Take the router's answer; returns True if it replaces another router process, which is gone then.
+
+        That process may have been lost before, for its silence.
+        """
+        has_changed = self._last_router_id not in ("", message.router_id)
         was_registered = self.is_registered
-        self.router_id = message.router_id
+        self.router_id = self._last_router_id = message.router_id
         self._refusal = ""
         self._interval_s = max(0.01, message.heartbeat_interval_ms / 1e3)
         self._timeout_s = max(self._interval_s, message.heartbeat_timeout_ms / 1e3)
@@ -60,14 +67,14 @@ class RouterMembership:
         """
         is_news = reason != self._refusal
         self._refusal = reason
-        self.router_id = ""
+        self.router_id = self._last_router_id = ""
         self._heard_at = now
         self._due_at = now + REGISTER_INTERVAL_S
         return is_news
 
     def on_other_version(self, now: float) -> bool:
         """The router speaks another wire version, so it does not know this worker; returns True the first time."""
-        self.router_id = ""
+        self.router_id = self._last_router_id = ""
         self._heard_at = now
         is_news = self._other_version.start()
         if is_news:

@@ -162,14 +162,16 @@ class WorkerState:
         return [Send(link, Rejected(error=ErrorInfo.of(error)))]
 
     def _on_other_version(self, link: str, error: VersionMismatch, now: float) -> list[Action]:
-        """Back off, without an answer: a router of another version would have to refuse it again."""
+        """Back off, without an answer: a router of another version would have to refuse it again.
+
+        It has replaced the router whose requests are here, those included that came after that one was thought to be lost.
+        """
         membership = self._links.get(link)
         if membership is None:
             return []
-        was_registered = membership.is_registered
         if membership.on_other_version(now):
             self._log_of_router(now, "other_wire_version", link, ours=error.ours, theirs=error.theirs)
-        return self._abort_requests_of(link) if was_registered else []
+        return self._abort_requests_of(link)
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
         """Handle one message of the router of ``link``."""
@@ -194,11 +196,17 @@ class WorkerState:
                 return self.start_drain(now, message.deadline_ms / 1e3 or self._limits.drain_timeout_s)
 
     def _on_registered(self, link: str, membership: RouterMembership, message: Registered, now: float) -> list[Action]:
+        """Requests of an earlier router process end, also those that came after it was lost for its silence.
+
+        The latter are answered: if this router's first answer was lost, they may be its own.
+        """
         was_registered = membership.is_registered
         is_another = membership.on_registered(message, now)
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
-        return self._abort_requests_of(link) if is_another else []
+        if is_another and was_registered:
+            return self._abort_requests_of(link)
+        return self._give_up_requests_of(link) if is_another and self._requests_of(link) else []
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """Whatever the router has asked for it asked before: also what came late, when it was thought to be lost already."""
@@ -289,17 +297,20 @@ class WorkerState:
 
     def _abort_requests_of(self, link: str) -> list[Action]:
         """The router that asked is gone, and its clients with it."""
-        orphans = [request_id for request_id, served in self._served.items() if served.link == link]
+        orphans = self._requests_of(link)
         if orphans:
             logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
         return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
 
     def _give_up_requests_of(self, link: str) -> list[Action]:
         """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them."""
-        orphans = [request_id for request_id, served in self._served.items() if served.link == link]
+        orphans = self._requests_of(link)
         logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
         error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
+
+    def _requests_of(self, link: str) -> list[str]:
+        return [request_id for request_id, served in self._served.items() if served.link == link]
 
     def _forget(self, request_id: str) -> _Served | None:
         served = self._served.pop(request_id, None)

@@ -244,11 +244,14 @@ class RouterCore:
                 return []  # encode workers generate no tokens
 
     def _after(self, actions: Sequence[MembershipAction], now: float) -> list[Action]:
-        """Resolve the actions of the membership, and pass joins and losses to the dispatcher, losses first."""
-        result: list[Action] = []
+        """Resolve the actions of the membership, and pass joins and losses to the dispatcher, losses first.
+
+        Replies go out before everything else: a worker knows which router has taken it in before that router's first request.
+        """
+        replies = [action for action in actions if isinstance(action, ReplyToPeer)]
+        result: list[Action] = [Transmit(reply.peer, reply.message) for reply in replies]
         for action in actions:
             if isinstance(action, ReplyToPeer):
-                result.append(Transmit(action.peer, action.message))
                 continue
             result.append(action)
             if isinstance(action, Left):

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from core.engine.step_watch import StepReading
-from core.errors import ProtocolError
+from core.errors import ProtocolError, VersionMismatch
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.kv import KVLayoutInfo
@@ -215,6 +215,29 @@ def test_request_that_came_late_ends_when_its_router_does_not_know_the_worker(wo
     worker.generate("late", "a", 5.0)
     refused = Refused(error=ErrorInfo(code="not_registered", message="unknown worker"))
     assert worker.state.on_router_message("a", refused, 5.1) == [SubmitAbort(["late/0"])]
+
+
+def test_late_request_of_a_lost_router_ends_when_another_process_answers(worker):
+    hear_only_from("b", worker, until=5)
+    worker.generate("late", "a", 5.0)
+    actions = worker.state.on_router_message("a", Registered(router_id="reborn"), 5.1)
+    assert [action for action in actions if isinstance(action, SubmitAbort)] == [SubmitAbort(["late/0"])]
+    (failed,) = sent(actions, "a")
+    assert (failed.request_id, failed.error.code) == ("late", "router_silent"), "the new process may have sent it all the same"
+
+
+def test_late_request_of_a_lost_router_stays_when_that_router_answers(worker):
+    hear_only_from("b", worker, until=5)
+    worker.generate("late", "a", 5.0)
+    assert worker.state.on_router_message("a", Registered(router_id="R0"), 5.1) == []
+    assert worker.state.num_requests == 1
+
+
+def test_late_request_of_a_lost_router_ends_when_one_of_another_version_answers(worker):
+    hear_only_from("b", worker, until=5)
+    worker.generate("late", "a", 5.0)
+    error = VersionMismatch(ours=1, theirs=2)
+    assert worker.state.on_bad_frame("a", error, 5.1) == [SubmitAbort(["late/0"])]
 
 
 def test_router_that_left_the_name_service_loses_its_requests(worker):

@@ -90,6 +90,14 @@ def test_a_request_without_a_token_waits_for_the_successor_of_its_only_worker(ma
     bench.assert_idle()
 
 
+def test_a_new_process_is_welcomed_before_it_gets_the_request_of_its_predecessor(make_bench):
+    bench = make_bench("a0")
+    bench.submit()
+    bench.sent.clear()
+    bench.join("a0", incarnation=2)
+    assert [type(message) for _, message in bench.sent] == [Registered, Generate]
+
+
 def test_a_request_that_waits_in_vain_before_its_first_token_gets_a_retry_after(make_bench):
     bench = make_bench("a0")
     bench.submit()
