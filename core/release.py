@@ -1,13 +1,10 @@
-"""Which release of kvferry this process runs."""
+"""The version of kvferry, for the package's metadata, the command and the processes of a cluster."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+VERSION = "0.1.0"
 
 
 def package_version() -> str:
-    """Return the version of the installed package, "unknown" when run from a source tree."""
-    try:
-        return version("kvferry")
-    except PackageNotFoundError:
-        return "unknown"
+    """Return the version of kvferry that this process runs."""
+    return VERSION

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from core.release import VERSION
+
 if TYPE_CHECKING:
     from kvferry.local import LocalCluster
 
 __all__ = ["LocalCluster", "__version__"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:

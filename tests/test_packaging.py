@@ -11,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from core.release import package_version
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("core", "router", "encode", "prefill", "decode", "connectors", "kvstore", "kvferry")
@@ -57,6 +60,22 @@ def modules_under(root):
 def test_wheel_holds_every_module_of_the_tree(unpacked):
     assert list(modules_under(unpacked)) == list(modules_under(ROOT))
     assert not (unpacked / "tests").exists()
+
+
+@pytest.mark.slow
+def test_wheel_marks_every_package_as_typed(unpacked):
+    assert [package for package in PACKAGES if not (unpacked / package / "py.typed").is_file()] == []
+
+
+@pytest.mark.slow
+def test_wheel_has_the_version_that_the_processes_report(unpacked):
+    (metadata,) = unpacked.glob("kvferry-*.dist-info/METADATA")
+    assert f"\nVersion: {package_version()}\n" in metadata.read_text()
+
+
+def test_chart_has_the_version_of_the_package():
+    chart = yaml.safe_load((ROOT / "helm/kvferry/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (package_version(), package_version())
 
 
 @pytest.mark.slow
