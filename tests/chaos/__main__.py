@@ -14,15 +14,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.cluster import TRANSPORTS
 from tests.chaos.faults import FAULTS
 from tests.chaos.run import ChaosPlan, run
+from tests.support.transport_cells import CELLS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run once and print the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
-    parser.add_argument("--transport", choices=TRANSPORTS, default="tcp")
+    parser.add_argument("--transport", choices=CELLS, default="tcp")
     parser.add_argument("--minutes", type=float, default=4.0, help="how long faults are made (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=2, help="prefill and as many decode workers (default: %(default)s)")
     parser.add_argument("--dense", type=int, default=1, metavar="N", help="so many faults at a time (default: %(default)s)")

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,23 +24,8 @@ from core.config import load_config
 from kvferry.local import ROUTER, LocalCluster, ProcessOptions
 from tests.chaos.questions import MODEL
 from tests.support.tcp_proxy import TcpProxy
+from tests.support.transport_cells import CELLS, HELD
 
-TRANSPORTS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, environment of the processes
-    "shm": ("shm", {}),
-    "tcp": ("tcp", {}),
-    "nixl": ("nixl", {}),
-    "nixl-tcp": ("nixl", {"UCX_TLS": "tcp"}),
-}
-HELD = (
-    "kvferry_kv_leaked_blocks",
-    "kvferry_kv_leased_blocks",
-    "kvferry_kv_loading_blocks",
-    "kvferry_kv_parked_blocks",
-    "kvferry_kv_quarantined_blocks",
-    "kvferry_num_requests_running",
-    "kvferry_num_requests_waiting",
-    "kvferry_num_requests_loading",
-)
 _SETTINGS = (
     f"model.name={MODEL}",
     "router.port=0",
@@ -67,7 +52,7 @@ class ChaosCluster:
     """
 
     def __init__(self, transport: str, num_pairs: int, folder: Path, settings: Sequence[str] = ()) -> None:
-        name, environment = TRANSPORTS[transport]
+        name, environment = CELLS[transport]
         self.num_pairs = num_pairs
         self.prefills = tuple(f"prefill-{number}" for number in range(num_pairs))
         self.decodes = tuple(f"decode-{number}" for number in range(num_pairs))

@@ -30,29 +30,14 @@ from core.config import RouterSection
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
 from tests.support.streaming_client import Stream
 from tests.support.tcp_proxy import TcpProxy
+from tests.support.transport_cells import CELLS, HELD
 
 MODEL = "smollm2-135m"
-CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, environment of the processes
-    "shm": ("shm", {}),
-    "tcp": ("tcp", {}),
-    "nixl": ("nixl", {}),
-    "nixl-tcp": ("nixl", {"UCX_TLS": "tcp"}),
-}
 LEASE_S = 3.0
 DEADLINE_S = 10.0
 HEARTBEAT_TIMEOUT_S = RouterSection().heartbeat_timeout_s
 SLACK_S = 10.0  # what a loaded machine adds to a bound of the protocol
 _POLL_S = 0.05
-HELD = (
-    "kvferry_kv_leaked_blocks",
-    "kvferry_kv_leased_blocks",
-    "kvferry_kv_loading_blocks",
-    "kvferry_kv_parked_blocks",
-    "kvferry_kv_quarantined_blocks",
-    "kvferry_num_requests_running",
-    "kvferry_num_requests_waiting",
-    "kvferry_num_requests_loading",
-)
 _COMMON = (
     "connector.name=fault_connector:make_connector",
     "cache.block_size=16",

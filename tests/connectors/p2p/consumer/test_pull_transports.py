@@ -49,6 +49,16 @@ def offered(pull):
     return pull.messages(Handshake)[-1].transports
 
 
+def fall_back_to_tcp(pull, peer, request_id):
+    """Start a load by shm; when it stalls, let it start over by tcp."""
+    pull.start(request_id)
+    pull.accept(transport="shm")
+    pull.grant()
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="tcp")
+
+
 def break_all(pull, peer):
     """Load by tcp until it is broken; the owner has nothing else."""
     pull.start_reading("first")
@@ -257,12 +267,7 @@ def test_probe_brings_a_broken_transport_back(pull, peer):
 
 
 def test_preferred_transport_is_used_again_when_it_works(pull, peer):
-    pull.start("second")
-    pull.accept(transport="shm")
-    pull.grant()
-    stall(pull, peer)
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="tcp")
+    fall_back_to_tcp(pull, peer, "second")
     pull.tick(1.0)
     actions = end_probe(pull)
     assert ClosePeer(peer) not in actions, "a load is using the other one"
@@ -278,12 +283,7 @@ def test_preferred_transport_is_used_again_when_it_works(pull, peer):
 
 
 def test_loads_that_wait_for_a_better_transport_outlive_the_loss_of_the_other(pull, peer):
-    pull.start("first")
-    pull.accept(transport="shm")
-    pull.grant()
-    stall(pull, peer)
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="tcp")
+    fall_back_to_tcp(pull, peer, "first")
     pull.tick(1.0)
     end_probe(pull)
     pull.start("second")
@@ -297,12 +297,7 @@ def test_loads_that_wait_for_a_better_transport_outlive_the_loss_of_the_other(pu
 
 
 def test_abort_of_the_last_load_lets_the_others_go_on(pull, peer):
-    pull.start("first")
-    pull.accept(transport="shm")
-    pull.grant()
-    stall(pull, peer)
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="tcp")
+    fall_back_to_tcp(pull, peer, "first")
     pull.tick(1.0)
     end_probe(pull)
     pull.start("second")
@@ -311,12 +306,7 @@ def test_abort_of_the_last_load_lets_the_others_go_on(pull, peer):
 
 
 def test_idle_peer_goes_back_to_the_better_transport_at_once(pull, peer):
-    pull.start("first")
-    pull.accept(transport="shm")
-    pull.grant()
-    stall(pull, peer)
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="tcp")
+    fall_back_to_tcp(pull, peer, "first")
     pull.end_reads()
     pull.tick(1.0)
     assert ClosePeer(peer) in end_probe(pull)

@@ -11,7 +11,6 @@ import pytest
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.p2p.transport.nixl import NixlTransport, installed_module
 from connectors.testing.torn_read_suite import RewrittenRowsSuite
-from connectors.testing.transport_owner import HostRows
 from connectors.testing.transport_suite import TransportSuite
 from core.errors import PeerUnreachable
 from core.ids import RandomIds
@@ -72,36 +71,19 @@ def agents(monkeypatch):
     return names
 
 
-@pytest.fixture
-def transports():
-    """Make transports around two rows."""
-    made = []
-
-    def make(name):
-        transport, memory = NixlTransport(RandomIds(), name), HostRows(2, 4096)
-        made.append((transport, memory))
-        transport.register([memory.region])
-        return transport
-
-    yield make
-    for transport, memory in made:
-        transport.close()
-        memory.close()
-
-
-def test_a_reader_has_an_agent_per_peer_and_none_beside_them(agents, transports):
-    owners = [transports("owner").describe() for _ in range(2)]
+def test_a_reader_has_an_agent_per_peer_and_none_beside_them(agents, make_nixl):
+    owners = [make_nixl("owner").describe() for _ in range(2)]
     assert [name.partition("-")[0] for name in agents] == ["owner", "owner"]
-    reader = transports("reader")
+    reader = make_nixl("reader")
     for incarnation, metadata in enumerate(owners):
         reader.add_peer(PeerId("tcp://127.0.0.1:1", incarnation), metadata)
     assert [name.partition("-")[0] for name in agents[2:]] == ["reader", "reader"]
     assert len(set(agents)) == 4
 
 
-def test_an_owner_that_reads_as_well_has_an_agent_for_each(agents, transports):
-    other = transports("other").describe()
-    both = transports("both")
+def test_an_owner_that_reads_as_well_has_an_agent_for_each(agents, make_nixl):
+    other = make_nixl("other").describe()
+    both = make_nixl("both")
     both.add_peer(PeerId("tcp://127.0.0.1:1", 1), other)
     both.describe()
     assert both.describe() == both.describe()
@@ -256,10 +238,10 @@ FIRST, SECOND = PeerId("first", 1), PeerId("second", 1)
 
 
 @pytest.fixture
-def reader(library, transports):
+def reader(library, make_nixl):
     """A reader of two peers, whose agents are the last two that were made."""
-    metadata = transports("owner").describe()
-    reader = transports("reader")
+    metadata = make_nixl("owner").describe()
+    reader = make_nixl("reader")
     for peer in (FIRST, SECOND):
         reader.add_peer(peer, metadata)
     return reader

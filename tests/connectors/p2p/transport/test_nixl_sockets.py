@@ -11,9 +11,7 @@ import psutil
 import pytest
 
 from connectors.p2p.transport.interface import PeerId
-from connectors.p2p.transport.nixl import NixlTransport, installed_module
-from connectors.testing.transport_owner import HostRows
-from core.ids import RandomIds
+from connectors.p2p.transport.nixl import installed_module
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,39 +95,21 @@ def no_devices_of_this_machine(monkeypatch):
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
 
 
-@pytest.fixture
-def make_transport():
-    made = []
-
-    def make(*address):
-        transport, memory = NixlTransport(RandomIds(), "owner", *address), HostRows(2, 4096)
-        made.append((transport, memory))
-        transport.register([memory.region])
-        return transport
-
-    yield make
-    for transport, memory in made:
-        transport.close()
-        memory.close()
-
-
-def test_exposure_is_logged_once_for_each_worker(make_transport, caplog):
-    transport = make_transport(ELSEWHERE)
-    transport.add_peer(PeerId(ELSEWHERE, 1), make_transport().describe())
+def test_exposure_is_logged_once_for_each_worker(make_nixl, caplog):
+    transport = make_nixl("owner", ELSEWHERE)
+    transport.add_peer(PeerId(ELSEWHERE, 1), make_nixl("owner").describe())
     transport.describe()
     (line,) = [record.getMessage() for record in caplog.records if "exposed_socket" in record.getMessage()]
     assert "UCX" in line
 
 
 @pytest.mark.parametrize(("devices", "is_told"), [("all", True), ("lo", False)])
-def test_devices_of_the_environment_are_told_if_they_are_more_than_loopback(
-    make_transport, caplog, monkeypatch, devices, is_told
-):
+def test_devices_of_the_environment_are_told_if_they_are_more_than_loopback(make_nixl, caplog, monkeypatch, devices, is_told):
     monkeypatch.setenv("UCX_NET_DEVICES", devices)
-    make_transport(LOCAL)
+    make_nixl("owner", LOCAL)
     assert ("exposed_socket" in caplog.text) == is_told
 
 
-def test_local_agents_are_no_exposure_to_log(make_transport, caplog):
-    make_transport().add_peer(PeerId(LOCAL, 1), make_transport().describe())
+def test_local_agents_are_no_exposure_to_log(make_nixl, caplog):
+    make_nixl("owner").add_peer(PeerId(LOCAL, 1), make_nixl("owner").describe())
     assert "exposed_socket" not in caplog.text

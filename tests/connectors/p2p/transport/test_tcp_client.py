@@ -87,20 +87,6 @@ def local_owner():
     owner.close()
 
 
-@pytest.fixture
-def reader():
-    reader = Reader(TcpTransport(RandomIds(), "tcp://127.0.0.1:0"), NUM_OWNER_ROWS)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def context():
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 def read_from(owner, reader, peer=PEER):
     """Read row 3 into row 5, both sides driven from here; return the error."""
     try:

@@ -5,28 +5,13 @@ import pytest
 import zmq
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.tcp_client import WINDOW_CHUNKS, TcpTransport
+from connectors.p2p.transport.tcp_client import WINDOW_CHUNKS
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkHeader, ChunkRequest, TcpMetadata
-from connectors.testing.transport_suite import PEER, ROW_BYTES, Reader
+from connectors.testing.transport_suite import PEER, ROW_BYTES
 from core.errors import PeerUnreachable, ProtocolError
-from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
 
 NUM_OWNER_ROWS = 8
-
-
-@pytest.fixture
-def reader():
-    reader = Reader(TcpTransport(RandomIds(), "tcp://127.0.0.1:0"), NUM_OWNER_ROWS)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def context():
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 class LyingOwner:
