@@ -1,7 +1,7 @@
 """What crosses the borders inside an EC connector that fetches embeddings: step messages, and what comes back.
 
 Plain values without behaviour. The scheduler side decides and names chunks of the worker's host memory; the worker side copies
-what is there into the encoder cache and passes the rest on to what moves bytes: a p2p node, or a store's thread.
+what is there into the encoder cache and passes the rest on to what moves bytes: a p2p agent, or a store's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """EC connector "p2p": a reader takes embeddings out of the memory of the encode worker that has computed them.
 
 Encode workers are producers, all others consumers. The handoff is that of KV blocks, by the same parts: control sockets,
-handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, carried by ``NodeCarrier`` for a
+handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, run by ``P2PDriver`` for a
 pool of chunks. Owns that pool and the life of the parts. Seals carry digests, and readers verify them over every transport.
 """
 
@@ -22,7 +22,7 @@ from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
 from connectors.p2p.config import transfer_settings
-from connectors.p2p.driver import CarrierOwner, NodeCarrier
+from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.host_id import host_id
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import WorkerIdentity
@@ -50,7 +50,7 @@ class P2PECConnector(ECConnector):
         self._layout: ChunkLayout | None = None
         self._memory: ChunkMemory | None = None
         self._offers: ProducedEmbeddings | None = None
-        self._carrier: NodeCarrier | None = None
+        self._driver: P2PDriver | None = None
         self._host_id = host_id()
         self.scheduler = FetchingScheduler(
             self.name,
@@ -68,10 +68,10 @@ class P2PECConnector(ECConnector):
         return self._host_id
 
     @property
-    def carrier(self) -> NodeCarrier:
-        """What carries the node, once the form of the embeddings is known."""
-        assert self._carrier is not None, "register_caches comes before start"
-        return self._carrier
+    def driver(self) -> P2PDriver:
+        """The driver of the agent, once the shape of the embeddings is known."""
+        assert self._driver is not None, "register_caches comes before start"
+        return self._driver
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -83,40 +83,40 @@ class P2PECConnector(ECConnector):
             ConnectorUnavailable: no transport works here.
         """
         assert self._memory is not None, "register_caches comes before start"
-        await self.carrier.start(self._memory.region)
+        await self.driver.start(self._memory.region)
         self._alarm.start()
         if self._offers is not None:
-            self._offers.control_address = self.carrier.control_address
+            self._offers.control_address = self.driver.control_address
         else:
             publish_fetches(self._context.metrics, self.scheduler)
 
     async def stop(self) -> None:
         """End threads, close sockets and memory files. Reads in progress end with the transports. Idempotent."""
         self._alarm.stop()
-        if self._carrier is not None:
-            await self._carrier.stop()
+        if self._driver is not None:
+            await self._driver.stop()
         if self._memory is not None:
             self._memory.close()
 
     # ---- leases, as an encode worker sees them -------------------------------------------------------------------------
 
     def release(self, sources: Iterable[ECSource]) -> None:
-        """End the leases of these sources, because nobody will read them. Idempotent. Any thread."""
+        """End the leases of these sources, because no consumer will read them. Idempotent. Any thread."""
         own = [
             source for source in sources if source.incarnation == self._context.incarnation and source.connector == self.name
         ]
         transfer_ids = [handoff.decode_held(source.payload).transfer_id for source in own]
-        self.carrier.call_soon(self._on_release, transfer_ids)  # behind the grants
+        self.driver.call_soon(self._on_release, transfer_ids)  # after the grants
 
     def num_leased_chunks(self) -> int:
         """Return how many chunks are held for readers."""
-        node = self.carrier.node
-        return 0 if node is None else node.num_leased_blocks
+        agent = self.driver.agent
+        return 0 if agent is None else agent.num_leased_blocks
 
     def longest_lease_s(self) -> float:
         """Return how long the last of them is held, unless its reader asks for more time."""
-        node = self.carrier.node
-        return 0.0 if node is None else node.longest_lease_s()
+        agent = self.driver.agent
+        return 0.0 if agent is None else agent.longest_lease_s()
 
     # ---- the parts, once the form of the embeddings is known -------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class P2PECConnector(ECConnector):
             layout=layout.as_blocks,
             host_id=self._host_id,
         )
-        owner = CarrierOwner(
+        host = AgentHost(
             identity=identity,
             is_producer=context.is_encoder,
             report=self._on_report,
@@ -140,7 +140,7 @@ class P2PECConnector(ECConnector):
             metrics=P2PMetrics(context.metrics, _METRICS_KIND),
             name_load=lambda identifier: {"item": identifier[:_SHOWN_DIGITS]},
         )
-        self._carrier = NodeCarrier(_driver_settings(context), owner, self._create)
+        self._driver = P2PDriver(_driver_settings(context), host, self._create)
         if context.is_encoder:
             terms = OfferTerms(
                 engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * context.config.lease_s)
@@ -155,22 +155,22 @@ class P2PECConnector(ECConnector):
     # ---- from the engine thread, and back ----------------------------------------------------------------------------------
 
     def _grant(self, grant: LeaseGrant) -> None:
-        self.carrier.call_soon(self._on_grant, grant)
+        self.driver.call_soon(self._on_grant, grant)
 
     def _on_grant(self, grant: LeaseGrant) -> None:
-        self.carrier.tell(lambda node: node.on_grant(grant))
+        self.driver.tell(lambda agent: agent.on_grant(grant))
 
     def _on_release(self, transfer_ids: list[str]) -> None:
-        self.carrier.tell(lambda node: node.release(transfer_ids))
+        self.driver.tell(lambda agent: agent.release(transfer_ids))
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
-            self.carrier.call_soon(self._on_orders, metadata)
+            self.driver.call_soon(self._on_orders, metadata)
         if metadata.wake_at is not None:
             self._alarm.set_soon(metadata.wake_at)
 
     def _on_orders(self, metadata: FetchingMetadata) -> None:
-        self.carrier.tell(lambda node: node.on_metadata(handoff.as_p2p(metadata)))
+        self.driver.tell(lambda agent: agent.on_metadata(handoff.as_p2p(metadata)))
 
     def _on_report(self, report: Report) -> None:
         if not isinstance(report, SendingEnded):

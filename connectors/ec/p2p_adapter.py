@@ -1,8 +1,7 @@
 """What an encode worker tells of embeddings that it holds, and how a reader's fetch becomes a load of the p2p protocol.
 
 Owns the payload of an ``ECSource`` of connector "p2p", and the translation of both sides' values to those of
-``connectors.p2p``, for which chunks are blocks and a fetch is the load of a request. Pure; called by ``connectors.ec.p2p``, and
-by whoever else carries a node, such as a simulation.
+``connectors.p2p``, for which chunks are blocks and a fetch is the load of a request. Pure.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def locate(layout: ChunkLayout, feature: MMFeature, announced: ECSource | None) 
 
 
 def as_p2p(metadata: FetchingMetadata) -> P2PConnectorMetadata:
-    """Return a step's orders as a ``P2PNode`` takes them. A fetch is named by its item: there is one at a time."""
+    """Return a step's orders as a ``P2PAgent`` takes them. A fetch is named by its item: there is one at a time."""
     return P2PConnectorMetadata(
         holds=[_handoff(source) for source in metadata.holds],
         pulls=[_pull(fetch) for fetch in metadata.fetches],
@@ -81,7 +80,7 @@ def as_p2p(metadata: FetchingMetadata) -> P2PConnectorMetadata:
 
 
 def as_report(happened: LoadEnded | QuarantineEnded) -> Report:
-    """Return what a node reports as the scheduler side of embeddings takes it. Part of an item is nothing."""
+    """Return what an agent reports as the scheduler side of embeddings takes it. Part of an item is nothing."""
     if isinstance(happened, QuarantineEnded):
         return ChunksFreed(happened.block_ids)
     return FetchEnded(

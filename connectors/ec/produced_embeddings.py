@@ -1,7 +1,7 @@
 """The embeddings that an encode worker holds for readers: in its host memory, sealed, kept by leases.
 
 Owns what lies where and for whom. An item stays after its last lease until others need the room, so that an image that comes
-again costs no second encode. Leases are counted by the node (``connectors.p2p.producer.leases``), which says when one has
+again costs no second encode. Leases are counted by the agent (``connectors.p2p.producer.leases``), which says when one has
 ended. Knows no sockets; called by ``connectors.ec.worker`` on the engine thread, ``lease_ended`` by any thread.
 """
 

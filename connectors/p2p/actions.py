@@ -1,6 +1,6 @@
-"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its node asks for.
+"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its agent asks for.
 
-Plain values without behaviour. ``P2PNode`` returns actions; its carrier carries them out in order: control messages on
+Plain values without behaviour. ``P2PAgent`` returns actions; its driver carries them out in order: control messages on
 sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
 """
 
@@ -144,7 +144,7 @@ class CloseControl:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer the message that is being taken in (``P2PNode.on_question``), to whoever sent it."""
+    """Answer the message that is being taken in (``P2PAgent.on_question``), to whoever sent it."""
 
     message: ControlMessage
 

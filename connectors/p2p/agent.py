@@ -1,4 +1,4 @@
-"""What happens in a worker's event loop, without the event loop: one node of the p2p connector, pure and synchronous.
+"""What happens in a worker's event loop, without the event loop: one agent of the p2p connector, pure and synchronous.
 
 Owns the consumer's ``PullProtocol``, the producer's ``LeaseTable`` and handshake, and the routing of everything that happens to
 them. Every entry point returns actions, to be carried out in order: control messages on sockets (``SendControl``,
@@ -16,14 +16,14 @@ from connectors.p2p.actions import Action, ConsumerStep, HandoffRef, LeaseGrant,
 from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTable
-from connectors.p2p.settings import NodeSettings
+from connectors.p2p.settings import AgentSettings
 from core.clock import Clock
 from core.errors import ProtocolError
 from core.wire.kv import ControlError, ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState
 from core.wire.messages import ErrorInfo, TransferUsage
 
 
-class P2PNode:
+class P2PAgent:
     """Both roles of one worker; which one works depends on what happens to it.
 
     ``transports`` are the names by which this worker can read, in order of preference. ``responder`` answers the handshakes of
@@ -35,7 +35,7 @@ class P2PNode:
         identity: WorkerIdentity,
         clock: Clock,
         transports: Sequence[str],
-        settings: NodeSettings,
+        settings: AgentSettings,
         responder: HandshakeResponder | None = None,
     ) -> None:
         self._identity = identity
@@ -158,7 +158,7 @@ class P2PNode:
         return actions + _ended(self._leases.expire())
 
     def next_timer(self) -> float | None:
-        """Return when ``on_timer`` has something to do, or None. May change with every call into the node."""
+        """Return when ``on_timer`` has something to do, or None. May change with every call into the agent."""
         times = [time for time in (self._leases.next_expiry(), self._pull.next_timer()) if time is not None]
         return min(times, default=None)
 

@@ -1,6 +1,6 @@
-"""The p2p connector as a worker sees it: both sides, and the node between them that the event loop carries.
+"""The p2p connector of a worker: scheduler side, worker side and the driver of the agent between them.
 
-Decides nothing. The engine thread reaches the node (``connectors.p2p.driver``) through the scheduler and worker sides.
+Decides nothing. Messages of the engine thread reach the agent in the event loop by ``P2PDriver.call_soon``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant
 from connectors.p2p.config import driver_settings
-from connectors.p2p.driver import CarrierOwner, NodeCarrier
+from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.host_id import host_id
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.metrics import P2PMetrics
@@ -40,10 +40,10 @@ class P2PConnector(Connector):
             self._identity,
             lease_ms=int(1000 * context.config.lease_s),
             ids=context.ids,
-            grant=lambda grant: self.carrier.call_soon(self._on_grant, grant),
+            grant=lambda grant: self.driver.call_soon(self._on_grant, grant),
         )
-        self.worker = P2PConnectorWorker(lambda metadata: self.carrier.call_soon(self._on_metadata, metadata))
-        owner = CarrierOwner(
+        self.worker = P2PConnectorWorker(lambda metadata: self.driver.call_soon(self._on_metadata, metadata))
+        host = AgentHost(
             identity=self._identity,
             is_producer=context.role == "prefill",
             report=self.worker.report,
@@ -51,12 +51,12 @@ class P2PConnector(Connector):
             metrics=P2PMetrics(context.metrics),
             name_load=lambda request_id: {"request_id": router_id(request_id)},
         )
-        self.carrier = NodeCarrier(driver_settings(context), owner, create)
+        self.driver = P2PDriver(driver_settings(context), host, create)
 
     @property
     def transports(self) -> tuple[str, ...]:
         """Transports that work here, in order of preference; known after ``start``."""
-        return self.carrier.transports
+        return self.driver.transports
 
     @property
     def host_id(self) -> str:
@@ -71,7 +71,7 @@ class P2PConnector(Connector):
 
     @property
     def control_address(self) -> str:
-        """Where readers reach this worker; empty for a consumer."""
+        """Where consumers connect to this worker; empty for a consumer."""
         return self.scheduler.control_address
 
     # ---- life ------------------------------------------------------------------------------------------------------
@@ -85,51 +85,51 @@ class P2PConnector(Connector):
         """
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
-        await self.carrier.start(pool)
-        self.scheduler.control_address = self.carrier.control_address
+        await self.driver.start(pool)
+        self.scheduler.control_address = self.driver.control_address
 
     async def stop(self) -> None:
         """End tasks and threads, close sockets. Reads in progress end with the transports."""
-        await self.carrier.stop()
+        await self.driver.stop()
 
-    # ---- leases, as the roles see them -----------------------------------------------------------------------------
+    # ---- leases -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Ask how long a lease is good for, while the request that may load it is on its way to the engine."""
-        self.carrier.tell(lambda node: node.expect(HandoffRef.of(handoff)))
+        """Ask for the remaining time of the lease while the request is still on its way to the engine."""
+        self.driver.tell(lambda agent: agent.expect(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these handoffs, because nobody will read them. Idempotent."""
-        self.carrier.tell(lambda node: node.release(transfer_ids))
+        """End these handoffs: no consumer will read them. Idempotent."""
+        self.driver.tell(lambda agent: agent.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these handoffs for another while."""
-        self.carrier.tell(lambda node: node.renew(transfer_ids))
+        """Extend the leases of these handoffs."""
+        self.driver.tell(lambda agent: agent.renew(transfer_ids))
 
     def num_leased_blocks(self) -> int:
-        """Return how many blocks are held for readers."""
-        node = self.carrier.node
-        return 0 if node is None else node.num_leased_blocks
+        """Return how many blocks are leased to consumers."""
+        agent = self.driver.agent
+        return 0 if agent is None else agent.num_leased_blocks
 
     def longest_lease_s(self) -> float:
-        """Return how long the last of the blocks is held for readers, unless they renew."""
-        node = self.carrier.node
-        return 0.0 if node is None else node.longest_lease_s()
+        """Return how long the longest lease lasts unless its consumer renews it, in seconds."""
+        agent = self.driver.agent
+        return 0.0 if agent is None else agent.longest_lease_s()
 
     def num_loading_blocks(self) -> int:
-        """Return how many blocks belong to loads that are not over."""
-        node = self.carrier.node
-        return 0 if node is None else node.num_loading_blocks
+        """Return how many blocks belong to loads in progress."""
+        agent = self.driver.agent
+        return 0 if agent is None else agent.num_loading_blocks
 
     def num_quarantined_blocks(self) -> int:
-        """Return how many blocks of loads that are over a read may still write."""
-        node = self.carrier.node
-        return 0 if node is None else node.num_quarantined_blocks
+        """Return how many blocks of ended loads a late read may still write."""
+        agent = self.driver.agent
+        return 0 if agent is None else agent.num_quarantined_blocks
 
-    # ---- what the engine thread says, in the event loop --------------------------------------------------------------
+    # ---- messages of the engine thread, in the event loop --------------------------------------------------------------
 
     def _on_grant(self, grant: LeaseGrant) -> None:
-        self.carrier.tell(lambda node: node.on_grant(grant))
+        self.driver.tell(lambda agent: agent.on_grant(grant))
 
     def _on_metadata(self, metadata: P2PConnectorMetadata) -> None:
-        self.carrier.tell(lambda node: node.on_metadata(metadata))
+        self.driver.tell(lambda agent: agent.on_metadata(metadata))

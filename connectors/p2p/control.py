@@ -1,4 +1,4 @@
-"""Carriers of the KV control plane: ZeroMQ sockets in asyncio.
+"""Drivers of the KV control plane: ZeroMQ sockets in asyncio.
 
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
 know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception; one of another

@@ -1,9 +1,9 @@
-"""A ``P2PNode`` carried by the event loop of a worker: ZeroMQ sockets, transports, the transfer thread and the clock.
+"""``P2PDriver`` runs a ``P2PAgent`` in the event loop of a worker: ZeroMQ sockets, transports, transfer thread and clock.
 
-Decides nothing. Whatever happens is handed to the node, and what the node wants is carried out in order; calls from other
-threads cross by ``call_soon_threadsafe``, which keeps order. A bug in taking something in ends the worker: nobody knows what
-still waits. Knows a pool of blocks with seals and not what the blocks hold: KV for ``connectors.p2p.connector``, rows of
-embeddings for ``connectors.ec.p2p``.
+Decides nothing. The driver passes every event to the agent and carries out the returned actions in order. Calls from other
+threads arrive by ``call_soon_threadsafe``, which keeps their order. If the agent raises, the worker ends, because requests
+may wait for actions that were lost. The driver knows a pool of blocks with seals and not what the blocks hold:
+``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from connectors.p2p.actions import (
     TransportBroken,
     TransportRestored,
 )
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.settings import DriverSettings, node_settings
+from connectors.p2p.settings import DriverSettings, agent_settings
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor, TransferThread
 from connectors.p2p.transport.factory import (
@@ -59,11 +59,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CarrierOwner:
-    """Whose node is carried. A producer serves its pool to readers; others read.
+class AgentHost:
+    """The worker that an agent serves. A producer serves its pool to consumers; every other worker only reads.
 
-    ``report`` gets what the node says of loads and leases, ``fail`` the bug that has ended the node or a thread of it. Both are
-    called from any thread and must not block. ``name_load`` says how the log names a load, for the request id in its report.
+    ``report`` receives the ends of loads, leases and quarantines. ``fail`` receives the error that ended the agent or one of
+    its threads. Both are called from any thread and must not block. ``name_load`` returns the log fields that name a load,
+    given the request id in its report.
     """
 
     identity: WorkerIdentity
@@ -74,29 +75,29 @@ class CarrierOwner:
     name_load: Callable[[str], Mapping[str, object]]
 
 
-class NodeCarrier:
-    """Everything between a node and the world, for one pool."""
+class P2PDriver:
+    """Sockets, transports and timers of one agent, for one pool."""
 
-    def __init__(self, settings: DriverSettings, owner: CarrierOwner, create: TransportFactory = create_transport) -> None:
+    def __init__(self, settings: DriverSettings, host: AgentHost, create: TransportFactory = create_transport) -> None:
         self._settings = settings
-        self._owner = owner
+        self._host = host
         self._create = create
-        self._metrics = owner.metrics
-        self._limited_log = LimitedLog(_log, settings.clock.now)  # for what peers can cause as often as they like
+        self._metrics = host.metrics
+        self._limited_log = LimitedLog(_log, settings.clock.now)  # for entries that a peer can cause at any rate
         self._transport_set = TransportSet()
-        self._node: P2PNode | None = None
+        self._agent: P2PAgent | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._zmq: AsyncContext | None = None
         self._server: ControlServer | None = None
         self._clients: ControlClients | None = None
         self._transfers: TransferThread | None = None
-        self.control_address = ""  # where readers reach this worker, once it serves
+        self.control_address = ""  # where consumers connect; empty until a producer has started
 
     @property
-    def node(self) -> P2PNode | None:
-        """What is carried; None before ``start`` and after ``stop``."""
-        return self._node
+    def agent(self) -> P2PAgent | None:
+        """The agent; None before ``start`` and after ``stop``."""
+        return self._agent
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ class NodeCarrier:
         """
         if pool.seals is None:
             raise ConnectorUnavailable("connector p2p: the engine makes no seals, and nothing is handed over without")
-        is_producer = self._owner.is_producer
+        is_producer = self._host.is_producer
         if is_producer:  # before anything is open
             advertised_host(split_tcp(self._settings.control_address)[0], self._settings.advertise_host)
         unverifiable = self._unverifiable(pool)
@@ -133,12 +134,12 @@ class NodeCarrier:
         self._transport_set = await asyncio.to_thread(open_all)  # loading a transport's library can take seconds
         self._transport_set.skipped |= unverifiable
         offers = self._transport_set.offers
-        responder = HandshakeResponder(self._owner.identity, pool.num_blocks, offers, pool.seals.has_digests)
-        self._node = P2PNode(
-            self._owner.identity,
+        responder = HandshakeResponder(self._host.identity, pool.num_blocks, offers, pool.seals.has_digests)
+        self._agent = P2PAgent(
+            self._host.identity,
             self._settings.clock,
             self.transports,
-            node_settings(self._settings.transfer, pool.num_blocks, is_on_device=pool.buffer is None),
+            agent_settings(self._settings.transfer, pool.num_blocks, is_on_device=pool.buffer is None),
             responder if is_producer else None,
         )
         executor = TransferExecutor(
@@ -149,12 +150,10 @@ class NodeCarrier:
             self._settings.clock.now,
             staging,
         )
-        self._transfers = TransferThread(executor, self._owner.fail, pool.bind_thread)
+        self._transfers = TransferThread(executor, self._host.fail, pool.bind_thread)
         self._transfers.start()
         self._zmq = AsyncContext()
-        self._clients = ControlClients(
-            self._zmq, self._on_control, self._on_disconnected, self._owner.fail, self._settings.keys
-        )
+        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self._host.fail, self._settings.keys)
         if is_producer:
             self._serve(self._zmq)
         self._publish()
@@ -163,7 +162,7 @@ class NodeCarrier:
         """End tasks and threads, close sockets. Reads in progress end with the transports. Idempotent."""
         if self._loop is None:
             return
-        self._loop = self._node = None  # from here on nobody reaches the node
+        self._loop = self._agent = None  # later events find no agent
         if self._timer is not None:
             self._timer.cancel()
         if self._server is not None:
@@ -175,38 +174,38 @@ class NodeCarrier:
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
 
-    # ---- what happens, in the event loop ---------------------------------------------------------------------------
+    # ---- events, in the event loop ---------------------------------------------------------------------------
 
     def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call back in the event loop, in order; nothing after ``stop``. Any thread."""
+        """Call ``callback`` in the event loop; calls keep their order and are dropped after ``stop``. Any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(callback, *arguments)
 
-    def tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
-        """Let the node take something in and carry out what it wants; return its reply, if there is one. Event loop only."""
-        node = self._node
-        if node is None:
+    def tell(self, happened: Callable[[P2PAgent], list[Action]]) -> ControlMessage | None:
+        """Pass an event to the agent, carry out its actions and return its reply, if any. Event loop only."""
+        agent = self._agent
+        if agent is None:
             return None
         try:
-            actions = happened(node)
+            actions = happened(agent)
             for action in actions:
                 self._carry_out(action)
-            self._arm_timer(node)
+            self._arm_timer(agent)
         except Exception as error:
-            _log.exception(event("kv_node_failed"))
-            self._owner.fail(error)
+            _log.exception(event("kv_agent_failed"))
+            self._host.fail(error)
             return None
         return next((action.message for action in actions if isinstance(action, Reply)), None)
 
     def _on_control(self, address: str, message: ControlMessage) -> None:
-        self.tell(lambda node: node.on_control(address, message))
+        self.tell(lambda agent: agent.on_control(address, message))
 
     def _on_disconnected(self, address: str) -> None:
-        self.tell(lambda node: node.on_disconnected(address))
+        self.tell(lambda agent: agent.on_disconnected(address))
 
     def _on_transfer(self, happened: TransferEvent, at: float) -> None:
-        self.tell(lambda node: node.on_transfer(happened, at))
+        self.tell(lambda agent: agent.on_transfer(happened, at))
         match happened:
             case PeerOpened():
                 self._note_peer(happened)
@@ -215,24 +214,24 @@ class NodeCarrier:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.tell(P2PNode.on_timer)
+        self.tell(P2PAgent.on_timer)
 
     def _answer(self, message: ControlMessage) -> ControlMessage | None:
-        reply = self.tell(lambda node: node.on_question(message))
+        reply = self.tell(lambda agent: agent.on_question(message))
         if isinstance(message, Handshake):
             self._note_reader(message, reply)
         return reply
 
-    def _arm_timer(self, node: P2PNode) -> None:
-        """Have ``_on_timer`` called when something is due."""
+    def _arm_timer(self, agent: P2PAgent) -> None:
+        """Schedule ``_on_timer`` for the agent's next deadline."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = node.next_timer()
+        due = agent.next_timer()
         if due is not None and self._loop is not None:
             self._timer = self._loop.call_later(max(0.0, due - self._settings.clock.now()), self._on_timer)
 
-    # ---- what the node wants ---------------------------------------------------------------------------------------
+    # ---- actions of the agent ---------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         assert self._clients is not None
@@ -249,21 +248,21 @@ class NodeCarrier:
             case LoadEnded():
                 self._metrics.count_load(action)
                 self._note_failed_load(action)
-                self._owner.report(action)
+                self._host.report(action)
             case QuarantineEnded() | SendingEnded():
-                self._owner.report(action)
+                self._host.report(action)
             case _:
                 self._transfers.submit(action)
 
     def _serve(self, zmq: AsyncContext) -> None:
-        """Begin to answer readers."""
-        self._server = ControlServer(zmq, self._answer, self._owner.fail, self._settings.keys)
+        """Bind the control socket and answer consumers."""
+        self._server = ControlServer(zmq, self._answer, self._host.fail, self._settings.keys)
         host, port = split_tcp(self._server.start(self._settings.control_address))
         self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
 
     def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
-        """Return the transports by which this worker could not verify what it reads as it is told to, and why."""
-        if self._owner.is_producer or pool.new_digester is not None:
+        """Return the transports over which this worker cannot verify blocks as ``kv_verify`` demands, and why."""
+        if self._host.is_producer or pool.new_digester is not None:
             return {}
         kv_verify = self._settings.transfer.kv_verify
         reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, the engine computes none: set it to identity"
@@ -276,13 +275,13 @@ class NodeCarrier:
         host, _ = split_tcp(self._settings.control_address)
         return TransportSettings(
             ids=self._settings.ids,
-            engine_id=self._owner.identity.engine_id,
+            engine_id=self._host.identity.engine_id,
             bind_address=join_tcp(host, self._settings.data_port),
             advertise_host=self._settings.advertise_host,
             keys=self._settings.keys,
         )
 
-    # ---- what people see -------------------------------------------------------------------------------------------
+    # ---- metrics and log -------------------------------------------------------------------------------------------
 
     def _note_peer(self, opened: PeerOpened) -> None:
         self._metrics.set_transport(opened.transport, is_used=True)
@@ -291,8 +290,8 @@ class NodeCarrier:
         self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation, **fallback)
 
     def _note_failed_peer(self, failed: PeerFailed) -> None:
-        """Say that the next transport is going to be tried."""
-        in_use = self._node.transports_in_use() if self._node is not None else set()
+        """Log that a transport failed; the agent tries the next one."""
+        in_use = self._agent.transports_in_use() if self._agent is not None else set()
         self._metrics.set_transport(failed.transport, is_used=failed.transport in in_use)
         name = f"{self._metrics.kind}_transport_failed"
         _log.warning(event(name, transport=failed.transport, peer=failed.peer.address, error=failed.error.message))
@@ -308,9 +307,9 @@ class NodeCarrier:
             )
 
     def _note_failed_load(self, ended: LoadEnded) -> None:
-        """Say which peer and request a failure was of: the counters cannot. One line per load, none for an aborted one.
+        """Log the peer and request of a failed load, one line per load and none for an aborted one.
 
-        A peer of another version fails every load: one line per interval is enough.
+        A peer of another version fails every load, so its lines are limited to one per interval.
         """
         if ended.error is None or ended.usage is None:
             return
@@ -321,7 +320,7 @@ class NodeCarrier:
         _log.warning(
             event(
                 f"{self._metrics.kind}_load_failed",
-                **self._owner.name_load(ended.request_id),
+                **self._host.name_load(ended.request_id),
                 peer=ended.peer,
                 transport=ended.usage.transport or "-",
                 reason=fallback_reason(ended.error.code),
@@ -355,16 +354,16 @@ class NodeCarrier:
         self._log_transport(usable=usable, skipped=skipped, control_address=self.control_address)
 
     def _num_leased_blocks(self) -> int:
-        return self._node.num_leased_blocks if self._node is not None else 0
+        return self._agent.num_leased_blocks if self._agent is not None else 0
 
     def _num_loading_blocks(self) -> int:
-        return self._node.num_loading_blocks if self._node is not None else 0
+        return self._agent.num_loading_blocks if self._agent is not None else 0
 
     def _num_broken_transports(self) -> dict[str, int]:
-        return self._node.num_broken_transports() if self._node is not None else {}
+        return self._agent.num_broken_transports() if self._agent is not None else {}
 
     def _events(self) -> dict[str, int]:
-        counts = Counter(self._node.counts() if self._node is not None else {})
+        counts = Counter(self._agent.counts() if self._agent is not None else {})
         for end in (self._server, self._clients):
             if end is not None:
                 counts["bad_control_frames"] += end.num_bad_frames

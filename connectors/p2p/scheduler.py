@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant, PullRequest, ReadUnit, Refusal
-from connectors.p2p.consumer.block_mapping import Extent, group_units
+from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.connector import KVConnectorMetadata, KVConnectorScheduler
@@ -215,7 +215,7 @@ class P2PConnectorScheduler(KVConnectorScheduler):
                 remote_block_size=handoff.layout.block_size,
                 num_skipped_tokens=self._manager.kv_cache_config.groups[group_id].spec.num_skipped_tokens(num_processed),
             )
-            found = group_units(extent, group, local_ids, offer.block_hashes)
+            found = map_group(extent, group, local_ids, offer.block_hashes)
             units += found.units
             if found.is_partial:
                 self._manager.withhold_first_block(request.request_id, group_id)

@@ -1,6 +1,6 @@
-"""What the settings of a connector mean for a node: how it reads, and how long it keeps blocks for readers.
+"""The settings of an agent and its driver: how it reads, and how long it keeps blocks for consumers.
 
-Values without behaviour. Built by ``connectors.p2p.driver`` in a worker, and by the simulation.
+Values without behaviour. ``connectors.p2p.config`` makes them from a worker's configuration.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ class PullSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """How a node reads, and how long it keeps blocks for readers."""
+class AgentSettings:
+    """How an agent reads, and how long it keeps blocks for readers."""
 
     pull: PullSettings
     leases: LeaseTerms
 
 
-def node_settings(config: TransferSettings, num_blocks: int, *, is_on_device: bool = False) -> NodeSettings:
-    """Return what a configuration means for a node whose pool has ``num_blocks`` blocks, in host memory or on a device."""
+def agent_settings(config: TransferSettings, num_blocks: int, *, is_on_device: bool = False) -> AgentSettings:
+    """Return what a configuration means for an agent whose pool has ``num_blocks`` blocks, in host memory or on a device."""
     max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
-    return NodeSettings(
+    return AgentSettings(
         pull=PullSettings(
             transfer_deadline_s=config.transfer_deadline_s,
             transfer_stall_s=config.transfer_stall_s,

@@ -1,6 +1,6 @@
 """The worker side of the p2p connector: the engine thread's end of the queues to and from the event loop.
 
-Never blocks and decides nothing: loads are run by ``P2PNode`` in the event loop and by the transfer thread.
+Never blocks and decides nothing: loads are run by ``P2PAgent`` in the event loop and by the transfer thread.
 """
 
 from __future__ import annotations

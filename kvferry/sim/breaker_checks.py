@@ -1,7 +1,7 @@
-"""Circuit breakers as they are meant, beside those of one node: which transports may not be used, counted once more.
+"""Circuit breakers as they are meant, beside those of one agent: which transports may not be used, counted once more.
 
 A transport by which nothing came during the whole deadline of a load is not used for that life of a peer before a probe has
-succeeded, or the control connection has ended. A transport whose probe has succeeded may be used. Fed by ``kvferry.sim.node``
+succeeded, or the control connection has ended. A transport whose probe has succeeded may be used. Fed by ``kvferry.sim.driver``
 with what passes through it.
 """
 
@@ -36,7 +36,7 @@ class _Reading:
 
 
 class BreakerChecks:
-    """The reader's side of one node. ``complain`` takes what is wrong."""
+    """The reader's side of one agent. ``complain`` takes what is wrong."""
 
     def __init__(self, name: str, patience_s: float, now: Callable[[], float], complain: Callable[[str], None]) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class BreakerChecks:
         self._probes: dict[int, OpenPeer] = {}
 
     def on_action(self, action: Action) -> None:
-        """The node wants something done."""
+        """The agent wants something done."""
         match action:
             case OpenPeer(peer=peer, transport=transport):
                 self._opened[peer] = transport
@@ -89,7 +89,7 @@ class BreakerChecks:
         return restored
 
     def check_restored(self, restored: OpenPeer, broken: object) -> None:
-        """``broken``: why the node does not use the transport all the same; None if it does."""
+        """``broken``: why the agent does not use the transport all the same; None if it does."""
         if broken is not None:
             self._complain(f"{self._name}: {restored.transport} to {restored.peer.address} was probed well, and is not used")
 

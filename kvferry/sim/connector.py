@@ -1,4 +1,4 @@
-"""The p2p connector under virtual time: scheduler side and worker side are the real ones, and so is the node behind them."""
+"""The p2p connector under virtual time: scheduler side and worker side are the real ones, and so is the agent behind them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter
 
 from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import Action, Report
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from core.config import ConnectorSection
 from core.ids import IdSource
+from kvferry.sim.driver import SimDriver, WriteWatch
 from kvferry.sim.host import Host
-from kvferry.sim.node import SimNode, WriteWatch
 from kvferry.sim.timing_checks import TimingChecks
 
 
-class SimConnector(SimNode):
+class SimConnector(SimDriver):
     """Producer on prefill workers, consumer on decode workers."""
 
     def __init__(
@@ -44,8 +44,8 @@ class SimConnector(SimNode):
 
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
-        assert self.node is not None
-        counts = self.node.counts()
+        assert self.agent is not None
+        counts = self.agent.counts()
         names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late"}
         happened = {name: counts[key] for name, key in names.items()}
         happened |= {"converted_blocks": self._staging.num_converted, "waits_for_staging": self._staging.num_refusals}
@@ -56,9 +56,9 @@ class SimConnector(SimNode):
         )
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
-        def on_metadata(node: P2PNode) -> list[Action]:
+        def on_metadata(agent: P2PAgent) -> list[Action]:
             self._times.on_order(metadata)
-            return node.on_metadata(metadata)
+            return agent.on_metadata(metadata)
 
         self._put(self._host.from_engine, on_metadata)
 

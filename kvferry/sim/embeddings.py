@@ -1,4 +1,4 @@
-"""The p2p EC connector under virtual time: its real parts around a simulated node, for a pool of embeddings.
+"""The p2p EC connector under virtual time: its real parts around a simulated agent, for a pool of embeddings.
 
 Takes the place of ``connectors.ec.p2p``: scheduler side, worker side, offers and memory are the real ones. A watch sees every
 chunk that a transfer writes: it has to be one that is being filled, or in quarantine.
@@ -22,15 +22,15 @@ from core.config import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource, MMFeature
+from kvferry.sim.driver import SimDriver
 from kvferry.sim.ec import SimWakeupTimer, check_layout, leftovers_of_reader, to_bytes, to_rows, why_not_written
 from kvferry.sim.host import Host
 from kvferry.sim.image_plan import ImagePlan
-from kvferry.sim.node import SimNode
 
 _RENEWALS_PER_LEASE = 4
 
 
-class SimEmbeddings(SimNode):
+class SimEmbeddings(SimDriver):
     """Producer on encode workers, consumer on all others. ``config`` is that of KV, for what is common to both."""
 
     def __init__(
@@ -111,7 +111,7 @@ class SimEmbeddings(SimNode):
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
-            self._put(self._host.from_engine, lambda node: node.on_metadata(handoff.as_p2p(metadata)))
+            self._put(self._host.from_engine, lambda agent: agent.on_metadata(handoff.as_p2p(metadata)))
         if metadata.wake_at is not None:
             self._alarm.set(metadata.wake_at)
 

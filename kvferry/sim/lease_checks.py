@@ -1,14 +1,14 @@
-"""Leases as they are meant, beside those of one node: who holds what until when, counted once more.
+"""Leases as they are meant, beside those of one agent: who holds what until when, counted once more.
 
 An owner may not bring back a lease that is over, nor promise more than it keeps; a reader may not start a read that its lease,
-as far as it was told, does not outlast. Fed by ``kvferry.sim.node`` with what passes through it.
+as far as it was told, does not outlast. Fed by ``kvferry.sim.driver`` with what passes through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from connectors.p2p.settings import NodeSettings
+from connectors.p2p.settings import AgentSettings
 from core.clock import Clock
 from core.wire.kv import LeaseState
 
@@ -16,9 +16,9 @@ _ROUNDING_S = 0.0011  # answers are in whole milliseconds
 
 
 class LeaseChecks:
-    """Both roles of one node. ``complain`` takes what is wrong."""
+    """Both roles of one agent. ``complain`` takes what is wrong."""
 
-    def __init__(self, name: str, settings: NodeSettings, clock: Clock, complain: Callable[[str], None]) -> None:
+    def __init__(self, name: str, settings: AgentSettings, clock: Clock, complain: Callable[[str], None]) -> None:
         self._name = name
         self._terms = settings.leases
         self._margin_s = settings.pull.lease_margin_s

@@ -1,6 +1,6 @@
 """Seals as they are meant, beside those of one reader: a block is accepted by nothing but the seal of its handoff.
 
-Compares each seal that was read once more, field by field. Called by ``kvferry.sim.node``.
+Compares each seal that was read once more, field by field. Called by ``kvferry.sim.driver``.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from connectors.p2p.actions import ReadEnded, ReadUnit
-from connectors.p2p.consumer.inflight_reads import OpenReads
+from connectors.p2p.consumer.inflight_reads import InflightReads
 from core.kv.seals import SEAL_BYTES, Seal, decode_seal
 
 
 class WrongSeals:
     """The units of one load whose seals, as they have just been read, are not those of its handoff."""
 
-    def __init__(self, reads: OpenReads, read: ReadEnded) -> None:
+    def __init__(self, reads: InflightReads, read: ReadEnded) -> None:
         self._load = load = reads._loads.get(read.read_id)
         self._indices: list[int] = []
         if load is None or not read.seals:

@@ -4,7 +4,7 @@ The router takes what is left of a total for *relay*, so the parts of a time alw
 measures is compared with the moments, on the same worker's clock, at which the simulation saw it begin and end:
 
     computing   from the step that first computes tokens of a request to its first token
-    transfer    from the order that reached the p2p node to the last block, and with the verification to the report
+    transfer    from the order that reached the p2p agent to the last block, and with the verification to the report
 
 Sees one life of one worker; called by ``kvferry.sim.worker`` and ``kvferry.sim.connector``.
 """
@@ -32,7 +32,7 @@ class TimingChecks:
         self._complain = complain
         self._first_steps: dict[str, float] = {}  # engine request → when it was first given tokens
         self._ended: set[str] = set()  # of these; the next request of this id is another one
-        self._orders: dict[str, float] = {}  # engine request → when the node was told to load
+        self._orders: dict[str, float] = {}  # engine request → when the agent was told to load
         self._rows: dict[str, frozenset[int]] = {}
         self._waits: dict[str, float] = {}  # engine request → what it has waited for a load before its first step
         self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
@@ -66,7 +66,7 @@ class TimingChecks:
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def on_order(self, metadata: P2PConnectorMetadata) -> None:
-        """Note which loads the node begins."""
+        """Note which loads the agent begins."""
         for pull in metadata.pulls:
             self._orders[pull.request_id] = self._clock.now()
             self._rows[pull.request_id] = frozenset(pull.local_rows)

@@ -16,7 +16,7 @@ import connectors.p2p.consumer.verification
 import router.dispatch.policy
 import router.dispatch.retries
 from connectors.p2p.consumer.held_leases import HeldLeases
-from connectors.p2p.consumer.inflight_reads import OpenReads
+from connectors.p2p.consumer.inflight_reads import InflightReads
 from connectors.p2p.consumer.peers import Peers
 from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.consumer.transport_health import TransportHealth
@@ -161,13 +161,13 @@ def keep_reading_from_a_life_that_is_over(patch: Patch) -> None:
 
 
 def end_quarantine_when_reads_are_cancelled(patch: Patch) -> None:
-    real = OpenReads.abandon
+    real = InflightReads.abandon
 
     def abandon(self, load, fence_at):
         real(self, load, fence_at)
         self.quarantine.fence(load.owner)
 
-    patch(OpenReads, "abandon", abandon)
+    patch(InflightReads, "abandon", abandon)
 
 
 def renew_leases_that_are_over(patch: Patch) -> None:

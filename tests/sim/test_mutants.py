@@ -20,7 +20,7 @@ import router.dispatch.dispatcher
 import router.dispatch.worker_messages
 from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import PostRead
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.consumer.load import Load
 from connectors.p2p.consumer.verification import SealCheck, Verdict
 from connectors.p2p.producer.leases import LeaseTable
@@ -339,8 +339,8 @@ def sleep_with_work(patch: Patch) -> None:
 
 
 def ignore_lost_connections(patch: Patch) -> None:
-    patch(P2PNode, "on_disconnected", returns([]))
-    patch(P2PNode, "on_timer", returns([]))
+    patch(P2PAgent, "on_disconnected", returns([]))
+    patch(P2PAgent, "on_timer", returns([]))
 
 
 # ---- router

@@ -42,14 +42,14 @@ class Extent:
 
 
 @dataclass(slots=True)
-class GroupUnits:
+class GroupMapping:
     """What is read for one group. ``is_partial``: the first block will lack tokens at its beginning, which nobody needs."""
 
     units: list[ReadUnit] = field(default_factory=list)
     is_partial: bool = False
 
 
-def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupUnits:
+def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupMapping:
     """Return the units that fill our blocks of one group, and what their seals must be.
 
     ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the owner's blocks; of the seals only the
@@ -58,7 +58,7 @@ def group_units(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bl
     Raises:
         StaleBlock: the owner does not hold a block that is needed here.
     """
-    found = GroupUnits()
+    found = GroupMapping()
     remote = _RemoteBlocks(extent, group, block_hashes)
     size = extent.local_block_size
     for positions in _unit_positions(extent, local_ids):

@@ -27,7 +27,7 @@ class QuarantineBounds:
     fence_grace_s: float  # of a peer that has reached it: most cancelled reads end at once
 
 
-class OpenReads:
+class InflightReads:
     """Open reads by their numbers. ``num_quarantined`` counts the blocks that have come into quarantine since the start."""
 
     def __init__(self, bounds: QuarantineBounds, emit: Callable[[Action], None]) -> None:

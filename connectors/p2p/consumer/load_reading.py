@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, PostRead, PostSealRead, ReadEnded
 from connectors.p2p.consumer.held_leases import HeldLeases
-from connectors.p2p.consumer.inflight_reads import OpenReads
+from connectors.p2p.consumer.inflight_reads import InflightReads
 from connectors.p2p.consumer.load import Load, LoadPhase, RowSlice
 from connectors.p2p.consumer.peers import Peer, Peers
 from connectors.p2p.settings import PullSettings
@@ -39,7 +39,7 @@ class LoadReader:
         layout: KVLayoutInfo,
         peers: Peers,
         leases: HeldLeases,
-        reads: OpenReads,
+        reads: InflightReads,
         exits: LoadExits,
     ) -> None:
         self._settings = settings

@@ -61,7 +61,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderTerms:
+class ConsumerTerms:
     """How this worker reads: transports in order of preference, what it verifies, how long it waits for an answer."""
 
     transports: tuple[str, ...]
@@ -91,7 +91,7 @@ class _OtherVersion:
 class Peers:
     """Handshakes by address, open peers by address and incarnation. ``emit`` receives the actions."""
 
-    def __init__(self, identity: WorkerIdentity, terms: ReaderTerms, emit: Callable[[Action], None]) -> None:
+    def __init__(self, identity: WorkerIdentity, terms: ConsumerTerms, emit: Callable[[Action], None]) -> None:
         self._identity = identity
         self._terms = terms
         self._emit = emit

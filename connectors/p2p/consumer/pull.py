@@ -40,10 +40,10 @@ from connectors.p2p.actions import (
     TransferEvent,
 )
 from connectors.p2p.consumer.held_leases import HeldLeases
-from connectors.p2p.consumer.inflight_reads import OpenReads, QuarantineBounds
+from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
 from connectors.p2p.consumer.load import Load, LoadPhase
 from connectors.p2p.consumer.load_reading import LoadExits, LoadReader
-from connectors.p2p.consumer.peers import Peer, Peers, ReaderTerms
+from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
 from connectors.p2p.consumer.stalls import StallWatch
 from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
@@ -74,13 +74,13 @@ class PullProtocol:
         self._settings = settings
         self._layout = identity.layout
         self._actions: list[Action] = []
-        terms = ReaderTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s, settings.breaker)
+        terms = ConsumerTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s, settings.breaker)
         self._peers = Peers(identity, terms, self._emit)
         self.leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
         bounds = QuarantineBounds(
             settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total, settings.fence_grace_s
         )
-        self._reads = OpenReads(bounds, self._emit)
+        self._reads = InflightReads(bounds, self._emit)
         self._quarantine = self._reads.quarantine
         self._loads: dict[str, Load] = {}
         self._stalls = StallWatch(settings.transfer_stall_s)

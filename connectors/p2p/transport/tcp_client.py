@@ -29,7 +29,7 @@ from connectors.p2p.transport.tcp_server import (
     ChunkHeader,
     ChunkRequest,
     TcpMetadata,
-    TcpOwner,
+    TcpServer,
 )
 from connectors.pool_access import PoolAccess
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
@@ -100,7 +100,7 @@ class TcpTransport(Transport):
         self._regions: tuple[RowRegion, ...] = ()
         self._access: tuple[PoolAccess, ...] = ()
         self._staging: RowRegion | None = None
-        self._owner: TcpOwner | None = None
+        self._owner: TcpServer | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
@@ -129,7 +129,7 @@ class TcpTransport(Transport):
     def describe(self) -> bytes:
         """Bind the data socket, once."""
         if self._owner is None:
-            self._owner = TcpOwner(self._context, self._bind_address, self._advertise_host, self._keys)
+            self._owner = TcpServer(self._context, self._bind_address, self._advertise_host, self._keys)
             self._metadata = self._owner.serve(self._regions, self._access, self._ids)
         return msgspec.msgpack.encode(self._metadata)
 

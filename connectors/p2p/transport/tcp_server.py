@@ -70,7 +70,7 @@ class _HeldBack(NamedTuple):
     sending: Sequence[zmq.MessageTracker]
 
 
-class TcpOwner:
+class TcpServer:
     """Serves regions at ``bind_address``, a ZeroMQ endpoint (port 0 = any).
 
     Raises:

@@ -68,7 +68,7 @@ async def test_embeddings_of_another_life_of_the_encoder_are_refused(new_side):
     reader = await new_side("reader", 2, transfer_deadline_s=5.0)
     sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]
     await reader.engine.run(reader.engine.add("first", [Image("a")], sources[:1]))
-    address = encoder.connector.carrier.control_address
+    address = encoder.connector.driver.control_address
     await encoder.connector.stop()
     again = await new_side("encoder", 3, address=address)
     await again.engine.save(Image("b"))
@@ -97,7 +97,7 @@ async def test_chunks_that_were_given_to_another_image_are_refused(new_side, cap
     assert reader.connector.scheduler.counts["stale"] == 1
     (line,) = [record.msg.fields for record in caplog.records if getattr(record.msg, "name", "") == "ec_load_failed"]
     assert (line["item"], line["reason"]) == (Image("a").identifier.hex()[:16], "stale")
-    assert line["peer"] == encoder.connector.carrier.control_address
+    assert line["peer"] == encoder.connector.driver.control_address
 
 
 async def test_lease_that_has_ended_costs_a_computation(new_side):
@@ -184,9 +184,9 @@ async def test_reader_of_another_model_is_refused(new_side):
 
 async def test_bug_in_taking_something_in_ends_the_worker(new_side):
     reader = await new_side("reader", 2)
-    reader.connector._carrier._node = object()
+    reader.connector._driver._agent = object()
     reader.engine.add("r", [Image("a")], [])
-    reader.connector.carrier.tell(lambda node: node.on_metadata(None))
+    reader.connector.driver.tell(lambda agent: agent.on_metadata(None))
     with pytest.raises(EngineDead):
         reader.engine.step()
 

@@ -53,7 +53,7 @@ def test_connector_of_a_name(role, name, kind):
     ("assignments", "param"),
     [
         (["ec_connector.name=disk"], "ec_connector.name"),
-        (["ec_connector.name=p2p", "ec_connector.transports=[carrier-pigeon]"], "ec_connector.transports"),
+        (["ec_connector.name=p2p", "ec_connector.transports=[driver-pigeon]"], "ec_connector.transports"),
         (["ec_connector.name=shared"], "ec_connector.kvstore_address"),
         (["ec_connector.name=shared", "ec_connector.kvstore_address=here"], "ec_connector.kvstore_address"),
         (

@@ -1,20 +1,20 @@
-"""The node: what reaches it goes to the right state machine, on one timer, and every answer is an action."""
+"""The agent: what reaches it goes to the right state machine, on one timer, and every answer is an action."""
 
 from __future__ import annotations
 
 import pytest
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant, Reply, SendControl, SendingEnded
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.producer.leases import LeaseTerms
-from connectors.p2p.settings import NodeSettings, PullSettings
+from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transport.interface import PeerId
 from core.testing.clock import FakeClock
 from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
 
-SETTINGS = NodeSettings(
+SETTINGS = AgentSettings(
     pull=PullSettings(transfer_deadline_s=30.0, handshake_timeout_s=5.0, lease_renew_interval_s=5.0),
     leases=LeaseTerms(grant_s=10.0, renew_s=8.0, max_s=60.0),
 )
@@ -26,15 +26,15 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def owner(clock, make_identity) -> P2PNode:
+def owner(clock, make_identity) -> P2PAgent:
     identity = make_identity("prefill-0", 42)
     responder = HandshakeResponder(identity, 512, {"tcp": b"an address"}, has_digests=True)
-    return P2PNode(identity, clock, ("shm", "tcp"), SETTINGS, responder)
+    return P2PAgent(identity, clock, ("shm", "tcp"), SETTINGS, responder)
 
 
 @pytest.fixture
-def reader(clock, make_identity) -> P2PNode:
-    return P2PNode(make_identity(), clock, ("shm", "tcp"), SETTINGS)
+def reader(clock, make_identity) -> P2PAgent:
+    return P2PAgent(make_identity(), clock, ("shm", "tcp"), SETTINGS)
 
 
 def test_handshake_and_lease_of_a_reader_are_answered(owner, make_identity):

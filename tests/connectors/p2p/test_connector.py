@@ -1,4 +1,4 @@
-"""The p2p connector's carrier: its start refuses what its peers could not use; a bug behind it ends the worker."""
+"""The p2p connector's driver: its start refuses what its peers could not use; a bug behind it ends the worker."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from connectors.p2p.actions import PeerFailed, PeerOpened
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
-from connectors.p2p.settings import node_settings
+from connectors.p2p.settings import agent_settings
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.registry import ConnectorContext
@@ -26,7 +26,7 @@ from core.wire.kv import LeaseRenew, LeaseState
 from core.wire.pairing import STAGING_BYTES
 
 
-class BrokenNode:
+class BrokenAgent:
     def __getattr__(self, name):
         raise ValueError("a bug")
 
@@ -124,10 +124,10 @@ async def test_engine_without_seals_is_refused(pool):
         lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
         lambda connector: connector.expect(SimpleNamespace(transfer_id="t", control_address="tcp://p:1", incarnation=1)),
         lambda connector: connector.release(["t"]),
-        lambda connector: connector.carrier._answer(LeaseRenew(transfer_ids=("t",))),
-        lambda connector: connector.carrier._on_timer(),
-        lambda connector: connector.carrier._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
-        lambda connector: connector.carrier._on_disconnected("tcp://p:1"),
+        lambda connector: connector.driver._answer(LeaseRenew(transfer_ids=("t",))),
+        lambda connector: connector.driver._on_timer(),
+        lambda connector: connector.driver._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
+        lambda connector: connector.driver._on_disconnected("tcp://p:1"),
     ],
     ids=["step", "expect", "release", "question", "timer", "control", "disconnected"],
 )
@@ -137,7 +137,7 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     woken = asyncio.Event()
     connector.worker.set_wakeup(woken.set)
     await connector.start()
-    connector.carrier._node = BrokenNode()
+    connector.driver._agent = BrokenAgent()
     happen(connector)
     async with asyncio.timeout(20):
         await woken.wait()
@@ -152,9 +152,9 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     connector.worker.register_kv_caches(pool.region)
     await connector.start()
     peer = PeerId("tcp://p:1", 1)
-    connector.carrier._note_peer(PeerOpened(peer, "inproc"))
+    connector.driver._note_peer(PeerOpened(peer, "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
-    connector.carrier._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0)
+    connector.driver._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0)
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text
@@ -164,7 +164,7 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
 def test_reads_that_reach_the_memory_of_a_device_are_larger():
     config = ConnectorSection()
     host, device = (
-        node_settings(transfer_settings(config), 100, is_on_device=is_on_device).pull for is_on_device in (False, True)
+        agent_settings(transfer_settings(config), 100, is_on_device=is_on_device).pull for is_on_device in (False, True)
     )
     assert set(device.max_read_bytes_by) == {"nixl"}, "tcp goes through host memory, and takes its time over a network"
     assert device.max_read_bytes_by["nixl"] > device.max_read_bytes
@@ -173,5 +173,5 @@ def test_reads_that_reach_the_memory_of_a_device_are_larger():
 
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_reads_in_flight_of_blocks_that_are_converted_fit_the_staging_area_together(is_on_device):
-    pull = node_settings(transfer_settings(ConnectorSection()), 100, is_on_device=is_on_device).pull
+    pull = agent_settings(transfer_settings(ConnectorSection()), 100, is_on_device=is_on_device).pull
     assert pull.max_read_bytes * pull.max_reads_in_flight <= STAGING_BYTES

@@ -417,7 +417,7 @@ async def test_connection_never_goes_over_to_the_next_process_at_the_address(con
 
 
 async def test_address_that_makes_no_sense_is_counted_not_raised(reader):
-    reader.clients.send("carrier://pigeon", QUESTION)
+    reader.clients.send("driver://pigeon", QUESTION)
     reader.clients.send("", QUESTION)
     assert reader.clients.num_dropped == 2
 

@@ -1,4 +1,4 @@
-"""What the carrier of a node tells people: failed loads and fences in the log, whatever is dropped in the counters."""
+"""What the driver of an agent tells people: failed loads and fences in the log, whatever is dropped in the counters."""
 
 import asyncio
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ class Started:
         return self.connector.worker.get_transfer_results(set())
 
     def told(self, *actions):
-        self.connector.carrier.tell(lambda node: list(actions))
+        self.connector.driver.tell(lambda agent: list(actions))
 
     def lines(self, name):
         found = [record for record in self.caplog.records if getattr(record.msg, "name", "") == name]
@@ -174,7 +174,7 @@ async def test_fence_is_one_line_that_names_the_peer(reader):
 
 async def test_control_messages_that_cannot_be_sent_are_counted(reader):
     assert reader.count("dropped_control_messages") == 0
-    for address in ("carrier://pigeon", ""):
+    for address in ("driver://pigeon", ""):
         reader.told(SendControl(address, LeaseRenew(transfer_ids=("t",))))
     assert reader.count("dropped_control_messages") == 2
 

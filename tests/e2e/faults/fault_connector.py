@@ -54,24 +54,24 @@ class CommandedConnector(P2PConnector):
 
     def end_deadlines(self) -> None:
         """Let the deadline of every load in progress be now. Any thread."""
-        self.carrier.call_soon(self._end_deadlines)
+        self.driver.call_soon(self._end_deadlines)
 
     def _end_deadlines(self) -> None:
-        node = self.carrier.node
-        assert node is not None
-        for load in node._pull._loads.values():
-            load.deadline = node._clock.now()
-        self.carrier._on_timer()
+        agent = self.driver.agent
+        assert agent is not None
+        for load in agent._pull._loads.values():
+            load.deadline = agent._clock.now()
+        self.driver._on_timer()
 
 
 class BoastfulConnector(CommandedConnector):
-    """Ends its leases in time, but tells readers that they last: what is left to protect them are the seals."""
+    """Ends its leases in time, but tells consumers that they last, so that only the seals protect a read."""
 
     async def start(self) -> None:
         await super().start()
-        node = self.carrier.node
-        assert node is not None
-        node._leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
+        agent = self.driver.agent
+        assert agent is not None
+        agent._leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
 
 
 class FaultDesk:

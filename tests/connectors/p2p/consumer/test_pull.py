@@ -221,7 +221,7 @@ def test_reply_of_another_model_is_not_believed(pull):
 
 def test_transport_that_was_not_offered_is_not_used(pull):
     pull.start()
-    pull.accept(transport="carrier pigeon")
+    pull.accept(transport="driver pigeon")
     assert pull.failed == {"r": "protocol_error"}
     assert not pull.open_peers
 

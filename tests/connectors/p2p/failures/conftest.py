@@ -1,4 +1,4 @@
-"""Two real nodes and what is between them: the table "Aborts, death, restart" of the design is played on it, row by row.
+"""Two real agents and what is between them: the table "Aborts, death, restart" of the design is played on it, row by row.
 
 Executors, memory and seals are real, time is the test's. Messages arrive at once unless the owner is frozen or dead, reads end
 when polled.
@@ -26,11 +26,11 @@ from connectors.p2p.actions import (
     TransferEvent,
     row_units,
 )
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTerms
-from connectors.p2p.settings import NodeSettings, PullSettings
+from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
@@ -58,7 +58,7 @@ class DeniedTransport(InprocTransport):
 
 
 class Worker:
-    """A node with memory, seals and transports, but no engine; ``reports`` is what its engine would be told."""
+    """An agent with memory, seals and transports, but no engine; ``reports`` is what its engine would be told."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Worker:
         by_name = {"denied": DeniedTransport(fabric), "inproc": self.transport}
         self.executor = TransferExecutor(by_name, self.seals, each_by_itself(self.digest), self.report, clock.now)
         offers = {"denied": b"", "inproc": self.transport.describe()}
-        settings = NodeSettings(
+        settings = AgentSettings(
             pull=PullSettings(
                 transfer_deadline_s=DEADLINE_S,
                 handshake_timeout_s=5.0,
@@ -92,7 +92,7 @@ class Worker:
             leases=LeaseTerms(LEASE_S, LEASE_S, 60.0),
         )
         responder = HandshakeResponder(identity, NUM_BLOCKS, offers, self.seals.has_digests)
-        self.node = P2PNode(identity, clock, transports, settings, responder)
+        self.agent = P2PAgent(identity, clock, transports, settings, responder)
 
     def report(self, event: TransferEvent, at: float) -> None:
         self.events.append((event, at))
@@ -154,13 +154,13 @@ class World:
         remote = tuple(range(first, first + num_blocks))
         expected = tuple(self.owner.write(row, content=100 + row) for row in remote)
         transfer_id = f"transfer of {request_id}"
-        self.carry_out(self.owner, self.owner.node.on_grant(LeaseGrant(transfer_id, request_id, num_blocks)))
+        self.carry_out(self.owner, self.owner.agent.on_grant(LeaseGrant(transfer_id, request_id, num_blocks)))
         ref = HandoffRef(transfer_id, PeerId(ADDRESS, self.owner.identity.incarnation))
         local = tuple(range(rows, rows + num_blocks))
         return PullRequest(request_id, ref, row_units(remote, local, expected), 32 * num_blocks)
 
     def tell_reader(self, **news: object) -> None:
-        self.carry_out(self.reader, self.reader.node.on_metadata(P2PConnectorMetadata(**news)))
+        self.carry_out(self.reader, self.reader.agent.on_metadata(P2PConnectorMetadata(**news)))
 
     def load(self, request: PullRequest, *, settle: bool = True) -> None:
         self.tell_reader(pulls=[request])
@@ -172,19 +172,19 @@ class World:
         while any(worker.executor.poll() or worker.events for worker in self.workers):
             for worker in self.workers:
                 while worker.events:
-                    self.carry_out(worker, worker.node.on_transfer(*worker.events.pop(0)))
+                    self.carry_out(worker, worker.agent.on_transfer(*worker.events.pop(0)))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, timer by timer."""
         end = self.clock.now() + seconds
         while True:
             awake = [worker for worker in self.workers if worker is not self.owner or not self.is_frozen]
-            due = [(time, index) for index, worker in enumerate(awake) if (time := worker.node.next_timer()) is not None]
+            due = [(time, index) for index, worker in enumerate(awake) if (time := worker.agent.next_timer()) is not None]
             time, index = min(due, default=(end + 1, 0))
             if time > end:
                 break
             self.clock.advance(max(0.0, time - self.clock.now()))
-            self.carry_out(awake[index], awake[index].node.on_timer())
+            self.carry_out(awake[index], awake[index].agent.on_timer())
             self.settle()
         self.clock.advance(end - self.clock.now())
         self.settle()
@@ -198,7 +198,7 @@ class World:
         assert self.owner is not None
         self.is_frozen = False
         self.fabric.set_frozen(self.owner.inproc.number, False)
-        self.carry_out(self.owner, self.owner.node.on_timer())
+        self.carry_out(self.owner, self.owner.agent.on_timer())
         held_back, self._held_back = self._held_back, []
         for message in held_back:
             self.deliver(self.reader, message)
@@ -210,7 +210,7 @@ class World:
         self.fabric.kill(self.owner.inproc.number)
         self.workers.remove(self.owner)
         self.owner = None
-        self.carry_out(self.reader, self.reader.node.on_disconnected(ADDRESS))
+        self.carry_out(self.reader, self.reader.agent.on_disconnected(ADDRESS))
         self.settle()
 
     def restart(self, **changed: object) -> Worker:
@@ -218,7 +218,7 @@ class World:
         self.owner = self.add("prefill-0", 2, **changed)
         return self.owner
 
-    # ---- what the nodes want
+    # ---- what the agents want
 
     def carry_out(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
@@ -237,13 +237,13 @@ class World:
             self._held_back.append(message)
             return
         if self.owner is None:
-            self.carry_out(sender, sender.node.on_disconnected(ADDRESS))
+            self.carry_out(sender, sender.agent.on_disconnected(ADDRESS))
             return
-        answers = self.owner.node.on_question(message)
+        answers = self.owner.agent.on_question(message)
         self.carry_out(self.owner, answers)
         for answer in answers:
             if isinstance(answer, Reply):
-                self.carry_out(sender, sender.node.on_control(ADDRESS, answer.message))
+                self.carry_out(sender, sender.agent.on_control(ADDRESS, answer.message))
 
     # ---- what is true in the end
 
@@ -253,8 +253,8 @@ class World:
 
     def assert_quiet(self) -> None:
         """Check that the reader has nothing open, and that its quarantine has been told to end as often as to begin."""
-        node = self.reader.node
-        assert (node.num_loading_blocks, node.num_quarantined_blocks) == (0, 0)
+        agent = self.reader.agent
+        assert (agent.num_loading_blocks, agent.num_quarantined_blocks) == (0, 0)
         began = [row for load in self.reader.loads().values() for row in load.quarantined_block_ids]
         ended = [row for report in self.reader.reports if isinstance(report, QuarantineEnded) for row in report.block_ids]
         assert sorted(began) == sorted(ended)

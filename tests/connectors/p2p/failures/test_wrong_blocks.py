@@ -70,7 +70,7 @@ def test_lease_that_ended_with_the_blocks_untouched_is_no_failure(world):
     world.freeze()
     world.wait(world.lease_s + 1)
     world.thaw()
-    assert world.owner.node.num_leased_blocks == 0
+    assert world.owner.agent.num_leased_blocks == 0
     assert world.reason() == ""
     assert world.has_content(request)
 
@@ -88,7 +88,7 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
     world.kill()
     owner = world.restart(**changed)
     if wrong == "digests":
-        owner.node._responder = HandshakeResponder(owner.identity, world.num_blocks, {"inproc": owner.transport.describe()})
+        owner.agent._responder = HandshakeResponder(owner.identity, world.num_blocks, {"inproc": owner.transport.describe()})
         world.reader = world.add("decode-1", 98, kv_verify="digest")
     request = world.hand_over()
     world.load(request)
@@ -111,7 +111,7 @@ def test_transport_that_opens_nobody_costs_no_load(world):
         assert world.reason(name) == ""
         assert world.has_content(request)
         assert world.reader.loads()[name].usage.transport == "inproc"
-    assert world.reader.node.transports_in_use() == {"inproc"}
+    assert world.reader.agent.transports_in_use() == {"inproc"}
     assert [message.transports for message in world.sent if isinstance(message, Handshake)] == [
         ("denied", "inproc"),
         ("inproc",),
@@ -141,7 +141,7 @@ def test_bytes_that_were_corrupted_once_are_read_again_and_served(digesting):
     digesting.load(request)
     assert digesting.reason() == ""
     assert digesting.has_content(request)
-    assert digesting.reader.node.counts()["blocks_read_again"] == 1
+    assert digesting.reader.agent.counts()["blocks_read_again"] == 1
 
 
 def test_bytes_that_are_corrupted_twice_are_given_up_alone(digesting):

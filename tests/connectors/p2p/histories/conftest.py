@@ -1,4 +1,4 @@
-"""A worker whose blocks are read, for random histories: a real node, its leases and seals, and memory that it rewrites."""
+"""A worker whose blocks are read, for random histories: a real agent, its leases and seals, and memory that it rewrites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from connectors.p2p.actions import LeaseGrant, Reply, SendingEnded
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.transport.interface import regions_of
 from connectors.testing.inproc_transport import InprocTransport
@@ -44,7 +44,7 @@ class Owner:
         self.is_stubborn = self.rng.random() < RATE_OF_STUBBORN
         identity = history.make_identity("prefill", incarnation, layout=self.region.layout)
         responder = HandshakeResponder(identity, NUM_BLOCKS, self.offers, has_digests=True)
-        self.node = P2PNode(identity, history.clock, NAMES, history.settings, responder)
+        self.agent = P2PAgent(identity, history.clock, NAMES, history.settings, responder)
         self.is_alive, self.is_frozen = True, False
         self.leased: dict[str, tuple[int, ...]] = {}  # by request id
         self.generations = [0] * NUM_BLOCKS
@@ -99,7 +99,7 @@ class Owner:
         for block_id in block_ids:
             self.end_writing(block_id)
         self.leased[name] = block_ids
-        self.node.on_grant(LeaseGrant(f"t-{name}", name, len(block_ids)))
+        self.agent.on_grant(LeaseGrant(f"t-{name}", name, len(block_ids)))
         generations = tuple(self.generations[block_id] for block_id in block_ids)
         hashes = tuple(self.hashes[block_id] for block_id in block_ids)
         return GroupBlocks(group_id=0, block_ids=block_ids, generations=generations, block_hashes=hashes)
@@ -108,7 +108,7 @@ class Owner:
         return Link(self)
 
     def answer(self, message):
-        actions = self.node.on_question(message)
+        actions = self.agent.on_question(message)
         self.end_leases(actions)
         return [self._own_way(action.message) for action in actions if isinstance(action, Reply)]
 

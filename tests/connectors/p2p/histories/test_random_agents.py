@@ -1,4 +1,4 @@
-"""Random histories of a reader and two owners: real nodes, executor, staging area, seals and leases; what is between by hand.
+"""Random histories of a reader and two owners: real agents, executor, staging area, seals and leases; what is between by hand.
 
 What happens is drawn from a seed: owners die, freeze, rewrite what nobody leases and choose transports as they like;
 connections break; reads fail, stall or bring wrong bytes. Whatever happens, each load is reported once, what is accepted is
@@ -27,12 +27,12 @@ from connectors.p2p.actions import (
     TransportBroken,
     TransportRestored,
 )
-from connectors.p2p.agent import P2PNode
-from connectors.p2p.consumer.block_mapping import Extent, group_units
+from connectors.p2p.agent import P2PAgent
+from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.p2p.consumer.transport_health import BreakerTerms
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.leases import LeaseTerms
-from connectors.p2p.settings import NodeSettings, PullSettings
+from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, regions_of
@@ -77,7 +77,7 @@ class History:
         self.clock, self.fabric = FakeClock(), InprocFabric()
         self.size = rng.choice((16, 32, 48))  # tokens of a block
         self.remote_size = rng.choice((16, 32, self.size))
-        self.settings = NodeSettings(
+        self.settings = AgentSettings(
             pull=PullSettings(
                 transfer_deadline_s=rng.choice((3.0, 10.0)),
                 transfer_stall_s=rng.choice((1.0, 5.0)),
@@ -117,7 +117,7 @@ class History:
         self.executor = TransferExecutor(
             transports, self.region.seals, digest_blocks, self.report, self.clock.now, self.staging
         )
-        self.node = P2PNode(self.make_identity("decode", 77, layout=self.region.layout), self.clock, NAMES, self.settings)
+        self.agent = P2PAgent(self.make_identity("decode", 77, layout=self.region.layout), self.clock, NAMES, self.settings)
 
     def report(self, event, at):
         self.events.append((event, at))
@@ -186,14 +186,14 @@ class History:
         local_ids = rng.sample(sorted(self.free), -(-end // self.size))
         start = rng.randrange(len(local_ids)) * self.size
         extent = Extent(group_id=0, start=start, end=end, local_block_size=self.size, remote_block_size=owner.block_size)
-        units = tuple(group_units(extent, group, local_ids, group.block_hashes).units)
+        units = tuple(map_group(extent, group, local_ids, group.block_hashes).units)
         handoff = HandoffRef(f"t-{name}", PeerId(owner.address, owner.incarnation))
         deadline = None if rng.random() < 0.7 else self.clock.now() + rng.uniform(0, 6)
         request = PullRequest(name, handoff, units, end - start, deadline, owner.region.layout)
         for block_id in request.local_rows:
             del self.free[block_id]
         if self.rng.random() < 0.5:
-            self.take(self.node.expect(handoff))
+            self.take(self.agent.expect(handoff))
             if self.rng.random() < 0.2:  # the engine refuses it
                 self.give_back(request.local_rows)
                 return
@@ -205,11 +205,11 @@ class History:
         pull = self.waiting.pop(self.rng.randrange(len(self.waiting)))
         self.loading[pull.request.request_id] = pull
         self.held.add(pull.request.handoff)
-        self.take(self.node.on_metadata(P2PConnectorMetadata(pulls=[pull.request])))
+        self.take(self.agent.on_metadata(P2PConnectorMetadata(pulls=[pull.request])))
 
     def abort(self):
         if self.loading:
-            self.take(self.node.on_metadata(P2PConnectorMetadata(aborts=[self.rng.choice(list(self.loading))])))
+            self.take(self.agent.on_metadata(P2PConnectorMetadata(aborts=[self.rng.choice(list(self.loading))])))
 
     def disconnect(self):
         if self.links:
@@ -217,7 +217,7 @@ class History:
 
     def lose_link(self, address):
         del self.links[address]
-        self.take(self.node.on_disconnected(address))
+        self.take(self.agent.on_disconnected(address))
 
     def carry_out(self):
         """Let the transfer thread take commands."""
@@ -227,7 +227,7 @@ class History:
     def take_events(self):
         """Let the event loop take what the transfer thread has reported."""
         for _ in range(min(self.rng.randint(1, 3), len(self.events))):
-            self.take(self.node.on_transfer(*self.events.popleft()))
+            self.take(self.agent.on_transfer(*self.events.popleft()))
 
     def talk(self):
         """Let a message arrive, or the end of a connection."""
@@ -242,16 +242,16 @@ class History:
         elif link.questions and self.rng.random() < 0.5:
             link.answers += link.owner.answer(link.questions.popleft())
         elif link.answers:
-            self.take(self.node.on_control(address, link.answers.popleft()))
+            self.take(self.agent.on_control(address, link.answers.popleft()))
 
     def tick(self):
         self.clock.advance(self.rng.choice((0.01, 0.1, 0.5)))
         for owner in self.owners.values():
             if not owner.is_frozen:
-                owner.end_leases(owner.node.on_timer())
-        if (due := self.node.next_timer()) is not None and due <= self.clock.now():
-            self.take(self.node.on_timer())
-            due = self.node.next_timer()
+                owner.end_leases(owner.agent.on_timer())
+        if (due := self.agent.next_timer()) is not None and due <= self.clock.now():
+            self.take(self.agent.on_timer())
+            due = self.agent.next_timer()
             assert due is None or due > self.clock.now(), "the timer is due again at once"
 
     def finish(self):
@@ -275,21 +275,21 @@ class History:
                 break
         assert not self.loading
         assert not self.quarantined
-        assert self.node.num_quarantined_blocks == 0
+        assert self.agent.num_quarantined_blocks == 0
         self.release_all()
         assert len(self.free) == NUM_BLOCKS - 1
         self.check_executor()
-        self.happened += Counter({name: count for name, count in self.node.counts().items() if count})
+        self.happened += Counter({name: count for name, count in self.agent.counts().items() if count})
 
     def release_all(self):
         """Let go of every handoff but those that were only expected; these are forgotten."""
-        self.take(self.node.on_metadata(P2PConnectorMetadata(releases=sorted(self.held, key=str))))
+        self.take(self.agent.on_metadata(P2PConnectorMetadata(releases=sorted(self.held, key=str))))
         for _ in range(NUM_LAST_ROUNDS):
-            if (due := self.node.next_timer()) is None:
+            if (due := self.agent.next_timer()) is None:
                 break
             self.clock.advance(due - self.clock.now())
-            self.take(self.node.on_timer())
-        assert self.node.num_held_leases == 0
+            self.take(self.agent.on_timer())
+        assert self.agent.num_held_leases == 0
 
     def check_executor(self):
         """Nothing is kept of reads that have ended, nor of peers that are closed."""
@@ -319,7 +319,7 @@ class History:
                 case PeerFenced():
                     assert action.num_blocks
                 case TransportBroken() | TransportRestored():
-                    pass  # counted by the node
+                    pass  # counted by the agent
                 case _:
                     self.command(action)
 
@@ -345,7 +345,7 @@ class History:
         self.give_back(set(request.local_rows) - late)
         self.happened[ended.error.code if ended.error else "loads" if ended.usage else "aborts"] += 1
         if self.rng.random() < 0.9:
-            self.take(self.node.on_metadata(P2PConnectorMetadata(releases=[request.handoff])))
+            self.take(self.agent.on_metadata(P2PConnectorMetadata(releases=[request.handoff])))
 
     def check_accepted(self, unit, pull):
         """Our blocks hold what the owner's held when they were handed over."""

@@ -1,6 +1,6 @@
-"""A p2p node under virtual time: carries a real ``P2PNode`` as ``connectors.p2p.driver`` does in a worker.
+"""A p2p agent under virtual time: carries a real ``P2PAgent`` as ``connectors.p2p.driver`` does in a worker.
 
-Node and transfer executor are the real ones; the event loop, the sockets and the transfer thread are simulated. The queues
+Agent and transfer executor are the real ones; the event loop, the sockets and the transfer thread are simulated. The queues
 between the three threads keep their order, and each takes its time. What the blocks hold, and who asks for them, is
 decided by subclasses: KV (``kvferry.sim.connector``) or embeddings (``kvferry.sim.embeddings``).
 """
@@ -34,10 +34,10 @@ from connectors.p2p.actions import (
     TransportBroken,
     TransportRestored,
 )
-from connectors.p2p.agent import P2PNode
+from connectors.p2p.agent import P2PAgent
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
-from connectors.p2p.settings import node_settings
+from connectors.p2p.settings import agent_settings
 from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.factory import TransportSettings, open_transports
@@ -62,7 +62,7 @@ STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prom
 
 
 class WriteWatch(LandingWatch, Protocol):
-    """Sees everything that a worker's transfers write into its memory. ``complain`` takes what else is wrong with its node."""
+    """Sees everything that a worker's transfers write into its memory. ``complain`` takes what else is wrong with its agent."""
 
     complain: Callable[[str], None]
 
@@ -103,13 +103,13 @@ def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence
     return _WatchedStaging(pool, area.region, 1, watch=watch, transports=transports)
 
 
-class SimNode:
-    """A node of one worker. ``control_address`` is where readers reach it; "" if there are none."""
+class SimDriver:
+    """An agent of one worker. ``control_address`` is where readers reach it; "" if there are none."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, config: ConnectorSection, ids: IdSource, control_address: str
     ) -> None:
-        self.node: P2PNode | None = None
+        self.agent: P2PAgent | None = None
         self._host = host
         self._identity = identity
         self._config = config
@@ -155,14 +155,14 @@ class SimNode:
             host.process.clock.now,
             self._staging,
         )
-        limits = node_settings(transfer_settings(self._config), pool.num_blocks)
+        limits = agent_settings(transfer_settings(self._config), pool.num_blocks)
         pull = dataclasses.replace(limits.pull, max_read_bytes=max_rows_per_read * pool.block_bytes, max_reads_in_flight=2)
         responder = HandshakeResponder(self._identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
         limits = dataclasses.replace(limits, pull=pull)
         name, clock = self._identity.engine_id, host.process.clock
         self._leases = LeaseChecks(name, limits, clock, watch.complain)
         self._breakers = BreakerChecks(name, pull.transfer_deadline_s, clock.now, watch.complain)
-        self.node = P2PNode(
+        self.agent = P2PAgent(
             self._identity,
             clock,
             self.transports,
@@ -174,71 +174,71 @@ class SimNode:
 
     def on_timer(self) -> None:
         """Do what is due."""
-        self._tell(P2PNode.on_timer)
+        self._tell(P2PAgent.on_timer)
 
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:
         """Learn that a request may come that loads this handoff."""
-        self._tell(lambda node: node.expect(HandoffRef.of(handoff)))
+        self._tell(lambda agent: agent.expect(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these handoffs, because nobody will read them."""
         self._leases.on_release(transfer_ids)
-        self._tell(lambda node: node.release(transfer_ids))
+        self._tell(lambda agent: agent.release(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep these handoffs for another while."""
         self._leases.on_renewal(transfer_ids)
-        self._tell(lambda node: node.renew(transfer_ids))
+        self._tell(lambda agent: agent.renew(transfer_ids))
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
-        return self.node.num_leased_blocks if self.node is not None else 0
+        return self.agent.num_leased_blocks if self.agent is not None else 0
 
     def longest_lease_s(self) -> float:
         """Return how long readers may still need this worker."""
-        return self.node.longest_lease_s() if self.node is not None else 0.0
+        return self.agent.longest_lease_s() if self.agent is not None else 0.0
 
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
-        assert self.node is not None
-        opened = self.node._pull._peers._peers
+        assert self.agent is not None
+        opened = self.agent._pull._peers._peers
         return {
             "peers that were closed, and can be read,": len(set(self._executor._peers) - set(opened)),
             "second lives of peers": len(opened) - len({peer.address for peer in opened}),
-            "blocks under lease": self.node.num_leased_blocks,
-            "blocks being loaded": self.node.num_loading_blocks,
-            "quarantined blocks": self.node.num_quarantined_blocks,
+            "blocks under lease": self.agent.num_leased_blocks,
+            "blocks being loaded": self.agent.num_loading_blocks,
+            "quarantined blocks": self.agent.num_quarantined_blocks,
             "bytes of the staging area": self._staging.num_taken_bytes,
-            "leases asked for": self.node.num_held_leases,
+            "leases asked for": self.agent.num_held_leases,
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def _grant(self, grant: LeaseGrant) -> None:
-        def on_grant(node: P2PNode) -> list[Action]:
+        def on_grant(agent: P2PAgent) -> list[Action]:
             self._leases.on_grant(grant.transfer_id)
-            return node.on_grant(grant)
+            return agent.on_grant(grant)
 
         self._put(self._host.from_engine, on_grant)
 
     def _on_transfer(self, happened: TransferEvent, at: float) -> None:
-        def on_transfer(node: P2PNode) -> list[Action]:
+        def on_transfer(agent: P2PAgent) -> list[Action]:
             self._breakers.on_transfer(happened)
-            verdict = WrongSeals(node._pull._reads, happened) if isinstance(happened, ReadEnded) else None
-            actions = node.on_transfer(happened, at)
+            verdict = WrongSeals(agent._pull._reads, happened) if isinstance(happened, ReadEnded) else None
+            actions = agent.on_transfer(happened, at)
             if verdict is not None and verdict.are_accepted():
                 self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
             if isinstance(happened, ProbeEnded) and happened.error is None:
-                self._check_restored(node, happened.probe_id)
+                self._check_restored(agent, happened.probe_id)
             return actions
 
         self._put(self._from_transfers, on_transfer)
 
-    def _put(self, queue: Queue, happened: Callable[[P2PNode], list[Action]]) -> None:
-        """Let the node take something in that comes from another thread."""
+    def _put(self, queue: Queue, happened: Callable[[P2PAgent], list[Action]]) -> None:
+        """Let the agent take something in that comes from another thread."""
 
         def tell() -> None:
             self._tell(happened)
@@ -251,7 +251,7 @@ class SimNode:
             self._leases.on_renewal(question.transfer_ids)
         elif isinstance(question, LeaseRelease):
             self._leases.on_release(question.transfer_ids)
-        reply = self._tell(lambda node: node.on_question(question))
+        reply = self._tell(lambda agent: agent.on_question(question))
         if isinstance(reply, LeaseState):
             self._leases.on_answer(reply)
         if reply is not None:
@@ -262,25 +262,25 @@ class SimNode:
         if self._links.get(address) is link:
             del self._links[address]
             self._host.log(f"loses {address}")
-            self._tell(lambda node: node.on_disconnected(address))
+            self._tell(lambda agent: agent.on_disconnected(address))
 
-    def _tell(self, happened: Callable[[P2PNode], list[Action]]) -> ControlMessage | None:
-        """Let the node take something in and carry out what it wants; return its reply, if there is one."""
-        assert self.node is not None
-        actions = happened(self.node)
+    def _tell(self, happened: Callable[[P2PAgent], list[Action]]) -> ControlMessage | None:
+        """Let the agent take something in and carry out what it wants; return its reply, if there is one."""
+        assert self.agent is not None
+        actions = happened(self.agent)
         for action in actions:
             self._carry_out(action)
         self._arm_timer()
         return next((action.message for action in actions if isinstance(action, Reply)), None)
 
     def _arm_timer(self) -> None:
-        assert self.node is not None
+        assert self.agent is not None
         if self._timer is not None:
             self._timer.cancel()
-        due = self.node.next_timer()
+        due = self.agent.next_timer()
         self._timer = self._host.process.call_at(due, self.on_timer) if due is not None else None
 
-    # ---- what the node wants ---------------------------------------------------------------------------------------
+    # ---- what the agent wants ---------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         self._breakers.on_action(action)
@@ -307,22 +307,22 @@ class SimNode:
                 self._to_transfers.put(partial(self._execute, action))
 
     def _check_lease(self, read_id: int) -> None:
-        assert self.node is not None
-        load = self.node._pull._reads._loads.get(read_id)
+        assert self.agent is not None
+        load = self.agent._pull._reads._loads.get(read_id)
         if load is not None:  # it goes on
             self._leases.on_read(load.request.handoff.transfer_id)
             self._breakers.on_read(load)
 
-    def _check_restored(self, node: P2PNode, probe_id: int) -> None:
+    def _check_restored(self, agent: P2PAgent, probe_id: int) -> None:
         restored = self._breakers.take_probe(probe_id)
         if restored is not None:
-            broken = node._pull._peers.health.reasons(restored.peer).get(restored.transport)
+            broken = agent._pull._peers.health.reasons(restored.peer).get(restored.transport)
             self._breakers.check_restored(restored, broken)
 
     def _check_fence(self, address: str, incarnation: int) -> None:
         """Nothing may be read of another life than the one that has answered."""
-        assert self.node is not None
-        if any(peer.address == address and peer.incarnation != incarnation for peer in self.node._pull._peers._peers):
+        assert self.agent is not None
+        if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent._pull._peers._peers):
             self._leases.complain(f"{self._identity.engine_id}: {address} has answered, and another life of it can be read")
 
     def _open(self, address: str) -> Link:
@@ -331,7 +331,7 @@ class SimNode:
             if isinstance(message, LeaseState):
                 self._leases.on_told(address, message)
                 self._breakers.forget_at(address, but_for=message.incarnation)
-            self._tell(lambda node: node.on_control(address, message))
+            self._tell(lambda agent: agent.on_control(address, message))
             if isinstance(message, LeaseState):
                 self._check_fence(address, message.incarnation)
 
