@@ -160,7 +160,7 @@ def measure_tier(worker: Worker, num_tokens: int, repeats: int) -> tuple[list[fl
         worker.forget()
         before = worker.connector.scheduler.num_missed_saves
         loaded.append(worker.first_token_ms(f"loaded-{number}", prompt))
-        if before or worker.built.engine.gauges.num_load_fallbacks:
+        if before or worker.built.engine.stats.num_load_fallbacks:
             raise RuntimeError("blocks were not saved, or could not be loaded")
         worker.forget()
     return computed[WARM_UPS:], loaded[WARM_UPS:]

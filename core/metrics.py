@@ -7,6 +7,8 @@ an idle worker does nothing; counters are moved by ``core.worker.state``. The re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -17,36 +19,14 @@ from core.errors import error_codes
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
-# name → documentation; read at scrape time. What connectors hold is counted by them, see ``connectors``.
-WORKER_GAUGES: Mapping[str, str] = {
-    "num_requests_running": "Requests in the running batch.",
-    "num_requests_waiting": "Requests that wait for admission.",
-    "num_requests_loading": "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).",
-    "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count.",
-    "encoder_cache_usage_perc": "Share of the encoder cache that requests refer to, 0 to 1.",
-    "encoder_prepared_bytes": "Pixels of images that are decoded and wait to be embedded.",
-    "kv_parked_blocks": "Blocks of ended requests whose release is delayed, for a reader or by a transfer.",
-    "kv_quarantined_blocks": "Blocks that nobody has, since a transfer that was given up may still write them.",
-    "kv_leaked_blocks": "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
-    "engine_stalled_seconds": "Time since the engine's last progress while it has work; 0 without work.",
-    "draining": "1 while the worker takes no new requests.",
-    "registered_routers": "Routers that have this worker in their membership.",
-}
 
-# name → documentation; kept by the engine, read at scrape time
-WORKER_COUNTERS: Mapping[str, str] = {
-    "engine_steps": "Steps of the engine.",
-    "num_preemptions": "Running requests that were put back for lack of blocks.",
-    "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens that were found there.",
-    "external_prefix_cache_queries": "Tokens that the connector was asked for, beyond what the prefix cache had.",
-    "external_prefix_cache_hits": "Tokens that it offered to load.",
-    "encoder_inputs_computed": "Images whose embeddings were computed for requests of this worker.",
-    "encoder_inputs_loaded": "Images whose embeddings came by the EC connector.",
-    "encoder_inputs_cached": "Images whose embeddings were in the encoder cache.",
-    "encoder_deferrals": "Times that a request was passed over in a step, as embeddings or pixels were not there yet.",
-    "ignored_transfer_reports": "A connector's reports about transfers or blocks that nobody waits for: late, or told twice.",
-}
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A gauge or a counter without labels that is read at scrape time. ``name`` is without prefix and suffix."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    documentation: str
 
 
 def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
@@ -111,17 +91,12 @@ class _ReadCounter(Collector):
 
 
 class WorkerMetrics:
-    """Counters of one worker, and its gauges.
+    """Counters and gauges of one worker. ``readings`` has a function for each metric that is read at scrape time."""
 
-    ``readings`` maps names of ``WORKER_GAUGES`` and ``WORKER_COUNTERS`` to what reads them; an unknown name is our own bug.
-    """
-
-    def __init__(self, registry: CollectorRegistry, readings: Mapping[str, Callable[[], float]]) -> None:
-        for name, read in readings.items():
-            if name in WORKER_COUNTERS:
-                read_counter(registry, name, WORKER_COUNTERS[name], read)
-            else:
-                read_gauge(registry, name, WORKER_GAUGES[name], read)
+    def __init__(self, registry: CollectorRegistry, readings: Mapping[Metric, Callable[[], float]]) -> None:
+        for metric, read in readings.items():
+            register = read_counter if metric.kind == "counter" else read_gauge
+            register(registry, metric.name, metric.documentation, read)
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of admitted choices.", registry=registry)
         self._cached_tokens = Counter(
             f"{PREFIX}prompt_tokens_cached", "Prompt tokens that were not computed here.", ["source"], registry=registry

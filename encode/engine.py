@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from core.clock import Clock
 from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
-from core.engine.core import EngineGauges
 from core.engine.media.image_decode_queue import Pixels
 from core.engine.media.image_decode_thread import ImageReader
+from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
@@ -95,7 +95,7 @@ class _Image:
 
 
 class EncodeEngine:
-    """One thread only, but for ``gauges``.
+    """One thread only, except for ``stats``.
 
     At most ``max_batch_images`` are computed in a step, so that aborts get their turn. First come, first served among those
     that are decoded; with ``by_priority`` the smallest priority first. The engine shuts ``image_decode_thread`` down but does
@@ -128,7 +128,7 @@ class EncodeEngine:
         self._num_steps = 0
         self._must_step = False
         self._is_shut_down = False
-        self._gauges = EngineGauges()
+        self._stats = EngineStats()
         self._step_size = StepSize()
 
     @property
@@ -137,9 +137,9 @@ class EncodeEngine:
         return self._step_size
 
     @property
-    def gauges(self) -> EngineGauges:
+    def stats(self) -> EngineStats:
         """The reading after the last step; running are images that are being saved."""
-        return self._gauges
+        return self._stats
 
     def add_request(self, new: NewRequest) -> None:
         """Queue the one image of a request.
@@ -191,7 +191,7 @@ class EncodeEngine:
                 outputs += self._fail(image, ErrorInfo.of(error), "bad")
         outputs += self._take_report()
         self._num_steps += 1
-        self._gauges = EngineGauges(
+        self._stats = EngineStats(
             num_running=sum(image.started_at is not None for image in self._images.values()),
             num_waiting=sum(image.started_at is None for image in self._images.values()),
             num_steps=self._num_steps,

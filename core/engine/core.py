@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from core.engine.kv_events import KVEventPublisher
+from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
@@ -21,37 +22,11 @@ from core.wire.messages import LoadFailurePolicy
 from core.wire.sampling import check_tokens_left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineGauges:
-    """How busy the engine is. Counts of requests and blocks are of one moment; from ``num_steps`` on they only grow."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_loading: int = 0
-    kv_cache_usage: float = 0.0  # 0..1
-    num_loading_blocks: int = 0
-    num_parked_blocks: int = 0
-    num_quarantined_blocks: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_external_queried_tokens: int = 0  # by a connector, beyond local hits
-    num_external_hit_tokens: int = 0
-    num_ignored_reports: int = 0
-    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
-    encoder_cache_usage: float = 0.0  # 0..1, of this moment
-    num_encoder_computed: int = 0  # items whose embeddings were computed here
-    num_encoder_loaded: int = 0  # came by the EC connector
-    num_encoder_hits: int = 0  # were in the encoder cache
-    num_encoder_deferrals: int = 0  # times that a request was deferred until embeddings arrive
-
-
 class Engine(Protocol):
-    """What a worker's engine thread turns: an ``EngineCore``, or an encode worker's engine. One thread only, but for gauges."""
+    """The engine of a worker: an ``EngineCore`` or an encode worker's. One thread only, except for ``stats``."""
 
     @property
-    def gauges(self) -> EngineGauges:
+    def stats(self) -> EngineStats:
         """The reading after the last step; an immutable object, so another thread may take it."""
         ...
 
@@ -137,7 +112,7 @@ class EngineCore:
         self._is_stalled = False
         self._is_woken = False
         self._is_shut_down = False
-        self._gauges = EngineGauges()
+        self._stats = EngineStats()
         self._step_size = StepSize()
 
     def add_request(self, new: NewRequest) -> None:
@@ -212,7 +187,7 @@ class EngineCore:
         # Blocks may have become free within the step, after the decision that lacked them, and nothing would wake the engine.
         has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
         self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
-        self._update_gauges()
+        self._update_stats()
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.take_events())
         return outputs
@@ -239,9 +214,9 @@ class EngineCore:
         return self.scheduler.has_requests()
 
     @property
-    def gauges(self) -> EngineGauges:
+    def stats(self) -> EngineStats:
         """The reading after the last step; an immutable object, so another thread may take it."""
-        return self._gauges
+        return self._stats
 
     @property
     def step_size(self) -> StepSize:
@@ -276,9 +251,9 @@ class EngineCore:
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
                 raise InvalidRequest(f"{param} holds a token id outside 0 to {self._vocab_size - 1}", param=param)
 
-    def _update_gauges(self) -> None:
-        stats, before = self.scheduler.make_stats(), self._gauges
-        self._gauges = EngineGauges(
+    def _update_stats(self) -> None:
+        stats, before = self.scheduler.make_stats(), self._stats
+        self._stats = EngineStats(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_loading=stats.num_loading,

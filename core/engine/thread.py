@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.clock import Clock, SystemClock
-from core.engine.core import Engine, EngineGauges
+from core.engine.core import Engine
 from core.engine.engine_messages import Abort, Add, EngineMessage, Wake, take_in
+from core.engine.stats import EngineStats
 from core.engine.step_watch import FirstSteps, StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event
@@ -86,9 +87,9 @@ class EngineThread:
         with self._submit_lock:
             self._put(Wake())
 
-    def gauges(self) -> EngineGauges:
+    def stats(self) -> EngineStats:
         """Return the reading after the last step."""
-        return self._engine.gauges
+        return self._engine.stats
 
     def is_alive(self) -> bool:
         """True between ``start`` and the end of the loop."""

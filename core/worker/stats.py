@@ -6,15 +6,28 @@ Owns the source of each number. Knows no sockets and no requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from core.engine.stats import ENGINE_METRICS
 from core.engine.thread import EngineThread
 from core.errors import FALLBACK_REASONS
-from core.metrics import read_labelled_counter
+from core.metrics import Metric, read_labelled_counter
 from core.worker.actions import EngineLoad
 from core.worker.builder import Assembled
 from core.worker.state import WorkerState
+
+_DRAINING = Metric("draining", "gauge", "1 while the worker takes no new requests.")
+_REGISTERED_ROUTERS = Metric("registered_routers", "gauge", "Routers that have this worker in their membership.")
+_STALLED = Metric("engine_stalled_seconds", "gauge", "Time since the engine's last progress while it has work; 0 without work.")
+_DECODED_BYTES = Metric("encoder_prepared_bytes", "gauge", "Pixels of images that are decoded and wait to be embedded.")
+_LEAKED_BLOCKS = Metric(
+    "kv_leaked_blocks",
+    "gauge",
+    "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
+)
+WORKER_METRICS = (_DRAINING, _REGISTERED_ROUTERS, _STALLED, _DECODED_BYTES, _LEAKED_BLOCKS)
 
 # The series exist from the start: Prometheus sees no increase where one begins at 1.
 _NO_FALLBACKS = {(reason, policy): 0 for reason in FALLBACK_REASONS for policy in ("recompute", "fail")}
@@ -33,12 +46,12 @@ class WorkerStats:
 
     def load(self) -> EngineLoad:
         """Return the load for a heartbeat. Leases of embeddings count like those of blocks: a drain waits for both."""
-        gauges = self._engine.gauges()
+        stats = self._engine.stats()
         connectors = [connector for connector in (self._connector, self._ec_connector) if connector is not None]
         return EngineLoad(
-            num_running=gauges.num_running,
-            num_waiting=gauges.num_waiting + gauges.num_loading,
-            kv_cache_usage=gauges.kv_cache_usage,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting + stats.num_loading,
+            kv_cache_usage=stats.kv_cache_usage,
             num_leased_blocks=self._num_leased_blocks() + self._num_leased_chunks(),
             longest_lease_s=max(
                 (connector.longest_lease_s() for connector in connectors if connector is not None), default=0.0
@@ -46,34 +59,17 @@ class WorkerStats:
             progress=self._engine.reading(),
         )
 
-    def readings(self) -> dict[str, Callable[[], float]]:
-        """Return a function by name for each of the worker's gauges and counters (``core.metrics``)."""
+    def readings(self) -> dict[Metric, Callable[[], float]]:
+        """Return a function for each of ``WORKER_METRICS`` and ``ENGINE_METRICS``."""
         engine, state = self._engine, self._state
-        return {
-            "num_requests_running": lambda: engine.gauges().num_running,
-            "num_requests_waiting": lambda: engine.gauges().num_waiting,
-            "num_requests_loading": lambda: engine.gauges().num_loading,
-            "kv_cache_usage_perc": lambda: engine.gauges().kv_cache_usage,
-            "kv_parked_blocks": lambda: engine.gauges().num_parked_blocks,
-            "kv_quarantined_blocks": lambda: engine.gauges().num_quarantined_blocks,
-            "kv_leaked_blocks": self._num_leaked_blocks,
-            "draining": lambda: (found := state()) is not None and found.is_draining,
-            "registered_routers": lambda: found.num_registered_routers if (found := state()) is not None else 0,
-            "engine_stalled_seconds": lambda: engine.reading().stalled_s,
-            "engine_steps": lambda: engine.gauges().num_steps,
-            "num_preemptions": lambda: engine.gauges().num_preemptions,
-            "prefix_cache_queries": lambda: engine.gauges().num_prefix_queried_tokens,
-            "prefix_cache_hits": lambda: engine.gauges().num_prefix_hit_tokens,
-            "external_prefix_cache_queries": lambda: engine.gauges().num_external_queried_tokens,
-            "external_prefix_cache_hits": lambda: engine.gauges().num_external_hit_tokens,
-            "encoder_cache_usage_perc": lambda: engine.gauges().encoder_cache_usage,
-            "encoder_prepared_bytes": lambda: self._images.num_bytes if self._images is not None else 0,
-            "encoder_inputs_computed": lambda: engine.gauges().num_encoder_computed,
-            "encoder_inputs_loaded": lambda: engine.gauges().num_encoder_loaded,
-            "encoder_inputs_cached": lambda: engine.gauges().num_encoder_hits,
-            "encoder_deferrals": lambda: engine.gauges().num_encoder_deferrals,
-            "ignored_transfer_reports": lambda: engine.gauges().num_ignored_reports,
+        readings: dict[Metric, Callable[[], float]] = {
+            _DRAINING: lambda: (found := state()) is not None and found.is_draining,
+            _REGISTERED_ROUTERS: lambda: found.num_registered_routers if (found := state()) is not None else 0,
+            _STALLED: lambda: engine.reading().stalled_s,
+            _DECODED_BYTES: lambda: self._images.num_bytes if self._images is not None else 0,
+            _LEAKED_BLOCKS: self._num_leaked_blocks,
         }
+        return readings | {metric: partial(self._read_engine, name) for name, metric in ENGINE_METRICS.items()}
 
     def count_fallbacks(self, registry: CollectorRegistry) -> None:
         """Register the counter of loads that failed."""
@@ -82,8 +78,11 @@ class WorkerStats:
             "kv_load_fallbacks",
             "Requests whose KV could not be loaded, by reason and by what became of them: recompute or fail.",
             ("reason", "policy"),
-            lambda: list((_NO_FALLBACKS | dict(self._engine.gauges().num_load_fallbacks)).items()),
+            lambda: list((_NO_FALLBACKS | dict(self._engine.stats().num_load_fallbacks)).items()),
         )
+
+    def _read_engine(self, field_name: str) -> float:
+        return float(getattr(self._engine.stats(), field_name))
 
     def _num_leased_blocks(self) -> int:
         return self._connector.num_leased_blocks() if self._connector is not None else 0
@@ -95,10 +94,10 @@ class WorkerStats:
         """Return the blocks in use although no request, reader or transfer is left, as of the engine's last step."""
         state = self._state()
         assert state is not None
-        gauges = self._engine.gauges()
-        is_used = gauges.num_running + gauges.num_waiting + gauges.num_loading + gauges.num_parked_blocks
+        stats = self._engine.stats()
+        is_used = stats.num_running + stats.num_waiting + stats.num_loading + stats.num_parked_blocks
         if is_used or self._num_leased_blocks() or state.num_requests:
             return 0
-        num_used = round(gauges.kv_cache_usage * (self._num_blocks - 1))  # without the null block
+        num_used = round(stats.kv_cache_usage * (self._num_blocks - 1))  # without the null block
         num_saving = self._connector.num_saving_blocks() if self._connector is not None else 0
-        return num_used - gauges.num_quarantined_blocks - num_saving
+        return num_used - stats.num_quarantined_blocks - num_saving

@@ -153,7 +153,7 @@ class SimEncoder(SimWorkerProtocol):
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
         num_decoded = len(self.images.prepared) if self.images is not None else 0
-        happened = {"encode_steps": self.engine.core.gauges.num_steps, "images_decoded_to_share": num_decoded}
+        happened = {"encode_steps": self.engine.core.stats.num_steps, "images_decoded_to_share": num_decoded}
         return happened | self.embeddings.count_what_happened()
 
     def _make_images(self, plan: ImagePlan, incarnation: int, encoder: HashImageEncoder) -> SimPixels | None:
@@ -173,10 +173,10 @@ class SimEncoder(SimWorkerProtocol):
         self.embeddings.release_sources(sources)
 
     def _load(self) -> EngineLoad:
-        gauges = self.engine.core.gauges
+        stats = self.engine.core.stats
         return EngineLoad(
-            num_running=gauges.num_running,
-            num_waiting=gauges.num_waiting,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
             num_leased_blocks=self.embeddings.num_leased_blocks(),
             longest_lease_s=self.embeddings.longest_lease_s(),
             progress=self.engine.reading(),

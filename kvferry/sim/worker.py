@@ -102,13 +102,13 @@ class SimWorker(SimWorkerProtocol):
 
     def leftovers(self) -> list[str]:
         """Return what is left of requests that have all ended."""
-        gauges = self.engine.core.gauges
+        stats = self.engine.core.stats
         left = {
             "requests in the protocol": self.state.num_requests,
-            "loading blocks on the gauge": gauges.num_loading_blocks,
-            "parked blocks on the gauge": gauges.num_parked_blocks,
-            "quarantined blocks on the gauge": gauges.num_quarantined_blocks,
-            "reports that nobody waited for": gauges.num_ignored_reports,
+            "loading blocks on the gauge": stats.num_loading_blocks,
+            "parked blocks on the gauge": stats.num_parked_blocks,
+            "quarantined blocks on the gauge": stats.num_quarantined_blocks,
+            "reports that nobody waited for": stats.num_ignored_reports,
         }
         if self.connector is not None:
             left |= self.connector.leftovers()
@@ -123,14 +123,14 @@ class SimWorker(SimWorkerProtocol):
 
     def count_what_happened(self) -> dict[str, int]:
         """Count what need not happen in a run."""
-        gauges = self.engine.core.gauges
+        stats = self.engine.core.stats
         happened = {
-            "preemptions": gauges.num_preemptions,
-            "prefix_hit_tokens": gauges.num_prefix_hit_tokens,
-            "embedded_images": gauges.num_encoder_computed,
-            "known_images": gauges.num_encoder_hits,
+            "preemptions": stats.num_preemptions,
+            "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "embedded_images": stats.num_encoder_computed,
+            "known_images": stats.num_encoder_hits,
             "decoded_images": len(self.images.prepared) if self.images is not None else 0,
-            "waiting_for_embeddings": gauges.num_encoder_deferrals,
+            "waiting_for_embeddings": stats.num_encoder_deferrals,
             "quarantined_blocks": self.checks.num_quarantined,
             "kept_steps": self.engine.num_kept_steps,
             "pinned_blocks": self.checks.num_pinned,
@@ -241,11 +241,11 @@ class SimWorker(SimWorkerProtocol):
     # ---- details -----------------------------------------------------------------------------------------------------
 
     def _load(self) -> EngineLoad:
-        gauges = self.engine.core.gauges
+        stats = self.engine.core.stats
         return EngineLoad(
-            num_running=gauges.num_running,
-            num_waiting=gauges.num_waiting + gauges.num_loading,
-            kv_cache_usage=gauges.kv_cache_usage,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting + stats.num_loading,
+            kv_cache_usage=stats.kv_cache_usage,
             num_leased_blocks=self.connector.num_leased_blocks() if self.connector is not None else 0,
             longest_lease_s=self.connector.longest_lease_s() if self.connector is not None else 0.0,
             progress=self.engine.reading(),

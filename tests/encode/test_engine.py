@@ -157,7 +157,7 @@ def test_an_image_is_computed_and_told_where_it_lies(bench):
     assert output.finish_reason == "stop"
     assert output.encoded.source.seal.identifier == name_of(CAT)
     assert not output.encoded.was_cached
-    assert bench.engine.gauges.num_waiting == bench.engine.gauges.num_running == 0
+    assert bench.engine.stats.num_waiting == bench.engine.stats.num_running == 0
 
 
 def test_requests_for_one_image_are_answered_together_each_by_its_own_lease(bench):
@@ -191,7 +191,7 @@ def test_who_asks_while_an_image_is_being_saved_is_answered_with_the_others(benc
     bench.connector.is_slow = True
     bench.engine.add_request(request("r0/0", CAT))
     assert bench.engine.step() == []
-    assert bench.engine.gauges.num_running == 1
+    assert bench.engine.stats.num_running == 1
     bench.engine.add_request(request("r1/0", CAT))
     assert bench.engine.step() == []
     bench.connector.let_go()
@@ -211,7 +211,7 @@ def test_a_step_computes_a_batch_and_no_more(bench):
     for number, content in enumerate((CAT, DOG, FOX)):
         bench.engine.add_request(request(f"r{number}/0", content))
     assert len(bench.engine.step()) == 2
-    assert bench.engine.gauges.num_waiting == 1
+    assert bench.engine.stats.num_waiting == 1
     assert len(bench.engine.step()) == 1
 
 

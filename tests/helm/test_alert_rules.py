@@ -9,7 +9,9 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.metrics import P2PMetrics
-from core.metrics import WORKER_COUNTERS, WORKER_GAUGES, WorkerMetrics
+from core.engine.stats import ENGINE_METRICS
+from core.metrics import WorkerMetrics
+from core.worker.stats import WORKER_METRICS
 from router.metrics import RouterMetrics
 
 pytestmark = pytest.mark.slow
@@ -162,7 +164,7 @@ def fresh():
     """Samples of processes that have served nothing yet."""
     router, worker = CollectorRegistry(), CollectorRegistry()
     RouterMetrics(router)
-    WorkerMetrics(worker, dict.fromkeys([*WORKER_GAUGES, *WORKER_COUNTERS], lambda: 0.0))
+    WorkerMetrics(worker, dict.fromkeys([*ENGINE_METRICS.values(), *WORKER_METRICS], lambda: 0.0))
     p2p = P2PMetrics(worker)
     p2p.set_transport("tcp", is_used=False)
     p2p.read_at_scrape(lambda: 0, lambda: 0, lambda: {"lease_expired": 0})

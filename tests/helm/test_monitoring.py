@@ -15,8 +15,10 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.leases import LeaseCounts
 from core.clock import SystemClock
 from core.config import RouterSection
+from core.engine.stats import ENGINE_METRICS
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
-from core.metrics import WORKER_COUNTERS, WORKER_GAUGES, WorkerMetrics
+from core.metrics import WorkerMetrics
+from core.worker.stats import WORKER_METRICS
 from encode.metrics import EncodeMetrics
 from router.dispatch.worker_gateway import WorkerGateway
 from router.metrics import RouterMetrics
@@ -35,7 +37,7 @@ def known():
     """Names of the router's and the workers' metrics, without the suffixes of samples."""
     router, worker = CollectorRegistry(), CollectorRegistry()
     WorkerGateway(RouterSection(), "model", "router", SystemClock(), RouterMetrics(router))
-    WorkerMetrics(worker, dict.fromkeys([*WORKER_GAUGES, *WORKER_COUNTERS], lambda: 0.0))
+    WorkerMetrics(worker, dict.fromkeys([*ENGINE_METRICS.values(), *WORKER_METRICS], lambda: 0.0))
     EncodeMetrics(worker)
     p2p = P2PMetrics(worker)
     p2p.read_at_scrape(lambda: 0, lambda: 0, dict)

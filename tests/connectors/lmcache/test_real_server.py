@@ -122,7 +122,7 @@ async def test_preempted_requests_are_looked_up_again(start_engine):
         for request_id, prompt in prompts.items():
             engine.add(request_id, prompt, num_tokens=120)
         await engine.until(lambda: engine.ended.keys() == prompts.keys())
-        assert engine.core.gauges.num_preemptions
+        assert engine.core.stats.num_preemptions
         for request_id, prompt in prompts.items():
             engine.check(request_id, prompt)
         counts = engine.counts()
@@ -185,7 +185,7 @@ async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_s
         if moment == "before admission":
             await reader.answered()
         elif moment == "while loading":
-            await reader.until(lambda: reader.core.gauges.num_loading)
+            await reader.until(lambda: reader.core.stats.num_loading)
         elif moment == "while running":
             await reader.until(lambda: reader.core.scheduler.running)
         reader.core.abort_requests(["b"])
@@ -204,7 +204,7 @@ async def test_no_session_name_is_ever_used_twice(start_engine):
             await engine.until(lambda: len(engine.ended) == 3)
             engine.ended.clear()
             assert len(seen) >= 3 * (round_number + 1)
-        assert engine.core.gauges.num_preemptions
+        assert engine.core.stats.num_preemptions
         assert len(set(seen)) == len(seen)
 
 

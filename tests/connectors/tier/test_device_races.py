@@ -107,7 +107,7 @@ class History:
         self.engine.run()
         self.engine.assert_is_right()
         self.engine.assert_is_empty()
-        self.happened["preemptions"] += self.engine.core.gauges.num_preemptions
+        self.happened["preemptions"] += self.engine.core.stats.num_preemptions
         self.happened += self.engine.mover.counts
         return self.happened
 

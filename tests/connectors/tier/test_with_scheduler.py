@@ -29,8 +29,8 @@ def test_prompt_is_loaded_instead_of_computed_again(tier_engine, attentions):
     engine.run()
     assert engine.stats["b"].num_external_cached_tokens == 96
     assert engine.usage["b"].transferred_tokens == 96
-    gauges = engine.core.gauges
-    assert (gauges.num_external_queried_tokens, gauges.num_external_hit_tokens) == (2 * 100, 96)
+    stats = engine.core.stats
+    assert (stats.num_external_queried_tokens, stats.num_external_hit_tokens) == (2 * 100, 96)
     engine.assert_is_right()
     engine.assert_is_empty()
 
@@ -239,7 +239,7 @@ def test_preemption_does_not_wait_for_copies_that_are_about_to_end(tier_engine, 
     assert engine.scheduler.has_pending_block_frees()
     engine.add("b", prompt_of(2, 150), max_tokens=60)
     engine.run()
-    assert engine.core.gauges.num_preemptions == 0
+    assert engine.core.stats.num_preemptions == 0
     engine.assert_is_right()
     engine.assert_is_empty()
 
@@ -264,7 +264,7 @@ def test_running_requests_do_not_stall_behind_a_slow_tier(tier_engine, store):
         engine.step()
         engine.clock.advance(0.01)
     assert engine.scheduler.num_saving_blocks >= num_kept, "no copy has ended"
-    assert engine.core.gauges.num_preemptions == 1
+    assert engine.core.stats.num_preemptions == 1
     assert engine.finished.get("r2") == "length"
     engine.run()
     engine.assert_is_right()

@@ -76,7 +76,7 @@ def test_engine_waits_for_a_load_without_stepping(computed_prompt, copy_connecto
         steps += 1
     assert steps == 1
     assert engine.has_requests()
-    assert engine.gauges.num_loading == 1
+    assert engine.stats.num_loading == 1
     engine.wake()
     assert engine.has_work()
     engine.step()

@@ -57,14 +57,14 @@ def test_prefix_hits_change_no_token(build_tiny, run_engine, oracle):
         oracle.assert_greedy(text, found[f"r{number}"].token_ids)
         stats = found[f"r{number}"].outputs[0].prefill_stats
         assert stats.num_local_cached_tokens == (64 if number else 0)
-    assert built.engine.gauges.num_prefix_hit_tokens == 3 * 64
+    assert built.engine.stats.num_prefix_hit_tokens == 3 * 64
 
 
 def test_preempted_requests_give_the_same_tokens(build_tiny, run_engine, oracle):
     built = build_tiny(cache__num_blocks=12, scheduler__max_num_batched_tokens=32, cache__enable_prefix_caching=False)
     texts = prompts(6, seed=2, longest=40)
     found = run_engine(built.engine, [request(f"r{i}", text, max_tokens=50) for i, text in enumerate(texts)])
-    assert built.engine.gauges.num_preemptions > 0
+    assert built.engine.stats.num_preemptions > 0
     for i, text in enumerate(texts):
         assert len(found[f"r{i}"].token_ids) == 50
         oracle.assert_greedy(text, found[f"r{i}"].token_ids)
@@ -99,7 +99,7 @@ def test_preemption_does_not_disturb_random_streams_and_penalties(build_tiny, ru
     roomy = run_engine(build_tiny().engine, sampled_requests())
     tight = build_tiny(cache__num_blocks=10, cache__enable_prefix_caching=False)
     found = run_engine(tight.engine, sampled_requests())
-    assert tight.engine.gauges.num_preemptions > 0
+    assert tight.engine.stats.num_preemptions > 0
     assert {name: one.token_ids for name, one in found.items()} == {name: one.token_ids for name, one in roomy.items()}
 
 
@@ -237,7 +237,7 @@ def test_engine_without_requests_has_no_work(build_tiny, run_engine):
     assert not engine.has_work()
     run_engine(engine, [request("r", [5, 6], max_tokens=2)])
     assert not engine.has_work()
-    assert engine.gauges.num_running == 0
+    assert engine.stats.num_running == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -80,9 +80,9 @@ def test_it_counts_where_embeddings_came_from(engine):
     engine.run()
     engine.add("b")  # its prefix is shorter than a block, so the image is needed again
     engine.run()
-    gauges = engine.core.gauges
-    assert (gauges.num_encoder_loaded, gauges.num_encoder_hits, gauges.num_encoder_computed) == (1, 1, 0)
-    assert gauges.encoder_cache_usage == 0
+    stats = engine.core.stats
+    assert (stats.num_encoder_loaded, stats.num_encoder_hits, stats.num_encoder_computed) == (1, 1, 0)
+    assert stats.encoder_cache_usage == 0
 
 
 def test_a_request_that_is_given_up_ends_in_the_step_after_the_wake(engine):

@@ -213,7 +213,7 @@ def test_images_are_embedded_and_merged_without_a_wait(tiny_smolvlm, tiny_smolvl
     built = build_tiny(model__name=str(tiny_smolvlm.folder), scheduler__max_num_batched_tokens=48, **settings)
     found = run_engine(built.engine, [new])
     tiny_smolvlm.assert_greedy(found["r"].token_ids, *parts)
-    assert built.engine.gauges.num_encoder_computed == 1
+    assert built.engine.stats.num_encoder_computed == 1
     assert device.waits == []
 
 

@@ -33,8 +33,8 @@ def test_preempted_requests_with_shared_prefixes_give_the_tokens_of_transformers
         for number, prompt in enumerate(prompts)
     ]
     found = run_engine(built.engine, requests, per_step=1)
-    assert built.engine.gauges.num_preemptions > 0
-    assert built.engine.gauges.num_prefix_hit_tokens > 0
+    assert built.engine.stats.num_preemptions > 0
+    assert built.engine.stats.num_prefix_hit_tokens > 0
     for number, prompt in enumerate(prompts):
         assert len(found[f"r{number}"].token_ids) == 150
         gemma3_oracle.assert_token_identical(prompt, found[f"r{number}"].token_ids)

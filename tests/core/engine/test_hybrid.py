@@ -138,7 +138,7 @@ def test_hit_whose_blocks_are_shared_with_a_running_request_changes_no_token(bui
     (common,) = prompts([150], seed=3)
     texts = [common + [number] * number for number in range(3, 9)]
     found = run_engine(built.engine, [request(f"r{i}", text, max_tokens=70) for i, text in enumerate(texts)], per_step=1)
-    assert built.engine.gauges.num_prefix_hit_tokens > 0
+    assert built.engine.stats.num_prefix_hit_tokens > 0
     for i, text in enumerate(texts):
         oracle.assert_greedy(text, found[f"r{i}"].token_ids)
     assert_nothing_held(built)
@@ -153,7 +153,7 @@ def test_preempted_requests_give_the_same_tokens(enable_prefix_caching, build_hy
     )
     texts = prompts([50, 60, 70, 80, 90, 100], seed=2)
     found = run_engine(built.engine, [request(f"r{i}", text, max_tokens=120) for i, text in enumerate(texts)])
-    assert built.engine.gauges.num_preemptions > 0
+    assert built.engine.stats.num_preemptions > 0
     for i, text in enumerate(texts):
         assert len(found[f"r{i}"].token_ids) == 120
         oracle.assert_greedy(text, found[f"r{i}"].token_ids)

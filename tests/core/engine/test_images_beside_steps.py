@@ -147,4 +147,4 @@ def test_the_engine_sleeps_while_all_wait_for_an_image(start, image_router):
     assert engine.has_requests()
     running.gate.set()
     running.wait_for("image")
-    assert engine.gauges.num_encoder_deferrals < 10
+    assert engine.stats.num_encoder_deferrals < 10

@@ -59,7 +59,7 @@ def test_request_gives_the_same_tokens_as_without_the_load(  # noqa: PLR0917
     usage = found["r"].outputs[0].transfer_usage
     assert usage.recomputed_tokens == 64 - bad[0] * BLOCK
     assert usage.fallback_reason == "rejected"
-    assert built.engine.gauges.num_load_fallbacks == {("rejected", "recompute"): 1}
+    assert built.engine.stats.num_load_fallbacks == {("rejected", "recompute"): 1}
     assert find_violations(built.engine.scheduler.kv_cache_manager) == []
     assert built.engine.scheduler.kv_cache_manager.usage == 0
 
@@ -71,7 +71,7 @@ def test_late_bytes_change_no_token_and_the_engine_sleeps_beside_them(computed, 
     engine = build_tiny(connector).engine
     found = run_engine(engine, [request()], after_step=lambda _: connector.worker.bring_late_bytes())
     oracle.assert_greedy(PROMPT, found["r"].token_ids)
-    assert engine.gauges.num_quarantined_blocks == 2
+    assert engine.stats.num_quarantined_blocks == 2
     assert engine.has_requests()
     assert not engine.has_work(), "nothing can be done until the connector says so"
     connector.worker.late = set()
@@ -79,7 +79,7 @@ def test_late_bytes_change_no_token_and_the_engine_sleeps_beside_them(computed, 
     assert engine.has_work()
     while engine.has_work():
         engine.step()
-    assert engine.gauges.num_quarantined_blocks == 0
+    assert engine.stats.num_quarantined_blocks == 0
     assert not engine.has_requests()
     assert engine.scheduler.kv_cache_manager.usage == 0
 
@@ -103,5 +103,5 @@ def test_policy_of_the_configuration_ends_the_request(computed, copy_connector, 
     built = build_tiny(connector, connector__kv_load_failure_policy="fail")
     found = run_engine(built.engine, [request()])
     assert (found["r"].finish_reason, found["r"].outputs[-1].error.code) == ("error", "transfer_error")
-    assert built.engine.gauges.num_load_fallbacks == {("rejected", "fail"): 1}
+    assert built.engine.stats.num_load_fallbacks == {("rejected", "fail"): 1}
     assert built.engine.scheduler.kv_cache_manager.usage == 0

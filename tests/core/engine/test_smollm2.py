@@ -47,7 +47,7 @@ def test_mixed_requests_give_the_tokens_of_transformers(reference, run_engine, c
     requests = list(mixed_requests(built.arch.vocab_size, count, longest))
     found = run_engine(built.engine, requests, per_step=2)
     built.engine.shutdown()
-    assert built.engine.gauges.num_prefix_hit_tokens > 0
+    assert built.engine.stats.num_prefix_hit_tokens > 0
     assert len(found) == count
     num_tokens = num_divergent = 0
     for new in requests:

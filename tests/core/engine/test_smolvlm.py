@@ -52,20 +52,20 @@ def run_all(run_engine, image_router, built, conversations, **how):
 def test_answers_are_those_of_transformers_in_any_chunks(build_smolvlm, image_router, run_engine, chunk, async_scheduling):
     built = build_smolvlm(scheduler__max_num_batched_tokens=chunk, scheduler__async_scheduling=async_scheduling)
     run_all(run_engine, image_router, built, CONVERSATIONS, per_step=1)  # images come while others decode
-    assert built.engine.gauges.num_encoder_computed >= 4
+    assert built.engine.stats.num_encoder_computed >= 4
 
 
 def test_an_image_that_several_show_at_a_time_is_computed_once(build_smolvlm, image_router, run_engine):
     built = build_smolvlm()
     run_all(run_engine, image_router, built, CONVERSATIONS)
-    assert built.engine.gauges.num_encoder_computed == 4
+    assert built.engine.stats.num_encoder_computed == 4
 
 
 def test_each_conversation_alone_is_answered_alike(build_smolvlm, image_router, run_engine):
     built = build_smolvlm(scheduler__max_num_batched_tokens=7)
     for name, parts in CONVERSATIONS.items():
         run_all(run_engine, image_router, built, {name: parts})
-    assert built.engine.gauges.encoder_cache_usage == 0.0
+    assert built.engine.stats.encoder_cache_usage == 0.0
 
 
 @pytest.mark.full
@@ -93,11 +93,11 @@ def test_a_prompt_with_the_same_image_is_a_hit_and_computes_no_embedding_again(b
     built = build_smolvlm()
     parts = CONVERSATIONS["several"]
     run_all(run_engine, image_router, built, {"first": parts})
-    num_computed = built.engine.gauges.num_encoder_computed
+    num_computed = built.engine.stats.num_encoder_computed
     finished = run_all(run_engine, image_router, built, {"second": parts})
     num_prompt = len(image_router.request("", parts).prompt_token_ids)
     assert finished["second"].outputs[0].prefill_stats.num_local_cached_tokens == (num_prompt - 1) // BLOCK * BLOCK
-    assert built.engine.gauges.num_encoder_computed == num_computed == 3
+    assert built.engine.stats.num_encoder_computed == num_computed == 3
 
 
 def test_the_same_text_with_another_image_hits_only_what_stands_before_the_image(build_smolvlm, image_router, run_engine):
@@ -116,7 +116,7 @@ def test_images_of_many_requests_pass_through_a_small_encoder_cache(build_smolvl
     built = build_smolvlm(scheduler__encoder_cache_embeds=160, scheduler__max_num_encoder_embeds=1)  # one image per step
     conversations = {str(number): (f"{number}", encode_test_image(number % 7), "what?") for number in range(10)}
     run_all(run_engine, image_router, built, conversations)
-    assert built.engine.gauges.num_encoder_computed >= 7
+    assert built.engine.stats.num_encoder_computed >= 7
     assert len(built.engine._runner._encoder.cache) <= 2
 
 
@@ -125,7 +125,7 @@ def test_preempted_requests_see_their_images_again(build_smolvlm, image_router, 
     conversations = {str(number): (IMAGES[number], "what is in this image?") for number in range(4)}
     requests = [image_router.request(name, parts, max_tokens=40) for name, parts in conversations.items()]
     finished = run_engine(built.engine, requests)
-    assert built.engine.gauges.num_preemptions > 0
+    assert built.engine.stats.num_preemptions > 0
     for name, parts in conversations.items():
         image_router.tiny.assert_greedy(finished[name].token_ids, *parts)
 
@@ -206,7 +206,7 @@ def test_prompt_with_loaded_kv_needs_only_embeddings_of_what_it_computes(  # noq
     first_computed = num_loaded if bad_block is None else bad_block * BLOCK
     needed = {feature.identifier for feature in new.mm_features if feature.end > first_computed}
     needed |= {feature.identifier for feature in image_router.request("one", CONVERSATIONS["one"]).mm_features}
-    assert built.engine.gauges.num_encoder_computed == len(needed)
+    assert built.engine.stats.num_encoder_computed == len(needed)
 
 
 class Shelf(ECConnectorScheduler):
@@ -303,7 +303,7 @@ def test_requests_without_their_images_live_on_loaded_embeddings(with_shelf, ima
 def test_embeddings_that_are_lost_on_the_way_are_computed_where_the_image_is_at_hand(with_shelf, image_router, run_engine):
     built, connector = with_shelf(IMAGES, lost=[IMAGES[1]])
     run_all(run_engine, image_router, built, {name: CONVERSATIONS[name] for name in ("several", "image last", "one")})
-    assert built.engine.gauges.num_encoder_computed == 1
+    assert built.engine.stats.num_encoder_computed == 1
     assert connector.worker.num_loaded >= 2
 
 

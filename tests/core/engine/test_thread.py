@@ -117,21 +117,21 @@ def test_abort_stops_a_running_request(start):
     thread.submit_add([request("next", max_tokens=2)])
     mailbox.wait(lambda: "next" in mailbox.ends)
     assert "long" not in mailbox.ends
-    assert thread.gauges().num_running == 0
+    assert thread.stats().num_running == 0
 
 
 def test_idle_engine_takes_no_steps_and_each_wakeup_gives_one(start, copy_connector):
     connector = copy_connector({"r": (64, [1, 2, 3, 4])}, hold=True)
     thread, mailbox = start(connector)
     thread.submit_add([request("r")])
-    poll(lambda: thread.gauges().num_loading == 1 and thread.gauges().num_steps == 1)
+    poll(lambda: thread.stats().num_loading == 1 and thread.stats().num_steps == 1)
     for number in range(5):  # a round trip through the inbox: a busy loop would have stepped meanwhile
         thread.submit_add([request(f"bad{number}", [999])])
         mailbox.wait(lambda number=number: f"bad{number}" in mailbox.ends)
-        assert thread.gauges().num_steps == 1
+        assert thread.stats().num_steps == 1
     for number in range(3):
         thread.wake()
-        poll(lambda number=number: thread.gauges().num_steps == 2 + number)
+        poll(lambda number=number: thread.stats().num_steps == 2 + number)
 
 
 def test_connector_that_dies_while_nobody_asks_for_anything_ends_the_engine(start, copy_connector):
@@ -151,11 +151,11 @@ def test_connector_that_dies_while_nobody_asks_for_anything_ends_the_engine(star
 def test_idle_engine_steps_once_for_a_wakeup_and_then_rests(start, copy_connector):
     thread, mailbox = start(copy_connector())
     thread.wake()
-    poll(lambda: thread.gauges().num_steps == 1)
+    poll(lambda: thread.stats().num_steps == 1)
     for number in range(5):  # a round trip through the inbox: a busy loop would have stepped meanwhile
         thread.submit_add([request(f"bad{number}", [999])])
         mailbox.wait(lambda number=number: f"bad{number}" in mailbox.ends)
-    assert thread.gauges().num_steps == 1
+    assert thread.stats().num_steps == 1
 
 
 def test_a_step_that_hangs_shows_while_it_hangs(build_tiny, make_mailbox):

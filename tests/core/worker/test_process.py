@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import SystemClock
 from core.config import load_config
-from core.engine.core import EngineGauges
+from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import ConfigError
 from core.ids import SeededIds
@@ -57,7 +57,7 @@ class ScriptedEngine:
         self.journal = journal
         self.gate = gate  # what every step waits for
         self.requests = {}
-        self.gauges = EngineGauges(num_external_queried_tokens=44, num_external_hit_tokens=32)
+        self.stats = EngineStats(num_external_queried_tokens=44, num_external_hit_tokens=32)
         self.step_size = StepSize(num_tokens=1, num_requests=1)
 
     def add_request(self, new):

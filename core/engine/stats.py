@@ -1,0 +1,68 @@
+"""The statistics of an engine: one reading after each step, with the metric of each number.
+
+Owns names, kinds and documentation of the engine's metrics. Knows neither how the numbers are counted nor how they are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from core.metrics import Metric
+from core.wire.messages import LoadFailurePolicy
+
+
+def _gauge(name: str, documentation: str) -> Any:  # noqa: ANN401
+    return field(default=0, metadata={"metric": Metric(name, "gauge", documentation)})
+
+
+def _counter(name: str, documentation: str) -> Any:  # noqa: ANN401
+    return field(default=0, metadata={"metric": Metric(name, "counter", documentation)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges are values of one moment; counters only grow. Fields without a metric are for tests and the simulation."""
+
+    num_running: int = _gauge("num_requests_running", "Requests in the running batch.")
+    num_waiting: int = _gauge("num_requests_waiting", "Requests that wait for admission.")
+    num_loading: int = _gauge("num_requests_loading", "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).")
+    kv_cache_usage: float = _gauge(
+        "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count."
+    )
+    num_loading_blocks: int = 0
+    num_parked_blocks: int = _gauge(
+        "kv_parked_blocks", "Blocks of ended requests whose release is delayed, for a reader or by a transfer."
+    )
+    num_quarantined_blocks: int = _gauge(
+        "kv_quarantined_blocks", "Blocks of no request that an abandoned transfer may still write."
+    )
+    encoder_cache_usage: float = _gauge(
+        "encoder_cache_usage_perc", "Share of the encoder cache that requests refer to, 0 to 1."
+    )
+    num_steps: int = _counter("engine_steps", "Steps of the engine.")
+    num_preemptions: int = _counter("num_preemptions", "Running requests that were put back for lack of blocks.")
+    num_prefix_queried_tokens: int = _counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache.")
+    num_prefix_hit_tokens: int = _counter("prefix_cache_hits", "Tokens that were found there.")
+    num_external_queried_tokens: int = _counter(
+        "external_prefix_cache_queries", "Tokens that the connector was asked for, beyond what the prefix cache had."
+    )
+    num_external_hit_tokens: int = _counter("external_prefix_cache_hits", "Tokens that it offered to load.")
+    num_encoder_computed: int = _counter(
+        "encoder_inputs_computed", "Images whose embeddings were computed for requests of this worker."
+    )
+    num_encoder_loaded: int = _counter("encoder_inputs_loaded", "Images whose embeddings came by the EC connector.")
+    num_encoder_hits: int = _counter("encoder_inputs_cached", "Images whose embeddings were in the encoder cache.")
+    num_encoder_deferrals: int = _counter(
+        "encoder_deferrals", "Times that a request was passed over in a step, as embeddings or pixels were not there yet."
+    )
+    num_ignored_reports: int = _counter(
+        "ignored_transfer_reports", "Late and duplicate reports of a connector about transfers or blocks."
+    )
+    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
+
+
+ENGINE_METRICS: Mapping[str, Metric] = {
+    entry.name: entry.metadata["metric"] for entry in fields(EngineStats) if "metric" in entry.metadata
+}  # by field
