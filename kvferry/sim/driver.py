@@ -203,7 +203,7 @@ class SimDriver:
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
         assert self.agent is not None
-        opened = self.agent._pull._peers._peers
+        opened = self.agent.consumer._peers._peers
         return {
             "peers that were closed, and can be read,": len(set(self._executor._peers) - set(opened)),
             "second lives of peers": len(opened) - len({peer.address for peer in opened}),
@@ -227,7 +227,7 @@ class SimDriver:
     def _on_transfer(self, happened: TransferEvent, at: float) -> None:
         def on_transfer(agent: P2PAgent) -> list[Action]:
             self._breakers.on_transfer(happened)
-            verdict = WrongSeals(agent._pull._reads, happened) if isinstance(happened, ReadEnded) else None
+            verdict = WrongSeals(agent.consumer._reads, happened) if isinstance(happened, ReadEnded) else None
             actions = agent.on_transfer(happened, at)
             if verdict is not None and verdict.are_accepted():
                 self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
@@ -308,7 +308,7 @@ class SimDriver:
 
     def _check_lease(self, read_id: int) -> None:
         assert self.agent is not None
-        load = self.agent._pull._reads._loads.get(read_id)
+        load = self.agent.consumer._reads._loads.get(read_id)
         if load is not None:  # it goes on
             self._leases.on_read(load.request.handoff.transfer_id)
             self._breakers.on_read(load)
@@ -316,13 +316,13 @@ class SimDriver:
     def _check_restored(self, agent: P2PAgent, probe_id: int) -> None:
         restored = self._breakers.take_probe(probe_id)
         if restored is not None:
-            broken = agent._pull._peers.health.reasons(restored.peer).get(restored.transport)
+            broken = agent.consumer._peers.health.reasons(restored.peer).get(restored.transport)
             self._breakers.check_restored(restored, broken)
 
     def _check_fence(self, address: str, incarnation: int) -> None:
         """Nothing may be read of another life than the one that has answered."""
         assert self.agent is not None
-        if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent._pull._peers._peers):
+        if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent.consumer._peers._peers):
             self._leases.complain(f"{self._identity.engine_id}: {address} has answered, and another life of it can be read")
 
     def _open(self, address: str) -> Link:

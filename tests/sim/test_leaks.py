@@ -53,11 +53,11 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
     if connector is not None:
         yield from ((connector.scheduler, name) for name in ("_offers", "_loading", "_refs", "_readers"))
         yield from ((connector._executor, name) for name in ("_reads", "_read_ids"))
-        yield connector.agent._pull, "_loads"
-        yield connector.agent._pull._reads, "_loads"
-        yield connector.agent._pull._reads.quarantine, "_reads"
-        yield connector.agent._pull.leases, "_leases"
-        yield connector.agent._leases, "_leases"
+        yield connector.agent.consumer, "_loads"
+        yield connector.agent.consumer._reads, "_loads"
+        yield connector.agent.consumer._reads.quarantine, "_reads"
+        yield connector.agent.consumer.leases, "_leases"
+        yield connector.agent.producer.leases, "_leases"
         yield connector.worker, "_reports"
 
 

@@ -59,7 +59,7 @@ class CommandedConnector(P2PConnector):
     def _end_deadlines(self) -> None:
         agent = self.driver.agent
         assert agent is not None
-        for load in agent._pull._loads.values():
+        for load in agent.consumer._loads.values():
             load.deadline = agent._clock.now()
         self.driver._on_timer()
 
@@ -71,7 +71,7 @@ class BoastfulConnector(CommandedConnector):
         await super().start()
         agent = self.driver.agent
         assert agent is not None
-        agent._leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
+        agent.producer.leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
 
 
 class FaultDesk:

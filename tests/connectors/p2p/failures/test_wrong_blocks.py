@@ -88,7 +88,9 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
     world.kill()
     owner = world.restart(**changed)
     if wrong == "digests":
-        owner.agent._responder = HandshakeResponder(owner.identity, world.num_blocks, {"inproc": owner.transport.describe()})
+        owner.agent.producer.responder = HandshakeResponder(
+            owner.identity, world.num_blocks, {"inproc": owner.transport.describe()}
+        )
         world.reader = world.add("decode-1", 98, kv_verify="digest")
     request = world.hand_over()
     world.load(request)
