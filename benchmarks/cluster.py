@@ -1,11 +1,11 @@
-"""How long ``kvferry serve`` takes until it serves, and what its processes cost while nobody asks for anything.
+"""How long ``kvferry serve`` takes until it serves, and what its processes cost while idle.
 
     python benchmarks/cluster.py [--transports shm tcp nixl] [--repeats 3] [--idle-s 10] [--json FILE] [--markdown] [--quick]
 
 Start: seconds from the start of the process until it says where it serves, which it does once the router and every worker are
 ready; the router's ``/ready`` is asked then. The model is in the cache (fetched before, if need be) and its file in memory.
 
-Idle: after one request that was handed over, so that every connection stands, the CPU time of each process over some seconds
+Idle: after one request with a handoff, so that every connection stands, the CPU time of each process over some seconds
 (user + system, as the kernel counts it), as a share of one core; and that of the busiest thread of the process, which with
 ``nixl`` is the library's progress thread. The last cluster of each transport is measured.
 """

@@ -25,7 +25,7 @@ class NothingMeasured(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, smallest and largest of some measurements, in whatever unit they have."""
+    """Median, smallest and largest of some measurements, in their unit."""
 
     median: float
     low: float
@@ -119,7 +119,7 @@ def _cpu_model() -> str:
 
 
 def make_parser(doc: str, repeats: int, *, takes_model: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all have; ``quick`` means: show that the script works, whatever it measures."""
+    """Return a parser with the arguments that all have; ``quick`` means: show that the script works; figures do not count."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if takes_model:
         parser.add_argument("--model", default=MODEL, help="alias, folder or GGUF file (default: %(default)s)")

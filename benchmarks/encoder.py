@@ -3,7 +3,7 @@
     python benchmarks/encoder.py [--model FOLDER] [--delay 2.0] [--repeats 15] [--json FILE] [--markdown] [--quick]
 
 Without ``--model``, a folder of an Idefics 3 or SmolVLM checkpoint, the model is a small random one, whose steps are so short
-that whatever the scheduler does beside them weighs most.
+that the scheduler's other work weighs most.
 
 *In the engine*: text requests generate side by side in one engine, in this process. In every second run an image request comes
 whose embeddings are ready after the delay only. What counts are the text tokens within the delay; the ratio is that of two runs

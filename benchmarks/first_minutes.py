@@ -5,7 +5,7 @@
 Each command line of ``benchmarks/mistakes.py`` is run as a process, ``--repeats`` times. Its exit code and its last line are
 checked. The time is wall-clock time, import of the command included; the processor time beside it says what it would be on a
 machine that does nothing else. Goal: 3 s at most for the longest. The exit code is 1 if a line or an exit code is not as
-expected, whatever the times are.
+expected; the times are not judged.
 """
 
 from __future__ import annotations

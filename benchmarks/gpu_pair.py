@@ -37,7 +37,7 @@ from core.wire.sampling import SamplingParams
 from core.worker.builder import ConnectorBundle, WorkerContext
 
 TIMEOUT_S = 120.0
-TEXT_TOKENS = 16  # behind the first one, of a prompt that is handed over
+TEXT_TOKENS = 16  # after the first one, of a prompt with a handoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class Report:
 
     @contextmanager
     def part(self, section: str, case: str = "", *, is_needed: bool = False) -> Iterator[bool]:
-        """Yield whether a part is to be measured; whatever goes wrong in it is noted, and stops no other.
+        """Yield whether a part is to be measured; an error in it is noted, and stops no other.
 
         One that is needed by others is measured whether it is wanted or not, and again by the process that goes on.
         """
@@ -92,7 +92,7 @@ class Report:
             if self.pipe is not None and self.is_device_lost():
                 self.running = ""
                 self.send()
-                os._exit(LOST_DEVICE)  # whatever is still to be closed would wait for the device
+                os._exit(LOST_DEVICE)  # closing what is still open would wait for the device
         if not is_needed:
             self.finished.add(name)
         self.keep("seconds", name, time.monotonic() - begin)

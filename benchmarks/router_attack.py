@@ -76,7 +76,7 @@ class Longest:
             asyncio.Handle._run = original  # type: ignore[attr-defined]
 
     async def tick(self) -> None:
-        """Look how late a timer is, for ever."""
+        """Measure how late a timer is, until cancelled."""
         while True:
             due = time.perf_counter() + _TICK_S
             await asyncio.sleep(_TICK_S)

@@ -2,7 +2,7 @@
 
     python benchmarks/tiers_connector.py [--model smollm2-135m] [--repeats 5] [--json FILE] [--markdown] [--quick]
 
-*First token*: an engine in this process, with the real model, computes a prompt of 2,048 tokens and 16 more that nobody has
+*First token*: an engine in this process, with the real model, computes a prompt of 2,048 tokens and 16 more that no cache has
 seen; the connector saves its blocks, the pool forgets everything, and the same prompt comes again: now 2,048 tokens are loaded
 and 16 computed. Timed is from the request to its first token. The tier is the worker's own arena (``offload``), then a store in
 a process of its own on this host (``store``). Every repeat does both with a new prompt; the ratio is of the two.

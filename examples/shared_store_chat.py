@@ -1,4 +1,4 @@
-"""A conversation over two prefill workers that share a store: every turn computes only what is new, wherever it lands.
+"""A conversation over two prefill workers that share a store: every turn computes only what is new, on either worker.
 
     python examples/shared_store_chat.py
 

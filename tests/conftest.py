@@ -239,7 +239,7 @@ class Gemma3Oracle:
 
 @pytest.fixture(scope="session")
 def lmcache_server(tmp_path_factory) -> Iterator[LMCacheServer]:
-    """The real LMCache server, ready for hybrid models; whoever kills it starts it again."""
+    """The real LMCache server, ready for hybrid models; a test that kills it starts it again."""
     if not lmcache_executable().is_file():
         pytest.fail(f"no {lmcache_executable()}: run `make install-lmcache`")
     log_path = tmp_path_factory.mktemp("lmcache") / "server.log"

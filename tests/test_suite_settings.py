@@ -1,4 +1,4 @@
-"""The settings of the suite itself: no test can hang it, whatever it hangs in."""
+"""The settings of the suite itself: no test can hang it, in Python or outside."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ loaded. The *worker side* moves bytes; the engine calls it in every step, so it 
 has ended. Both are called on the engine's thread; ``FolderConnector`` ties them to the worker's event loop.
 
 One handoff is one file: the blocks, then a digest of each. It appears by a rename, so it is whole when it is there; until
-then its reader waits. It is deleted once it is older than ``connector.lease_s``, whoever wrote it.
+then its reader waits. It is deleted once it is older than ``connector.lease_s``, also if another worker wrote it.
 
 What a connector must do in all cases is in ``connectors.testing.connector_suite``; ``tests/examples/test_folder_connector.py``
 shows how to run it.
@@ -387,7 +387,7 @@ def digest(row: memoryview) -> bytes:
 
 
 def file_of(folder: Path, transfer_id: str) -> Path:
-    """Return the file of a handoff; no id, whoever made it, leads out of the folder."""
+    """Return the file of a handoff; no id leads out of the folder."""
     return folder / f"{hashlib.blake2b(transfer_id.encode(), digest_size=DIGEST_BYTES).hexdigest()}.kv"
 
 
@@ -440,7 +440,7 @@ class FolderConnector(Connector):
         self._probe.unlink(missing_ok=True)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """Delete files that nobody will read; what cannot be deleted now, or is not there yet, goes by its age."""
+        """Delete files that will not be read; what cannot be deleted now, or is not there yet, goes by its age."""
         for transfer_id in transfer_ids:
             with contextlib.suppress(OSError):
                 file_of(self._folder, transfer_id).unlink()
@@ -460,7 +460,7 @@ class FolderConnector(Connector):
             await asyncio.sleep(self._lease_s / 2)
 
     def _clear(self) -> None:
-        """Delete what is older than a lease, by the clock of whoever keeps the folder."""
+        """Delete what is older than a lease, by the file system's clock."""
         self._probe.touch()
         oldest = self._probe.stat().st_mtime - self._lease_s
         for path in [*self._folder.glob("*.kv"), *self._folder.glob("*.draft")]:

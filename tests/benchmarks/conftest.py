@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="session")
 def load_benchmark() -> Callable[[str], ModuleType]:
-    """Return a benchmark's module, under a name that is nobody else's."""
+    """Return a benchmark's module, under a unique name."""
     sys.path.append(str(BENCHMARKS))  # where scripts find what they share
 
     def load(name: str) -> ModuleType:

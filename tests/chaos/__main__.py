@@ -1,7 +1,7 @@
 """``python -m tests.chaos``: real processes under faults, every answer compared. Exit code 0 = nothing bad, 1 = something.
 
 python -m tests.chaos --transport tcp --minutes 4            two pairs, one fault at a time of every kind
-python -m tests.chaos --transport tcp --minutes 4 --dense 3  three faults at a time, whatever the state of the cluster
+python -m tests.chaos --transport tcp --minutes 4 --dense 3  three faults at a time, in any state of the cluster
 python -m tests.chaos --pairs 1 --kinds kill                 one pair: streams survive the restart of either worker
 """
 

@@ -73,7 +73,7 @@ class Injector:
                 return
 
     def _densely(self) -> None:
-        """Make faults whatever the state of the cluster."""
+        """Make faults in any state of the cluster."""
         while not self._stop.wait(self._draw(0.5, 4.0)):
             incident = self._make(self._choose(self._kinds))
             incident.whole_at = incident.ended_at

@@ -53,7 +53,7 @@ class BlackholeTransport(FaultTransport):
         super().__init__(inner, FaultPlan(ignore_cancel=inner.name == "nixl"))
 
     def poll(self) -> list[ReadResult]:
-        """Stall whatever is open while the switch is on."""
+        """Stall every open read while the switch is on."""
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_AGAIN_S:
             self._looked_at = now

@@ -85,7 +85,7 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            # Half of the prompts find nothing in any cache: their KV has to be handed over.
+            # Half of the prompts miss every cache, so their KV needs a handoff.
             "cache_salt": client_id if rng.random() < 0.5 else "shared",
         }
         leaves_after = rng.randrange(len(expected)) if rng.random() < _SHARE_THAT_LEAVES else None

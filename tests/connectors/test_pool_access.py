@@ -14,7 +14,7 @@ BLOCK_BYTES = 8
 
 
 class LazyCopier:
-    """Copies when somebody waits, as a stream may; checks that nobody touches a slot before."""
+    """Copies only at a wait, as a stream may; checks that no slot is touched before."""
 
     num_slots = 6
 

@@ -29,7 +29,7 @@ def tiny_smolvlm_files(tiny_smolvlm, tmp_path_factory) -> ModelFiles:
 
 @pytest.fixture
 def handoff() -> KVHandoff:
-    """A handoff ``t`` of nobody's blocks."""
+    """A handoff ``t`` without blocks."""
     layout = KVLayoutInfo(
         dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
     )

@@ -65,7 +65,7 @@ class Served:
 
     @property
     def is_disaggregated(self) -> bool:
-        """True if KV blocks are handed over."""
+        """True if KV blocks are handed off."""
         return self.kind != "aggregated"
 
     def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def serve() -> Callable[..., AbstractContextManager[Served]]:
 
 @pytest.fixture(scope="session")
 def aggregated(cluster_config, tmp_path_factory) -> Iterator[Served]:
-    """One worker that does it all; whoever wants it, wants the same."""
+    """One aggregated worker, shared by all tests that need one."""
     config, logs = cluster_config(*AGGREGATED), tmp_path_factory.mktemp("aggregated")
     with LocalCluster(config, log_dir=logs) as cluster, client_of("aggregated", cluster) as found:
         yield found

@@ -1,4 +1,4 @@
-"""Prefill and decode workers with blocks of different sizes: what is handed over is converted, and the answers are the same."""
+"""Prefill and decode workers with blocks of different sizes: handoffs are converted, and the answers are the same."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ STORE = "kvstore"  # beside prefill-0; here it serves both pods
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody has at the moment."""
+    """Return ports that are free at the moment."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [found.getsockname()[1] for found in sockets]
     for found in sockets:

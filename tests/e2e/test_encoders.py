@@ -1,4 +1,4 @@
-"""Images through a cluster with an encode worker: the answers are transformers' own, whatever becomes of the embeddings."""
+"""Images through a cluster with an encode worker: the answers are transformers' own, even if the embeddings are lost."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_malformed_frames_on_every_port(secured, served):
     frames = nonsense_frames(rng)
     with zmq.Context() as context:
         while frames:
-            keys = rng.choice((secured.keys, secured.keys, secured.keys, None))  # a member that is broken, or a stranger
+            keys = rng.choice((secured.keys, secured.keys, secured.keys, None))  # a broken member, or an unauthenticated peer
             sender = dealer_socket(context, SocketOptions(max_message_bytes=1 << 26, keys=keys))
             sender.setsockopt(zmq.IMMEDIATE, 0)
             sender.connect(f"tcp://127.0.0.1:{rng.choice(ports)}")

@@ -1,4 +1,4 @@
-"""The real Gemma 3, five sliding layers to each full one: served by one worker that does it all, and handed over."""
+"""The real Gemma 3, five sliding layers to each full one: served by one aggregated worker, and with a handoff."""
 
 from __future__ import annotations
 

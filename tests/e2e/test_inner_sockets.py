@@ -1,4 +1,4 @@
-"""A local cluster that was given no key: a stranger on the same machine gets nothing from any of its inner sockets."""
+"""A local cluster without a configured key: an unauthenticated process on the machine gets nothing from its inner sockets."""
 
 from __future__ import annotations
 

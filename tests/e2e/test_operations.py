@@ -51,7 +51,7 @@ class Load:
                 answer = self._served.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
                 self.answers.append((prompt, answer["choices"][0]["token_ids"]))
                 self.transports.add(answer["usage"]["kv_transfer"]["transport"])
-            except Exception as error:  # whatever a client sees
+            except Exception as error:  # any error that a client sees
                 self.errors.append(repr(error))
 
 
@@ -95,6 +95,6 @@ def test_router_hangs_up_on_whoever_lacks_the_cluster_key(secured, serve, corpus
         assert recv_monitor_message(monitor)["event"] & HUNG_UP
         stranger.disable_monitor()
         stranger.close(linger=0)
-        start = 200 if keys is None else 400  # a prompt that nobody has cached
+        start = 200 if keys is None else 400  # a prompt that no worker has cached
         usage = served.complete(corpus[start : start + 130], max_tokens=4)["usage"]
         assert usage["kv_transfer"]["transport"] == "tcp", usage

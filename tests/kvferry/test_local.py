@@ -150,7 +150,7 @@ class RouterAlone(LocalCluster):
 
 @pytest.mark.slow
 def test_router_that_is_stopped_and_stays_so_is_replaced(cluster_config, eventually, no_child_left, tmp_path):
-    """The supervisor's own checks find it; nobody sends it another signal."""
+    """The supervisor's own checks find it, without another signal."""
     with RouterAlone(cluster_config(*QUICK_CHECKS), tmp_path) as cluster:
         pid = cluster.pids["router"]
         cluster.kill("router", signal.SIGSTOP)

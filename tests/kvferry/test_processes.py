@@ -1,4 +1,4 @@
-"""Children are started, heard, restarted and reaped, whatever they do."""
+"""Children are started, logged, restarted and reaped, however they behave or end."""
 
 from __future__ import annotations
 

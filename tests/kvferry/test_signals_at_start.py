@@ -1,4 +1,4 @@
-"""A process that is told to leave ends with exit code 0, at whatever moment of its start, and leaves nothing behind."""
+"""A process that gets SIGTERM at any moment of its start exits with code 0 and leaves nothing."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Worker:
 
 
 class AnswersAll(Worker):
-    """A worker of the first release: it knows no refusal, and answers whatever it cannot read."""
+    """A worker of the first release: it knows no refusal, and answers even messages it cannot read."""
 
     def receive(self, frame: bytes) -> list[bytes]:
         try:

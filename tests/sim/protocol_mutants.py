@@ -1,6 +1,6 @@
 """Deliberate defects of the protocol, looked for in plans as ``kvferry sim`` draws them.
 
-Each replaces one function of the real code by one with a mistake that somebody could make in its source. Unlike those of
+Each replaces one function of the real code by one with a plausible mistake in its source. Unlike those of
 ``test_mutants`` none chooses the faults under which it shows. ``python -m tests.sim.protocol_mutants`` prints for each the
 first of a hundred seeds that finds it, and how.
 """

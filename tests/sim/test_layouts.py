@@ -1,4 +1,4 @@
-"""Workers of a second KV layout in a cluster: nobody reads what he cannot, and nobody goes without an answer for it."""
+"""Workers of a second KV layout in a cluster: none reads an unreadable layout, and every request is still answered."""
 
 from __future__ import annotations
 

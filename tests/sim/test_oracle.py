@@ -1,4 +1,4 @@
-"""The causal oracle: a fault explains what happens on its own path, at its own time, when nobody else could have served."""
+"""The causal oracle: a fault explains what happens on its own path, at its own time, when no other worker could have served."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_more_mixed_faults(seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", Fault)
 def test_each_kind_of_fault_alone(kind):
-    """Few faults tell most: whatever they do not explain is a violation."""
+    """Few faults tell most: every effect that they do not explain is a violation."""
     assert_good(run_seeds(range(5), (kind,)), (kind,))
 
 

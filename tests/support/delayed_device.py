@@ -2,7 +2,7 @@
 
 Owns the streams and when their work is done, which a seeded source of randomness decides: at a submission, at a wait, or when
 the test says so. What a real device may reorder is reordered here, and what it may not is not. The device's memory is a tensor
-in host memory that nobody but its streams should touch. Takes the place of ``core.engine.cuda.block_copier.CudaCopyQueue``.
+in host memory that only its streams should touch. Takes the place of ``core.engine.cuda.block_copier.CudaCopyQueue``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DelayedDevice:
         self._share = share
         self._lock = threading.RLock()
         self._streams: list[DelayedStream] = []
-        self.num_late = 0  # pieces of work that were done only because somebody waited for them
+        self.num_late = 0  # pieces of work that only a wait for them got done
 
     def new_stream(self) -> DelayedStream:
         """Return a stream, ordered with no other."""

@@ -91,7 +91,7 @@ class ClaimedTensor(Tensor):
         return True
 
     def data_ptr(self) -> int:
-        """Return an address that nobody else has."""
+        """Return an unused address."""
         return self.elements.data_ptr()
 
     def tolist(self) -> Any:
@@ -148,7 +148,7 @@ class _Stream:
         self.end_copies(len(self.copies))
 
     def wait_stream(self, other: _Stream) -> None:
-        """Do nothing: whatever was launched on the other one is done."""
+        """Do nothing: all work launched on the other stream is done."""
 
 
 class _Event:

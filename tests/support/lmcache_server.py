@@ -101,7 +101,7 @@ class LMCacheServer:
             process.wait()
 
     def freeze(self) -> None:
-        """Stop it in whatever it does, and return when none of its threads runs any more."""
+        """Suspend it at once, and return when none of its threads runs any more."""
         process = self._process
         self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -127,7 +127,7 @@ class NaiveKVCache:
     def hits(self, request: Request) -> tuple[int, list[list[set[int] | None]]]:
         """Return the length of the longest prefix behind which every group can go on, and its blocks by group and position.
 
-        Of each set of copies a lookup takes one. A position that nobody needs is None.
+        Of each set of copies a lookup takes one. A position that is not needed is None.
         """
         copies: dict[Prefix, set[int]] = {}
         for block_id, prefix in self.pool.prefix.items():

@@ -53,7 +53,7 @@ class ScriptedECScheduler(ECConnectorScheduler):
         self._is_cached: Callable[[bytes], bool] = lambda identifier: False
 
     def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
-        """Learn what nobody has to wait for."""
+        """Keep ``holds``, which says whether an item is cached and needs no wait."""
         self._is_cached = holds
 
     def has_cache_item(self, identifier: bytes) -> bool:

@@ -43,7 +43,7 @@ class Stream:
 
     @property
     def has_ended(self) -> bool:
-        """True once nothing more comes, for whatever reason."""
+        """True once nothing more comes, for any reason."""
         return self._has_ended.is_set()
 
     @property

@@ -32,7 +32,7 @@ class _Way:
 
     source: socket.socket
     sink: socket.socket
-    is_answer: bool  # from the target to the one who has connected
+    is_answer: bool  # from the target to the client
     pending: bytes = b""
     has_ended: bool = False  # the source has sent its last byte
 
@@ -42,7 +42,7 @@ class TcpProxy:
 
     While it is silent no byte and no end of a connection passes, in either direction. What is sent meanwhile waits in buffers,
     as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted by the
-    kernel, and nobody answers them. Use it as a context manager, or call ``close``.
+    kernel, and get no answer. Use it as a context manager, or call ``close``.
     """
 
     def __init__(self, target: tuple[str, int], listen_at: tuple[str, int] = ("127.0.0.1", 0)) -> None:

@@ -1,6 +1,6 @@
 """A small random SmolVLM checkpoint, as a folder that transformers and kvferry load alike.
 
-Owns its sizes, its tokenizer and its chat template. Needs transformers and Pillow (extra ``test``). Called by tests of the
+Owns its sizes, its tokenizer and its chat template. Needs transformers and Pillow (extra ``test``). Used in tests of the
 model, of encode workers and of whole clusters; what it is held against is transformers' own model of the same folder.
 """
 

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p tests.support.watchdog``): no test hangs the run, whatever it hangs in, and when.
+"""A pytest plugin (``-p tests.support.watchdog``): no test hangs the run, in Python or outside, at any time.
 
 pytest-timeout fails a test that takes too long, and pytest's faulthandler can end a run that hangs outside Python. But both
 stop watching as soon as a test has failed, because a debugger may take over then: a teardown that hangs behind a failure hangs
@@ -43,7 +43,7 @@ class Watchdog:
         self.watch_on()
 
     def watch_on(self) -> None:
-        """Go on until the same time, after somebody may have cancelled faulthandler's timer."""
+        """Go on until the same time, even if faulthandler's timer was cancelled meanwhile."""
         if self._watch is not None:
             left_s = max(0.0, self._watch[1] - time.monotonic())
             faulthandler.dump_traceback_later(left_s + _LAST_RESORT_S, file=self._stderr, exit=True)
@@ -123,7 +123,7 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Watch the end of the run: of pytest, of threads that nobody ended, of the interpreter."""
+    """Watch the end of the run: of pytest, of leftover threads, of the interpreter."""
     watchdog = session.config.stash.get(_WATCHDOG, None)
     if watchdog is not None:
         watchdog.watch("the end of the run", _limit_s(session.config))

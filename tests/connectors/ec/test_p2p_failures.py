@@ -146,7 +146,7 @@ async def test_a_repeated_image_is_not_encoded_again(new_side):
 @pytest.mark.parametrize("has_images", [True, False])
 @pytest.mark.parametrize("late_bytes", [False, True])
 async def test_frozen_encoder_costs_no_more_than_the_time_there_is(new_side, fabric, late_bytes, has_images):
-    """Its late bytes find nobody: the chunks that they may hit are in quarantine until then."""
+    """Its late bytes do no harm: the chunks that they may hit are in quarantine until then."""
     encoder = await new_side("encoder", 1)
     reader = await new_side("reader", 2, late_bytes=late_bytes)
     sources = [await encoder.engine.save(Image(name)) for name in ("warm", "a")]

@@ -86,7 +86,7 @@ class History:
             unavailable = self.scheduler.take_unavailable_requests()
             self.lost |= unavailable.keys()
             assert is_free or not is_late or name in self.lost, "a wait does not end"
-            assert not self.kept & unavailable.keys(), "what nobody can compute was not kept"
+            assert not self.kept & unavailable.keys(), "an item that cannot be computed again was not kept"
             for other in unavailable:
                 self.finish(other)
         self._carry_out(self.scheduler.build_connector_meta(SchedulerOutput()))

@@ -155,7 +155,7 @@ async def test_store_that_is_started_again_is_used_again(new_store, new_side):
 
 @pytest.mark.parametrize("has_images", [True, False])
 async def test_frozen_store_costs_no_more_than_the_time_there_is(new_store, new_side, monkeypatch, has_images):
-    """It answers nobody; other requests go on meanwhile, and afterwards it is used again."""
+    """It answers no request; other requests go on meanwhile, and afterwards it is used again."""
     server, config = await new_store(memory_bytes=64 * SLOT_BYTES)
     encoder, reader = await new_side("encoder", config), await new_side("reader", config)
     sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]

@@ -246,7 +246,7 @@ async def test_s3_blocks_may_be_reused_while_the_server_still_has_to_read_them(s
             await writer.until(lambda: "a" in writer.ended)
             pool = writer.manager.block_pool
             await writer.until(lambda: not writer.core.has_requests())
-            writer.model.rows[1:] = 0xAB  # whoever gets the blocks next
+            writer.model.rows[1:] = 0xAB  # the next owner of the blocks
             assert pool.num_free_blocks == pool.num_usable_blocks
         finally:
             lmcache_server.thaw()
@@ -354,7 +354,7 @@ async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmca
         await engine.until(lambda: engine.connector.is_connected)
         new = engine.connector.scheduler.server
         assert new is not old
-        assert new.staging is not old.staging, "what the server may still write is nobody's memory"
+        assert new.staging is not old.staging, "memory that the server may still write is not used again"
     async with start_engine() as reader:
         assert (await reader.run("after", PROMPT)).transferred_tokens == 4 * CHUNK
 

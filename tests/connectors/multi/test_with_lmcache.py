@@ -146,7 +146,7 @@ def verdicts_of(told):
 def test_what_another_connector_has_brought_and_what_is_computed_is_saved_once(bench):
     tokens, told = bench.run("a")
     assert tokens == expected_tokens(PROMPT, 3)
-    assert not any(metadata.lookups or metadata.loads for metadata in told), "the first has a hit: nobody else is asked"
+    assert not any(metadata.lookups or metadata.loads for metadata in told), "the first has a hit: no other connector is asked"
     ranges = ranges_of(told)
     assert (ranges[0][0], ranges[-1][1]) == (0, 192)
     assert [end for _, end in ranges[:-1]] == [start for start, _ in ranges[1:]], "each chunk once"

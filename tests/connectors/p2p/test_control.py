@@ -1,4 +1,4 @@
-"""The control sockets on loopback: good messages get through, whatever else arrives."""
+"""The control sockets on loopback: good messages get through between bad ones."""
 
 from __future__ import annotations
 

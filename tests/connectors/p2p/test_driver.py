@@ -1,4 +1,4 @@
-"""What the driver of an agent tells people: failed loads and fences in the log, whatever is dropped in the counters."""
+"""What the driver reports: failed loads and fences in the log, dropped messages in the counters."""
 
 import asyncio
 from types import SimpleNamespace

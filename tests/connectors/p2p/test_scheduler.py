@@ -1,4 +1,4 @@
-"""The scheduler side, on real blocks: what is handed over, what is offered, what is read, and when it is let go."""
+"""The scheduler side, on real blocks: which blocks are handed off, offered and read, and when they are released."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_hand_over_says_who_holds_it_and_how_long(producer):
 async def test_hand_overs_have_names_of_their_own(producer):
     first, second = (producer.engine.prefill(name, prompt_of(40)) for name in "ab")
     assert first.transfer_id != second.transfer_id
-    assert first.groups[0].block_ids[0] == second.groups[0].block_ids[0]  # a local hit is handed over like any block
+    assert first.groups[0].block_ids[0] == second.groups[0].block_ids[0]  # a local hit is handed off like any block
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED])

@@ -1,6 +1,6 @@
 """Saves, loads, preemptions and aborts beside a pool on a device, whose copies are done whenever the device likes.
 
-The model's tokens change with any wrong byte, whoever has left it. On a machine without a GPU the device is
+The model's tokens change with any wrong byte. On a machine without a GPU the device is
 ``tests.support.delayed_device``; the same histories run on a real one.
 """
 

@@ -228,7 +228,7 @@ def test_a_full_store_is_offered_blocks_and_refuses(tier_engine, scripted_store)
 
 
 def test_preemption_does_not_wait_for_copies_that_are_about_to_end(tier_engine, store):
-    """While a copy holds blocks that nobody else has, a running request waits for them instead of preempting another."""
+    """While a copy is the only holder of blocks, a running request waits for them instead of preempting another."""
     engine = tier_engine(num_blocks=14)
     store.answers_at_once = False
     engine.add("a", prompt_of(1, 60), max_tokens=1)

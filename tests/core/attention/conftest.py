@@ -104,7 +104,7 @@ class PagedStep:
     def _make_tables(self) -> list[list[int]]:
         case = self.case
         num_blocks = sum(-(-s.seq_len // case.block_size) for s in case.seqs)
-        self.num_blocks = 2 * num_blocks + 3  # about half of the pool belongs to nobody
+        self.num_blocks = 2 * num_blocks + 3  # about half of the pool is free
         free = (torch.randperm(self.num_blocks - 1, generator=self._generator) + 1).tolist()
         tables: list[list[int]] = []
         for seq in case.seqs:

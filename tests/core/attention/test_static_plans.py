@@ -1,4 +1,4 @@
-"""Plans whose tensors stay where they are attend like ordinary ones, whatever decode step they were refilled with last."""
+"""Plans whose tensors stay where they are attend like ordinary ones, after a refill with any decode step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With async scheduling every request gets the tokens that it gets without, whatever else happens meanwhile."""
+"""With async scheduling every request gets the tokens that it gets without, among other requests and aborts."""
 
 from __future__ import annotations
 

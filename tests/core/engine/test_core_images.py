@@ -102,7 +102,7 @@ def test_it_steps_while_the_ec_connector_asks_for_it_without_requests(engine, mo
     assert engine.core.has_work()
 
 
-def test_it_goes_on_when_a_ready_image_has_made_room_and_its_request_blocks_no_others():
+def test_engine_goes_on_if_a_ready_image_made_room_and_its_request_blocks_no_other():
     images = ManualImages(budget_embeds=6)
     engine = Engine(images)
     pool = engine.core.scheduler.kv_cache_manager.block_pool

@@ -1,4 +1,4 @@
-"""Streaming: whatever the pieces, the text is the same, and no piece is broken."""
+"""Streaming: however the text is split, it is the same, and no piece is broken."""
 
 from __future__ import annotations
 

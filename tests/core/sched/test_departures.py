@@ -143,7 +143,7 @@ def test_an_error_on_bad_kv_does_not_end_the_request_that_was_rolled_back(ahead,
     ahead.script.remote["a"] = remote(32, is_async=False, is_corrupt=True)
     request = ahead.add("a", 40, max_tokens=5)
     ahead.step()
-    ahead.schedule()  # on KV that nobody knows to be bad yet
+    ahead.schedule()  # on KV that is not yet known to be bad
     ahead.in_flight.append((ahead.last, ahead.model.launch_model(ahead.last)))
     fail(ahead, "a")
     ahead.finish_oldest()

@@ -146,7 +146,7 @@ IMAGES = [Image(b"image %d" % number, 1 + number % 4) for number in range(8)]
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests take and let go of images in any order. The model: who holds what, and in which order things were let go."""
+    """Requests take and release images in any order. The model: the holders of each image, and the order of releases."""
 
     def __init__(self) -> None:
         super().__init__()

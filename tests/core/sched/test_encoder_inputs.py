@@ -360,7 +360,7 @@ def test_a_load_takes_room_but_nothing_of_the_compute_budget(make_world):
     world = make_world(encoder_cache_size=32, max_embeds_per_step=16, with_ec_connector=True)
     world.ec.here[CAT.identifier] = CAT.media
     request = world.add_with_images("a", [CAT, DOG, OWL, 4])
-    assert world.schedule().num_scheduled_tokens == {"a": 32}  # no room for the owl, whatever the budget
+    assert world.schedule().num_scheduled_tokens == {"a": 32}  # no room for the owl under any budget
     assert world.last.scheduled_encoder_inputs == {"a": [1]}
     world.finish_step()
     run_to_end(world, request)
@@ -439,7 +439,7 @@ def test_image_of_a_request_preempted_in_the_same_step_is_computed_and_kept(make
     world.schedule()  # the image for "meek"; then "urgent" needs a block
     assert world.last.preempted_req_ids == {"meek"}
     assert world.last.scheduled_encoder_inputs == {"meek": [0]}
-    assert world.scheduler.encoder_cache.holder_ids == ("meek",)  # nobody evicts it before it is there
+    assert world.scheduler.encoder_cache.holder_ids == ("meek",)  # not evicted before it is there
     world.finish_step()
     assert world.scheduler.encoder_cache.holder_ids == ()
     world.run()

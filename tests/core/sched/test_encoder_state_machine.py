@@ -1,4 +1,4 @@
-"""Random histories of requests with images: whatever waits, is lost, aborted or preempted, each token that comes out is right.
+"""Random histories of requests with images, with waits, losses, aborts and preemptions: each token that comes out is right.
 
 Scheduler, caches and HashModel are real; the EC connector is scripted. Pools, budgets and the encoder cache are tiny, so that
 images are cut off, evicted, taken up again and computed anew all the time.

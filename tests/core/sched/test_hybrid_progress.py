@@ -1,4 +1,4 @@
-"""Nothing that fits waits for ever, nothing that can never fit waits at all: several KV cache groups under the real scheduler.
+"""Requests that fit run at last, requests that can never fit do not wait: several KV cache groups under the real scheduler.
 
 Some prompts are loaded, in part or whole, and some loads fail.
 

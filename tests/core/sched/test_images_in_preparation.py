@@ -1,4 +1,4 @@
-"""Images that are not decoded yet: who waits for them, who does not, and what is decoded at all."""
+"""Images that are not decoded yet: which requests wait for them, and which images are decoded at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_to_end(world, *requests) -> None:
     world.assert_clean()
 
 
-# ---- who waits -------------------------------------------------------------------------------------------------------
+# ---- requests that wait ----------------------------------------------------------------------------------------------
 
 
 def test_text_request_runs_while_an_earlier_image_is_prepared(world):
@@ -59,7 +59,7 @@ def test_it_runs_in_the_step_after_its_image_is_ready(world):
     assert world.images.work()
     assert world.schedule().num_scheduled_tokens == {"a": 24}
     assert world.last.scheduled_encoder_inputs == {"a": [0]}
-    assert world.images.num_bytes == 16 * PIXEL_BYTES  # claimed: nobody can take its room before it is embedded
+    assert world.images.num_bytes == 16 * PIXEL_BYTES  # claimed: its room stays taken until it is embedded
     world.finish_step()
     assert world.images.num_bytes == 0
     run_to_end(world, request)
@@ -303,7 +303,7 @@ def test_a_bad_image_ends_its_request_alone(world):
     world.assert_clean()
 
 
-# ---- nobody waits for ever -------------------------------------------------------------------------------------------
+# ---- no request waits without bound ----------------------------------------------------------------------------------
 
 
 def test_first_waiting_request_gets_its_image_with_the_budget_full_of_others(make):

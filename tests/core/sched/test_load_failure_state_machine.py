@@ -18,7 +18,7 @@ BLOCK_SIZE = 4
 KINDS = ["computed", "computed", "async", "async", "sync", "corrupt"]
 POLICIES = [None, None, None, "fail"]
 
-choices = st.integers(0, 20)  # an index into whatever there is
+choices = st.integers(0, 20)  # an index into the list at hand
 masks = st.integers(0, 63)  # bit i stands for the i-th block that a load writes
 
 
@@ -33,7 +33,7 @@ class FailureMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([5, 12, 64]),
         max_num_seqs=st.integers(2, 5),
         policy=st.sampled_from(["fcfs", "fcfs", "priority"]),
-        long_prefill_token_threshold=st.sampled_from([0, 3]),  # then others run beside whoever recomputes
+        long_prefill_token_threshold=st.sampled_from([0, 3]),  # then others run alongside the request that recomputes
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=4),
     )
     def build(self, kinds, **config):

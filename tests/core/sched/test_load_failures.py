@@ -1,4 +1,4 @@
-"""KV that could not be loaded ends the requests that rely on it, and nobody else."""
+"""KV that could not be loaded ends the requests that rely on it, and no other."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Blocks that a transfer may still write: nobody has them until it cannot any more."""
+"""Blocks that a transfer may still write are not allocated until it cannot write them any more."""
 
 import pytest
 

@@ -52,7 +52,7 @@ LEFT_BEHIND = (
 
 @dataclass
 class Course:
-    """A request, and the tokens that it puts out if nobody ends it."""
+    """A request, and the tokens that it emits if it is not ended early."""
 
     request: object
     tokens: list[int]

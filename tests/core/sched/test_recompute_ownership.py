@@ -1,4 +1,4 @@
-"""Requests that share an invalid block: the first recomputes it, the others wait, whoever leaves."""
+"""Requests that share an invalid block: the first recomputes it, the others wait, even if one leaves."""
 
 import pytest
 

@@ -18,7 +18,7 @@ def test_latest_request_is_preempted_first(make_world):
     world = make_world(num_blocks=4)  # three usable: each holds one, and each wants a second
     _a, b, c = fill(world, "a", "b", "c")
     output = world.schedule()
-    assert output.preempted_req_ids == {"c", "b"}  # "c" for the block of "a"; "b" had nobody left but itself
+    assert output.preempted_req_ids == {"c", "b"}  # "c" for the block of "a"; "b" was the last one left
     assert scheduled_ids(world) == ["a"]
     assert world.waiting_ids == ["b", "c"]
     assert b.status is c.status is RequestStatus.PREEMPTED

@@ -1,4 +1,4 @@
-"""Random histories: whatever arrives, aborts, loads, fails, comes late or is preempted, each token that comes out is right.
+"""Random histories of arrivals, aborts, loads, failures, delays and preemptions: each token that comes out is right.
 
 Scheduler, KV cache manager and HashModel are real; the connector is scripted. The oracle is the HashModel over the plain
 sequence. Pools are tiny, so that preemption, waiting loads and cache eviction are the rule.
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), min_references=st.integers(0, 2))
     def a_block_goes_bad_within_a_step(self, data, min_references):
-        """Whatever it held, whoever has it, loaded or not: the step that reads it is the one that reports it."""
+        """Make any block bad, with any owner, loaded or not: the step that reads it is the one that reports it."""
         self.world.drain()
         self.note_ends()
         self.world.schedule()
@@ -343,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def waiting_requests_are_in_order(self):
-        """Those that had blocks before stand in front, whoever was passed over when they got them."""
+        """Requests that had blocks before come first, even before requests that were passed over then."""
         scheduler, state = self.world.scheduler, self.world.scheduler._state
         waiting = [
             (bool(request.num_preemptions) or request.request_id in state.empty_handed, request)

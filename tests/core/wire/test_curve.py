@@ -1,4 +1,4 @@
-"""Sockets with the cluster's key talk to each other and to nobody else, and nothing can be read on the way."""
+"""Sockets with the cluster's key talk to each other only, and traffic cannot be read on the way."""
 
 import contextlib
 import socket

@@ -86,7 +86,7 @@ def _bind_again(server, address):
         try:
             bind(server, address)
             return
-        except ConfigError:  # ZeroMQ's thread has not let go of the port yet
+        except ConfigError:  # ZeroMQ's thread has not released the port yet
             server.poll(20)
     raise AssertionError(f"{address} stayed in use")
 

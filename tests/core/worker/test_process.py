@@ -292,7 +292,7 @@ async def test_health_fails_while_a_step_takes_too_long_and_recovers_with_it(mak
 
 
 async def test_health_does_not_depend_on_routers(running):
-    assert (await get(f"{running.ops_address}/ready")).status_code == 503  # nobody answers its registration
+    assert (await get(f"{running.ops_address}/ready")).status_code == 503  # its registration gets no answer
     assert (await get(f"{running.ops_address}/health")).status_code == 200
 
 

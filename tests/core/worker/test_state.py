@@ -487,7 +487,7 @@ def test_drain_lasts_as_long_as_the_longest_lease_of_its_start():
     worker = Harness(num_leased_blocks=3, longest_lease_s=25.0)
     worker.join("a")
     worker.state.start_drain(1.0)
-    worker.longest_lease_s = 25.0  # somebody renews all the while
+    worker.longest_lease_s = 25.0  # a reader renews all the while
     for now in range(2, 26):
         worker.state.on_router_message("a", Registered(router_id="R0"), float(now))
         assert Stop(0) not in worker.state.on_timer(float(now))

@@ -61,7 +61,7 @@ PROFILES: Mapping[str, Sequence[str]] = {
     ),
     # Proxies between the processes, see ``Network``; the router's heartbeat is the default one.
     "network": ("local.num_decode=2", "cache.num_blocks=48", f"router.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"),
-    # Deadlines end long before ZeroMQ notices that nobody is at the other end of a connection.
+    # Deadlines end long before ZeroMQ notices that the other end of a connection is gone.
     "short deadlines": ("connector.transfer_deadline_s=3", "cache.num_blocks=48"),
 }
 
@@ -312,7 +312,7 @@ class FaultCluster:
         self.measured.append(("measured", (self.name, self.cell, what, seconds)))
 
     def assert_released(self, since: float | None = None, what: str = "fault to nothing held") -> None:
-        """Wait until nobody holds anything any more, within lease and deadline of a fault, else of now.
+        """Wait until no process holds anything any more, within lease and deadline of a fault, else of now.
 
         ``since`` is when the fault was made; how long it took from there is noted as ``what``.
         """

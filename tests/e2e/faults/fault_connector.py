@@ -124,7 +124,7 @@ class CommandedTransport(FaultTransport):
         self._end_deadlines = end_deadlines
         self._has_ended_deadlines = False  # by the plan as it stands
         self._late = LateTransport(inner, desk)
-        self._excused: set[int] = set()  # stalled reads that a cancel or a fence has ended, whatever the plan says
+        self._excused: set[int] = set()  # stalled reads that a cancel or a fence has ended, against the plan
         super().__init__(self._late, FaultPlan())
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
@@ -176,7 +176,7 @@ class CommandedTransport(FaultTransport):
 
 
 class LateTransport(Transport):
-    """Keeps the reads that the plan calls ``late`` from the real transport until the plan lets go of them.
+    """Keeps the reads that the plan calls ``late`` from the real transport until the plan releases them.
 
     With ``ignore_cancel`` a read that the reader has given up still comes, as with NIXL: its bytes land late. A fence drops it.
     Handles are the numbers of the reads.

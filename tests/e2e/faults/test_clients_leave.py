@@ -1,4 +1,4 @@
-"""Clients disconnect while their request waits, is computed, is handed over, or streams: everything it held is free again."""
+"""Clients disconnect while their request waits, is computed, is handed off, or streams: everything it held is free again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill worker freezes, and its bytes come when nobody waits for them any more: they never land in a block of another."""
+"""A prefill worker freezes, and its bytes come after their load has ended: they never land in a block of another."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
     faulty.end_deadlines()
     faulty.wait_for("cancelled")
     others = [faulty.start(96, 40, offset=20 * number) for number in range(3)]
-    faulty.wait_for_steps("decode-0", 6)  # so whatever has been free is given out and written
+    faulty.wait_for_steps("decode-0", 6)  # so all blocks that were free have been allocated and written
     assert faulty.gauge("decode-0", "kvferry_kv_quarantined_blocks") == 10
     faulty.let_go()
     assert faulty.wait_for("landed late")["error"] == ""

@@ -1,4 +1,4 @@
-"""The network between two processes is cut and heals: nobody waits for ever, nobody is taken for dead for good."""
+"""The network between two processes is cut and heals: no request waits without bound, no process counts as dead for good."""
 
 from __future__ import annotations
 

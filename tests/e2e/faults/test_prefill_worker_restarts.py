@@ -1,4 +1,4 @@
-"""A prefill worker comes back at the same address under the same name: it is another peer, and nobody else restarts."""
+"""A prefill worker comes back at the same address under the same name: it is another peer, and no other process restarts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_hand_over_of_a_former_life_is_refused_and_computed_again(faulty):
 
 
 def ask_both_owners(faulty):
-    """Have a few prompts handed over, and return the addresses of the workers that were read."""
+    """Send a few prompts that need a handoff, and return the addresses of the workers that were read."""
     faulty.plan()
     for number in range(4):
         stream = faulty.start(60, offset=number)

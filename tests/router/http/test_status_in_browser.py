@@ -50,7 +50,7 @@ async def test_page_shows_the_cluster_as_it_is(start_router, browse):
     workers = text_of(document, "workers")
     assert prefill.engine_id in workers
     assert decode.engine_id in workers
-    assert "&lt;img src=x" in workers, named  # a name is text, whatever is in it
+    assert "&lt;img src=x" in workers, named  # markup in a name is shown as text
     assert text_of(document, "handoffs").split() == ["loaded", "2"]
     assert text_of(document, "first").split()[::2] == ["queue", "prefill", "relay"]
     assert text_of(document, "tokens") == "0.0"  # the second look was answered too: a rate needs two

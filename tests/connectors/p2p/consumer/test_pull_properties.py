@@ -208,7 +208,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     """A real lease table behind slow queues, and an owner that reuses its blocks as soon as it may.
 
     Rows are copied one by one at any moment between the posting and the end of their read, as the seals are. Whatever is
-    accepted must be what was handed over: the content of a block is the generation in which it was written.
+    accepted must be the KV of the handoff: the content of a block is the generation in which it was written.
     """
 
     make_pull = None

@@ -264,7 +264,7 @@ def test_seal_read_that_had_begun_keeps_the_blocks_of_the_reads_before_it(abando
 
 
 def test_abort_while_the_seals_are_read_quarantines_their_blocks(pull):
-    """A seal that comes late lands beside its block: whoever gets the block next must not find it there."""
+    """A seal that comes late lands with its block: the next owner of the block must not find it there."""
     pull.start_reading(num_rows=4)
     seal_read = pull.end_data_reads()
     pull.abort()

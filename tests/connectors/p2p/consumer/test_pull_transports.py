@@ -340,4 +340,4 @@ def test_restarted_peer_is_read_by_every_transport(pull, peer):
     pull.accept(incarnation=2, transport="shm")
     assert pull.protocol.num_broken_transports() == {}
     pull.tick(1.0)
-    assert not pull.actions(StartProbe), "nobody asks how the dead one does"
+    assert not pull.actions(StartProbe), "the dead incarnation is not probed"

@@ -38,7 +38,7 @@ def test_peer_has_stalled_after_two_looks_that_found_nothing(stalls):
 
 def test_one_late_look_is_not_enough(stalls):
     stalls.watch([PEER], 0.0)
-    assert not look(stalls, 60.0), "this worker stood still, and nobody else"
+    assert not look(stalls, 60.0), "this worker stood still, not its peer"
 
 
 def test_bytes_between_two_looks_start_the_time_anew(stalls):

@@ -119,7 +119,7 @@ def test_frozen_owner_costs_its_readers_a_deadline_and_its_late_bytes_never_land
     assert world.reason() == "deadline"
     assert set(world.reader.loads()["r"].quarantined_block_ids) == set(request.local_rows)
     world.assert_quiet()  # the peer was fenced
-    world.reader.memory.rows[list(request.local_rows)] = 7  # somebody else's by now
+    world.reader.memory.rows[list(request.local_rows)] = 7  # owned by another request by now
     world.thaw()
     assert (world.reader.memory.rows[list(request.local_rows)] == 7).all()
 
@@ -152,7 +152,7 @@ def test_quarantine_ends_with_the_read_where_the_peer_need_not_be_fenced(world):
     world.wait(1.0)
     world.tell_reader(aborts=["r"])
     assert world.reader.agent.num_quarantined_blocks == 6
-    world.thaw()  # the bytes land, in blocks that nobody has got
+    world.thaw()  # the bytes land, in blocks that no request has
     world.assert_quiet()
     assert np.array_equal(world.reader.memory.rows[20], world.owner.memory.rows[4])
 

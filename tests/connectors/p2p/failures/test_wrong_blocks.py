@@ -51,7 +51,7 @@ def test_block_that_is_being_rewritten_is_stale_and_the_others_are_kept(world):
 
 
 def test_owner_that_thaws_after_its_lease_and_reuses_the_blocks_is_stale(world):
-    """The reads were in flight when the owner froze; they end with the bytes of somebody else's prompt."""
+    """The reads were in flight when the owner froze; they end with the bytes of another prompt."""
     request = world.hand_over()
     world.load(request, settle=False)
     world.freeze()

@@ -113,13 +113,13 @@ class Owner:
         return [self._own_way(action.message) for action in actions if isinstance(action, Reply)]
 
     def _own_way(self, reply):
-        """Who is stubborn chooses its first transport, whatever is offered."""
+        """A stubborn owner chooses its first transport even if it is not offered."""
         if self.is_stubborn and isinstance(reply, HandshakeReply):
             return msgspec.structs.replace(reply, transport="shm", transport_metadata=self.offers["shm"])
         return reply
 
     def end_leases(self, actions):
-        """Write something else where nobody is to read any more."""
+        """Overwrite most blocks that have no reader any more."""
         for action in actions:
             if isinstance(action, SendingEnded):
                 block_ids = set(self.leased.pop(action.request_id, ()))

@@ -62,7 +62,7 @@ def by_token(content):
 
 @dataclass
 class Pull:
-    """A load, and what the blocks held that were handed over."""
+    """A load, and the content of the blocks of its handoff."""
 
     request: PullRequest
     contents: dict[int, bytes]
@@ -99,7 +99,7 @@ class History:
         self.owners = {address: self.new_life(address) for address in ADDRESSES}
         self.links = {}  # control connections by address
         self.offered: dict[str, tuple[str, ...]] = {}  # by address, in the last handshake
-        self.waiting: list[Pull] = []  # handed over, not begun
+        self.waiting: list[Pull] = []  # handed off, not begun
         self.loading: dict[str, Pull] = {}
         self.quarantined: set[int] = set()
         self.held = set()
@@ -348,7 +348,7 @@ class History:
             self.take(self.agent.on_metadata(P2PConnectorMetadata(releases=[request.handoff])))
 
     def check_accepted(self, unit, pull):
-        """Our blocks hold what the owner's held when they were handed over."""
+        """Our blocks hold what the owner's held at the handoff."""
         self.happened["accepted blocks"] += len(unit.local_rows)
         if not unit.copies:
             assert self.read_block(unit.local_rows[0]) == pull.contents[unit.remote_rows[0]]

@@ -1,4 +1,4 @@
-"""The staging area: rows that are nobody else's, and blocks that hold the same tokens after the conversion as before."""
+"""The staging area: rows with one owner each, and blocks that hold the same tokens after the conversion as before."""
 
 from __future__ import annotations
 

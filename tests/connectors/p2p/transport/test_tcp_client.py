@@ -164,7 +164,7 @@ def test_rows_of_a_device_are_there_when_the_read_ends(owner_is_on_device, make_
     try:
         device_reader.transport.add_peer(PEER, owner.metadata)
         assert read_rows(owner, device_reader, [7, 1, 0, 3, 5], [2, 3, 6, 4, 0]) is None
-        device_reader.assert_rows(1, [7, 1, 0, 3, 5], [2, 3, 6, 4, 0])  # nobody has waited for the device
+        device_reader.assert_rows(1, [7, 1, 0, 3, 5], [2, 3, 6, 4, 0])  # without a wait for the device
         device_reader.assert_untouched([1, 5, 7])
     finally:
         owner.close()
@@ -374,7 +374,7 @@ def test_connection_never_goes_over_to_the_successor(reader):
 
 
 def test_events_stop_before_their_reading_end_is_closed(monkeypatch, local_owner, reader):
-    """ZeroMQ's thread sends an event by a blocking call: with nobody at the other end it would hang, and we with it."""
+    """ZeroMQ's thread sends an event by a blocking call: without a reader of that event it would hang, and we with it."""
     reader.transport.add_peer(PEER, local_owner.metadata)
     monitor = weakref.ref(reader.transport.pollables()[-1])
     was_open = []

@@ -1,4 +1,4 @@
-"""A reader of an owner that lies, or answers what nobody asked: the read ends, the reader goes on, no other row is touched."""
+"""A reader of an owner that lies, or answers unasked: the read ends, the reader goes on, no other row is touched."""
 
 import msgspec
 import pytest

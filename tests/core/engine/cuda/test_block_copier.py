@@ -1,4 +1,4 @@
-"""Copies of blocks beside the model, without a GPU: copies that are done when somebody waits, as on a stream."""
+"""Copies of blocks beside the model, without a GPU: copies that are done at a wait, as on a stream."""
 
 from __future__ import annotations
 

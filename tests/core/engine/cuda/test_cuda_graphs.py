@@ -16,7 +16,7 @@ VOCAB = 211
 
 
 class CallAgain:
-    """A recorder whose replay calls the function again, on whatever the tensors hold by then."""
+    """A recorder whose replay calls the function again, on the tensors' current content."""
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0

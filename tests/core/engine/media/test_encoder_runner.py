@@ -118,7 +118,7 @@ def test_in_any_chunks_each_image_token_takes_its_row(cases, data):
     computed = dict.fromkeys(requests, 0)
     new = [new_data(name, *case) for name, case in requests.items()]
     scheduled = {}
-    for name, (_, features, _) in requests.items():  # an item once per step, whoever shows it
+    for name, (_, features, _) in requests.items():  # an item once per step, in any number of requests
         known = {item for other in list(requests)[: int(name)] for item in (f.identifier for f in requests[other][1])}
         scheduled[name] = [index for index, item in enumerate(features) if item.identifier not in known]
     start(runner, *new, scheduled_encoder_inputs=scheduled)
@@ -126,7 +126,7 @@ def test_in_any_chunks_each_image_token_takes_its_row(cases, data):
         windows, expected, row = {}, {}, 0
         for name, (tokens, features, _) in requests.items():
             left = len(tokens) - computed[name]
-            count = data.draw(st.integers(0 if windows else 1, left)) if left else 0  # somebody goes on
+            count = data.draw(st.integers(0 if windows else 1, left)) if left else 0  # so that one request goes on
             if not count:
                 continue
             windows[name] = computed[name], computed[name] + count
@@ -191,7 +191,7 @@ def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_
 
 
 def test_embeddings_with_a_wrong_number_of_rows_are_reported_and_dropped(runner):
-    """The scheduler counts what has failed as gone: a tensor that stayed would take room that nobody counts."""
+    """The scheduler counts what has failed as gone: a tensor that stayed would take uncounted room."""
     item = feature(b"1:2", 0, 2, 2)
     start(runner, new_data("a", [IMAGE, IMAGE], [item], [b"1:2"]))
     runner.cache[item.identifier] = torch.zeros(3, HIDDEN)
