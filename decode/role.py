@@ -27,9 +27,9 @@ from core.worker.role import (
 
 @dataclass(slots=True)
 class _Choice:
-    """One live choice. ``position`` is the output index of its next token; ``usage`` what is told with the last ``Tokens``.
+    """One live choice. ``position`` is the output index of its next token; ``usage`` is sent with the last ``Tokens``.
 
-    ``transfer_usage`` is None if the request began here, until a tier has been read: there is no handoff to account for.
+    ``transfer_usage`` is None if the request began here, until a tier was read: there is no handoff to account for.
     """
 
     position: int
@@ -48,7 +48,7 @@ class DecodeHandler(RoleHandler):
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Go on with choices that others have begun, from a handoff or by computing all here, or start all of them.
+        """Continue choices that a prefill worker has begun, from a handoff or by recomputing, or start all choices.
 
         Raises:
             InvalidRequest: the request is one for a prefill worker, names a choice twice, or names none of a handoff.

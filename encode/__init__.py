@@ -1,1 +1,1 @@
-"""The encode role: embeddings of images, computed once, for whoever computes the prompts."""
+"""The encode role: embeddings of images, computed once for all prefill workers."""

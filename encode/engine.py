@@ -1,9 +1,9 @@
-"""The engine of an encode worker: images in, where their embeddings can be read out.
+"""The engine of an encode worker: images in, sources of their embeddings out.
 
-Owns the queue of images and who waits for each: requests for the same image are answered together, and what was computed
-before is not computed again. There is no KV cache and no scheduler; embeddings are kept by the EC connector, which says where
-they lie. How an image becomes embeddings is ``core.model.image_encoder``, and its pixels come from
-``core.engine.media.image_decode_thread``. Runs on the worker's engine thread, as ``core.engine.core`` does elsewhere.
+Owns the queue of images and the requests that wait for each: requests for the same image are answered together, and known
+embeddings are not computed again. There is no KV cache and no scheduler; the EC connector keeps the embeddings and knows their
+sources. ``core.model.image_encoder`` computes embeddings, ``core.engine.media.image_decode_thread`` delivers the pixels.
+Runs on the worker's engine thread, like ``core.engine.core``.
 
     queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
        └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
@@ -45,22 +45,22 @@ class Encoder(ImageReader, Protocol):
 
 
 class PixelSource(Protocol):
-    """What has images decoded beside the engine (``ImageDecodeThread``, ``ImageReadiness``)."""
+    """Decodes images for the engine (``ImageDecodeThread``, ``ImageReadiness``)."""
 
     def begin_step(self) -> None:
-        """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""
+        """Begin a step. Raises: the error that ended the thread, which ends the engine."""
 
     def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
-        """Say whether an image can be embedded in this step; if not, it is wanted, behind those asked for before it."""
+        """Return True if an image can be embedded in this step; if not, request it, after all earlier requests."""
         ...
 
     def claim(self, identifier: bytes) -> None:
         """Learn that a ready image is embedded in this step."""
 
     def end_step(self) -> bool:
-        """Go on with what was asked for. What is claimed, and not taken yet, has its room still.
+        """Start decoding the requested images. Claimed images keep their room until they are taken.
 
-        True if an image that was ready has made room.
+        Returns True if a ready image was dropped.
         """
         ...
 
@@ -69,13 +69,13 @@ class PixelSource(Protocol):
         ...
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
-        """Forget who has asked for these images: what nobody else wants is not prepared."""
+        """Forget the user's requests for these images; images without another user are not decoded."""
 
     def shutdown(self) -> None:
         """End the work, and forget all images. Idempotent."""
 
 
-_USER = "engine"  # of an image, to its pixel source: who waits for it is counted here
+_USER = "engine"  # of every image, for the pixel source: the engine counts the requests itself
 _Entry = tuple[int, int, bytes]  # (priority, arrival, identifier)
 
 
@@ -133,7 +133,7 @@ class EncodeEngine:
 
     @property
     def step_size(self) -> StepSize:
-        """Images of the step in hand, once it is decided. Another thread may ask."""
+        """Number of images of the current step, once it is decided. Any thread."""
         return self._step_size
 
     @property
@@ -154,7 +154,9 @@ class EncodeEngine:
             raise EncoderInputMissing("the image file did not come with the request")
         image = self._images.get(feature.identifier)
         if image is None:
-            if self._encoder.identify(content) != feature.identifier:  # else whoever shows that image would get this one
+            if (
+                self._encoder.identify(content) != feature.identifier
+            ):  # otherwise another request with that identifier would get this image
                 raise InvalidRequest("it is not the image that was announced")
             image = self._images[feature.identifier] = _Image(feature, content)
         image.waiting[new.request_id] = self._clock.now()
@@ -166,20 +168,20 @@ class EncodeEngine:
         self._must_step = True
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests; an image that nobody waits for is not computed. Returns the ids of those that were alive."""
+        """Forget requests; an image without a request is not computed. Returns the ids of those that had not ended."""
         alive = [request_id for request_id in request_ids if request_id in self._requests]
         for request_id in alive:
             image = self._images[self._requests.pop(request_id)]
             del image.waiting[request_id]
             if not image.waiting:
                 self._forget(image)
-        self._must_step |= bool(alive)  # others may be decoded in their place
+        self._must_step |= bool(alive)  # other images may be decoded in their place
         return alive
 
     def step(self) -> list[EngineCoreOutput]:
-        """Compute a batch of what is decoded, and answer for what can be read by now.
+        """Compute a batch of decoded images, and answer the requests whose embeddings can be read.
 
-        Raises: whatever the connector raises once it is dead, and what has ended the decoding of images.
+        Raises: the error of a dead connector, or the error that ended the image decode thread.
         """
         self._must_step = False
         outputs: list[EngineCoreOutput] = []
@@ -199,7 +201,7 @@ class EncodeEngine:
         return outputs
 
     def wake(self) -> None:
-        """Note that the connector has something to say, or an image is decoded."""
+        """Request one more step, because the connector has something to report or an image is decoded."""
         self._must_step = True
 
     def has_work(self) -> bool:
@@ -216,7 +218,7 @@ class EncodeEngine:
     # ---- the queue ---------------------------------------------------------------------------------------------------
 
     def _choose_batch(self, outputs: list[EngineCoreOutput]) -> list[_Image]:
-        """Return what this step computes, and have the next images decoded meanwhile; answer for those that are known."""
+        """Return the images to compute, start decoding the next ones, and answer requests with known embeddings."""
         batch: list[_Image] = []
         left: list[_Entry] = []
         self._image_decode_thread.begin_step()
@@ -276,7 +278,7 @@ class EncodeEngine:
         return outputs
 
     def _answer(self, image: _Image, source: ECSource, *, was_cached: bool) -> list[EngineCoreOutput]:
-        """Tell everybody who waits for an image where it lies, each by a lease of its own."""
+        """Answer all requests for an image with its source, each with a lease of its own."""
         now, outputs = self._clock.now(), []
         started_at = now if image.started_at is None else image.started_at
         for number, (request_id, arrival) in enumerate(image.waiting.items()):

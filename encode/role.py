@@ -1,6 +1,6 @@
 """What the encode role does with requests: one engine request per image, one answer when all of them can be read.
 
-Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all handlers; called by ``core.worker.state``.
+Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all handlers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Encode:
 
 
 class EncodeHandler(RoleHandler):
-    """Splits requests into images, and joins what is said of them."""
+    """Splits requests into images, and joins the outputs of the images."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Encode] = {}
@@ -93,7 +93,7 @@ class EncodeHandler(RoleHandler):
         return result
 
     def on_abort(self, request_id: str) -> RoleOutput:
-        """Stop computing what nobody else waits for."""
+        """Stop computing images that no other request waits for."""
         encode = self._live.pop(request_id, None)
         if encode is None:
             return RoleOutput()
@@ -113,7 +113,7 @@ class EncodeHandler(RoleHandler):
         self._end(encode, result)
 
     def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: RoleOutput) -> None:
-        """One image is lost; who needs the others can compute them as well. Only a bad image is named: that is the client's."""
+        """Fail the request because of one image; a prefill worker can compute the others. Only a bad image is named."""
         is_bad = error.code == InvalidRequest.code
         failed = choice_id(encode.message.request_id, number)
         result.release_sources += encode.sources()

@@ -1,7 +1,7 @@
 """The encode role as a process: the image half of a model, without its decoder and without a KV pool.
 
-Owns how such a worker is put together. What it does with requests is ``encode.role``, what it computes ``encode.engine``;
-sockets, drain and the operations port are those of every worker (``core.worker.process``). ``run`` is the process.
+Builds the worker. ``encode.role`` handles its requests and ``encode.engine`` computes embeddings; sockets, drain and the
+operations port are those of every worker (``core.worker.process``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def put_together(context: WorkerContext) -> Assembled:
     """Load the image half of the model and put engine, connector and handler together.
 
     Raises:
-        ConfigError: the model sees no images, or ``ec_connector.name`` leaves nobody a way to read what is computed.
+        ConfigError: the model sees no images, or ``ec_connector.name`` leaves no way to read the embeddings.
     """
     config = context.config
     apply_cpu_threads(config.worker)

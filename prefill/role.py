@@ -53,10 +53,10 @@ class _Prefill:
 
 
 class PrefillHandler(RoleHandler):
-    """One engine request per choice, each limited to one token: first one that computes the prompt, then those that find it.
+    """One engine request per choice, each limited to one token. The first computes the prompt, the others hit its blocks.
 
-    The last one keeps the blocks, alone, when all others have their tokens. Blocks that were kept earlier would be held while
-    others wait for blocks: requests could wait for each other, and their leases run out before a router hears of them.
+    Only the last choice keeps its blocks, after all others have their tokens. Blocks kept earlier would be held while other
+    choices wait for blocks: requests could wait for each other, and leases could expire before the router knows of them.
     """
 
     def __init__(self, facts: EngineFacts) -> None:
@@ -92,12 +92,12 @@ class PrefillHandler(RoleHandler):
             prefill = self._live.get(request_id)
             if prefill is not None:
                 self._on_output(prefill, index, output, now, result)
-            elif output.kv_handoff is not None:  # aborted in the meantime: nobody will read it
+            elif output.kv_handoff is not None:  # aborted in the meantime: it will not be read
                 result.release_transfer_ids.append(output.kv_handoff.transfer_id)
         return result
 
     def on_abort(self, request_id: str) -> RoleOutput:
-        """Stop computing, or let go of the blocks if the answer is already on its way."""
+        """Stop computing, or release the blocks if the answer is already on its way."""
         prefill = self._live.pop(request_id, None)
         transfer_id = self._handed_over.pop(request_id, None)
         return RoleOutput(

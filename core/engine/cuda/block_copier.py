@@ -1,9 +1,9 @@
 """Copies of whole blocks between a pool on a device and pinned host memory, on a stream of their own.
 
-Owns the stream and the pinned memory. Neither direction waits for the model's stream: a block that is read is sealed, and it is
-sealed only after the host has waited for the step that filled it; a block that is written has been given to a request since the
-last step that could touch it was waited for, and is used only after ``wait``. So copies run beside the model, and it does not
-notice them but in the memory's bandwidth. Implements ``core.kv.pool_region.BlockCopier``; what it needs of CUDA comes in as a
+Owns the stream and the pinned memory. Neither direction waits for the model's stream: a block that is read is sealed, and it
+is sealed only after the host has waited for the step that filled it; a block that is written has been given to a request
+since the last step that could touch it was waited for, and is used only after ``wait``. So copies run concurrently with the
+model, and cost it memory bandwidth only. Implements ``core.kv.pool_region.BlockCopier``; what it needs of CUDA comes in as a
 ``CopyQueue``, so that tests can delay copies without a GPU.
 """
 

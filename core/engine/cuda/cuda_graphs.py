@@ -1,11 +1,10 @@
 """Decode steps recorded once and replayed: one launch instead of some ten per layer.
 
 Owns the recorded graphs, the tensors that they read and write, and the padding of a step to the next recorded size. Does not
-know CUDA beyond ``CudaRecorder``; attention's part of the tensors is behind ``AttentionBackend.static_plan``. Built by
-``core.engine.build``, called by ``core.engine.runner`` in each step.
+know CUDA beyond ``CudaRecorder``; ``AttentionBackend.static_plan`` owns attention's part of the tensors.
 
 A step of one token per sequence is padded to the next batch size. A padding row is a sequence of length 1 in the null block: it
-writes there, sees itself only, and its output is not looked at:
+writes there, sees itself only, and its output is ignored:
 
     rows      | sequences of the step | padding ... |      recorded size
     slot      | their own             | 0           |
@@ -44,7 +43,7 @@ class GraphRecorder(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Give the memory back of what has been recorded, all of which is dropped."""
+        """Drop all recorded graphs and free their memory."""
         ...
 
 
@@ -128,7 +127,7 @@ class DecodeGraphs:
     def record(self, sizes: Sequence[int]) -> None:
         """Record every batch size at every width, the largest first, so that the others fit into its memory.
 
-        What is too large to be worth it for the backend is left out. A backend whose work cannot be recorded, a layer that it
+        Sizes that do not pay for the backend are left out. A backend whose work cannot be recorded, a layer that it
         cannot record, or a recording that fails, for want of memory too, leaves every step to eager execution; the log says so.
         """
         self._widths = self._attention.graph_widths(max(self._max_blocks))

@@ -1,7 +1,7 @@
 """How much of a CUDA device the KV pool may take: what is left once weights and the largest step have been measured.
 
-Owns the measurement and the arithmetic. Does not know blocks (``core.engine.kv_sizing``). Called by ``core.engine.build``
-once, between the loading of the weights and the allocation of the pool.
+Owns the measurement and the arithmetic. Does not know blocks (``core.engine.kv_sizing``). Measured once, after
+loading the weights and before allocating the pool.
 
     | context, kernels | weights | largest step | graphs | KV pool |   other processes   |
     `------------- gpu_memory_utilization of the device -----------'
@@ -40,7 +40,7 @@ _NUM_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes: of the device, free on it now (whoever uses the rest), of the weights, and of the largest steps beside them.
+    """Bytes: of the device, free on it now, of the weights, and of the largest steps.
 
     ``activations``: of any step; ``decode``: of the forward pass of a widest decode step.
     """
@@ -74,7 +74,7 @@ def pool_bytes(memory: DeviceMemory, utilization: float, *, has_graphs: bool = T
 
 
 def measure(device: torch.device, run_largest: Callable[[], None], run_decode: Callable[[], None]) -> DeviceMemory:
-    """Run a largest step and a widest decode step and return what they took; what is left in torch's cache is given back."""
+    """Run a largest step and a widest decode step and return the memory they took; torch's cache is emptied."""
     weights = torch.cuda.memory_allocated(device)
     decode = _peak(device, run_decode)
     activations = max(decode, _peak(device, run_largest))

@@ -1,8 +1,7 @@
 """Host memory that a CUDA device copies from and to by itself, although torch has not allocated it.
 
-Owns nothing: whoever asks for pages to be pinned unpins them before the memory goes. Whether it is possible is found out by
-trying: limits on locked memory, old kernels and some kinds of memory files refuse. Given to connectors by
-``core.engine.kv_pool`` as ``KVPoolRegion.pin_memory``.
+Owns nothing: the caller that pins pages unpins them before the memory is freed. Pinning may fail: limits on locked memory, old
+kernels and some kinds of memory files refuse it. Connectors use it as ``KVPoolRegion.pin_memory``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class CudaRuntime(Protocol):
 def pin_memory(
     memory: memoryview, runtime: CudaRuntime, is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned
 ) -> Callable[[], None] | None:
-    """Pin writable memory and return what unpins it; None, with a warning, if that is refused or has no effect.
+    """Pin writable memory and return a function that unpins it; None, with a warning, if that is refused or has no effect.
 
     Takes about a second for some GB. A refusal leaves an error behind that belongs to the calling thread, so this thread should
     launch nothing.

@@ -1,8 +1,8 @@
 """The media of a step: embeddings computed or loaded before the decoder runs, kept, and merged where image tokens stand.
 
-Owns the encoder cache of a worker and the worker side of its EC connector. What is computed, loaded and let go is the
-scheduler's decision (``core.sched.encoder_inputs``); how an image becomes embeddings is ``core.model.image_encoder``, and its
-pixels come from ``core.engine.media.image_decode_thread``. Called by ``core.engine.runner`` in every step, empty ones included.
+Owns the encoder cache of a worker and the worker side of its EC connector. The scheduler decides what is computed, loaded and
+released (``core.sched.encoder_inputs``), ``core.model.image_encoder`` computes the embeddings, and
+``core.engine.media.image_decode_thread`` delivers the pixels. Runs in every step, empty ones included.
 
 An item may cross the border of a step; its image tokens count its rows:
 
@@ -10,8 +10,8 @@ An item may cross the border of a step; its image tokens count its rows:
     row                            0       1                    2            3         4
     merged in this step                           |             *            *      |
 
-What should be there and is not, is reported as failed, and the step goes on with the image token's own embedding in its place:
-the scheduler discards what was computed on it.
+Missing embeddings are reported as failed, and the step goes on with the image token's own embedding in their place: the
+scheduler discards the result.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ class EncoderRunner:
         """Take an encoder whose rows have ``layout``; the connector learns it here."""
         self.cache: MutableMapping[bytes, Tensor] = {}
         self._encoder = encoder
-        self.image_decode_thread = ImageDecodeThread(encoder)  # for others to start
+        self.image_decode_thread = ImageDecodeThread(encoder)  # the worker starts it
         self._image_token_id = image_token_id
         self._layout = layout
         self._device = torch.device(layout.device)
         self._connector = connector_worker
         self._items: dict[str, list[_Item]] = {}
         self._failed: deque[dict[bytes, ErrorInfo]] = deque()  # of each step that has begun and not ended, oldest first
-        self.failure: Exception | None = None  # of the connector, behind a forward pass: the next step raises it
+        self.failure: Exception | None = None  # of the connector, after a forward pass: the next step raises it
         if connector_worker is not None:
             connector_worker.register_caches(layout)
 
     def start_step(self, step: SchedulerOutput) -> None:
         """Delete, load and compute what the step asks for, before any token of it.
 
-        Raises: whatever the connector raised, here or behind the last step's forward pass.
+        Raises: the connector's error, here or after the last step's forward pass.
         """
         if self.failure is not None:
             raise self.failure
@@ -166,9 +166,9 @@ class EncoderRunner:
         return embeddings
 
     def _embeddings_of(self, item: _Item) -> Tensor | None:
-        """Return an item's rows; None if they are not here or not as many as there should be: then they are dropped.
+        """Return an item's rows; None if they are missing or of the wrong number: then they are dropped.
 
-        What has failed counts as gone to the scheduler, so a tensor that stayed would take room that nobody counts.
+        The scheduler counts failed embeddings as gone, so a tensor that stayed would use memory that is not accounted for.
         """
         identifier = item.feature.identifier
         embeddings = self.cache.get(identifier)

@@ -1,18 +1,18 @@
 """Which images are decoded and in what order, and which of them stay in memory: the decisions, without a thread.
 
-In every step images are asked for in the order in which they get their turn. The rule:
+In every step images are requested in the order in which they will be embedded. The rule:
 
-    asked for     | a, ready | b | c |  d is too large for what is left  | e, ready | f |
+    requested     | a, ready | b | c |  d is too large for what is left  | e, ready | f |
     kept          |<-- the front of the order that the budget holds ---->|
     prepared next            | b | c |                        not before a step keeps them: d, f
 
-What is kept is prepared in this order, and has its room, whoever else has some. The first of the order is always kept, whatever
-its size. Ready images that are not kept (e, and those that nobody has asked for in this step) stay while there is room beside
-the kept ones, and are dropped otherwise. So the image that a step waits for first is the next to be prepared whatever requests
-behind it have had prepared: requests that wait for each other's room cannot be.
+Kept images are decoded in this order and always fit the budget. The first of the order is always kept, even if it is larger.
+Ready images that are not kept (e, and images not requested in this step) stay while the budget has room besides the kept
+ones, and are dropped otherwise. So the first image that a step waits for is decoded next, however many later images are
+ready: requests cannot wait for each other's room.
 
-An image that is being worked on is not interrupted: it comes on top of the budget. Owns no pixels but those that are ready.
-Driven by ``core.engine.media.image_decode_thread`` on two threads, under its lock, and by the simulation.
+An image that is being decoded is not interrupted and comes on top of the budget. Owns only pixels that are ready. Driven by
+``core.engine.media.image_decode_thread`` on two threads, under its lock, and by the simulation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pixels = npt.NDArray[np.float32]
 class QueuedImage:
     """One image that requests (``users``) have asked for. ``num_bytes`` is an estimate until its pixels are there.
 
-    ``is_claimed``: it is embedded in this step. ``is_surplus``: it is being worked on, and has lost its room meanwhile.
+    ``is_claimed``: it is embedded in this step. ``is_surplus``: it lost its room while it is being decoded.
     """
 
     identifier: bytes
@@ -68,7 +68,7 @@ class ImageDecodeQueue(ImageReadiness):
         self._order.clear()
 
     def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
-        """Say whether an image can be embedded, or is known to be bad; if not, it is behind all that were asked for before."""
+        """Return True if an image is decoded or known to be bad; if not, request it, after all earlier requests."""
         image = self._images.get(feature.identifier)
         if image is None:
             image = QueuedImage(feature.identifier, content, self._prepared_bytes(feature.num_embeds))
@@ -78,13 +78,13 @@ class ImageDecodeQueue(ImageReadiness):
         return image.outcome is not None
 
     def claim(self, identifier: bytes) -> None:
-        """Note that a ready image is embedded in this step: it stays until it is taken."""
+        """Mark a ready image as embedded in this step: it stays until it is taken."""
         self._images[identifier].is_claimed = True
 
     def end_step(self) -> bool:
-        """Choose what is kept, drop what finds no room beside it, and queue what is to be prepared.
+        """Choose the kept images, drop ready images without room, and queue the images to decode.
 
-        True if an image was dropped that was ready.
+        Returns True if a ready image was dropped.
         """
         if not self._images:
             return False
@@ -101,7 +101,7 @@ class ImageDecodeQueue(ImageReadiness):
         return len(self._images) < num_images
 
     def _choose_kept(self) -> tuple[list[QueuedImage], int]:
-        """Return the front of the order that the budget holds, and the bytes that are left beside it."""
+        """Return the front of the order that fits the budget, and the bytes that are left."""
         claimed = [image for image in self._images.values() if image.is_claimed]
         room = self._budget_bytes - sum(image.num_bytes for image in claimed)
         kept: list[QueuedImage] = []
@@ -151,7 +151,7 @@ class ImageDecodeQueue(ImageReadiness):
         return image.outcome
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
-        """Forget a request, and its images unless others want them."""
+        """Forget a request, and its images unless another request wants them."""
         for feature in features:
             image = self._images.get(feature.identifier)
             if image is None:
@@ -170,7 +170,7 @@ class ImageDecodeQueue(ImageReadiness):
 
     @property
     def num_images(self) -> int:
-        """Images that somebody waits for, ready or not."""
+        """Images that requests wait for, ready or not."""
         return len(self._images)
 
     @property

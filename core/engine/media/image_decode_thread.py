@@ -1,9 +1,8 @@
-"""The thread that decodes images and cuts them into tiles, so that the one that runs the model has only to embed them.
+"""The thread that decodes images and cuts them into tiles, so that the engine's thread only embeds them.
 
-Owns the thread, its lock, and what an error on it means: a bad file is an outcome like any other, anything else is a bug of
-ours and raised in the engine's next step, which ends the worker. What is prepared when, and what stays, is decided by
-``core.engine.media.image_decode_queue``; how a file becomes pixels is the model's (``ImageReader``). Most of that time is
-spent within Pillow and numpy, which let other threads run.
+Owns the thread, its lock and its errors: a bad file is a normal outcome; any other error is a bug, which the engine's next
+step raises and which ends the worker. ``core.engine.media.image_decode_queue`` decides the order and what stays in memory;
+the model's ``ImageReader`` converts a file to pixels, mostly within Pillow and numpy, which let other threads run.
 
     engine thread    is_ready? no: others run ............... is_ready? yes, claim     take, embed
     this thread                 decode, cut into tiles │ wakeup
@@ -51,17 +50,17 @@ class ImageReader(Protocol):
 
 
 class ImageDecodeThread(ImageReadiness):
-    """Prepares images for one engine: on a thread of its own once it was started, until then when they are taken.
+    """Decodes images for one engine: on its own thread once started, before that when they are taken.
 
-    At most ``budget_bytes`` of pixels wait to be embedded, unless a single image has more; the one that the thread works on
-    comes on top. All methods but ``num_bytes`` are the engine thread's, ``start`` that of whoever builds the worker.
+    At most ``budget_bytes`` of pixels wait to be embedded, unless a single image has more; the image being decoded comes on
+    top. Engine thread only, except for ``num_bytes`` (any thread) and ``start`` (before the engine runs).
     """
 
     def __init__(self, reader: ImageReader, budget_bytes: int = BUDGET_BYTES) -> None:
         self._reader = reader
         self._images = ImageDecodeQueue(reader.prepared_bytes, budget_bytes)
         self._changed = threading.Condition()  # guards all of the state, and tells the thread of work
-        self._wakeup: Callable[[], None] = _nobody_waits
+        self._wakeup: Callable[[], None] = _no_wakeup
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_stopping = False
@@ -160,7 +159,7 @@ class ImageDecodeThread(ImageReadiness):
             self._wake()
 
     def _wake(self) -> None:
-        if not self._is_stopping:  # whoever was to be woken may be gone
+        if not self._is_stopping:  # the engine may be gone
             self._wakeup()
 
     def _next(self) -> QueuedImage | None:
@@ -180,10 +179,10 @@ class ImageDecodeThread(ImageReadiness):
             return error
 
     def _prepare(self, identifier: bytes, content: bytes) -> Pixels:
-        if self._reader.identify(content) != identifier:  # whoever else shows that image would get this one
+        if self._reader.identify(content) != identifier:  # otherwise another request with that identifier would get this image
             raise InvalidRequest("it is not the image that was announced")
         return self._reader.prepare(content)
 
 
-def _nobody_waits() -> None:
-    """Stand in for a wakeup."""
+def _no_wakeup() -> None:
+    """Do nothing: there is no thread to wake yet."""
