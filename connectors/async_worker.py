@@ -1,7 +1,7 @@
-"""The engine thread's end of the queue in which a connector's threads report: what connectors p2p, tier and LMCache share.
+"""The worker side of a connector whose own threads do the work: connectors p2p, tier and LMCache share it.
 
-Owns the queue, the engine's wakeup and the connector's death. Knows one report, the end of a load; what else a connector has to
-say, and what it is told in each step, is its own.
+Owns the queue of reports from the connector's threads to the engine thread, the wakeup of the engine and the error that ended
+the connector. Every connector reports the end of a load; its other reports and its step messages are its own.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
         self._death: BaseException | None = None
 
     def register_kv_caches(self, pool: KVPoolRegion) -> None:
-        """Keep the pool for those who copy."""
+        """Keep the pool for the connector's threads."""
         self.pool = pool
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Receive what wakes an idle engine."""
+        """Keep the callback that wakes an idle engine."""
         self._wakeup = wakeup
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """Drain the reports.
 
         Raises:
-            EngineDead: a part of the connector outside the engine thread has ended; nobody knows what still waits for it.
+            EngineDead: a thread or the event loop of the connector has failed, so that loads may never end.
         """
         if self._death is not None:
             raise EngineDead(f"{self._name} has died: {self._death!r}")
@@ -59,12 +59,12 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
         return output.finished_sending, output.finished_recving
 
     def report(self, report: ReportT) -> None:
-        """Queue news and wake the engine."""
+        """Queue a report and wake the engine."""
         self._reports.append(report)
         self._wakeup()
 
     def wake(self) -> None:
-        """Wake the engine: there is an answer that its scheduler side waits for."""
+        """Wake the engine, because the scheduler side can continue."""
         self._wakeup()
 
     def fail(self, error: BaseException) -> None:
@@ -82,7 +82,7 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
 
 
 def _no_wakeup() -> None:
-    """Stand in until the engine has given its own."""
+    """Stand in until ``set_wakeup``."""
 
 
 def add_load_ended(ended: LoadEnded, output: KVConnectorOutput) -> None:

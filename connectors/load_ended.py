@@ -9,12 +9,12 @@ from core.wire.messages import ErrorInfo, TransferUsage
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """The load of a request is over; said once, and at once whatever ended it.
+    """The load of a request has ended. Reported once per load, as soon as it ends or fails.
 
-    Without an error every block is verified. With one, those in ``invalid_block_ids`` must not be used and the others are
-    verified; if it names none, nothing may be used. ``usage`` is None if the request was aborted: nobody wants to know then.
-    Nothing is written for the load any more, except into ``quarantined_block_ids``, which the connector reports again.
-    ``peer`` is the address of the worker whose blocks were wanted, for the log; empty if they were of no peer.
+    Without an error every block is verified. With an error the blocks in ``invalid_block_ids`` must not be used and the others
+    are verified; if it is empty, no block of the load may be used. ``usage`` is None if the request was aborted. A late read
+    can still write ``quarantined_block_ids``, and no other block, until the connector reports the end of their quarantine.
+    ``peer`` is the address of the worker that held the blocks, for the log; empty if no peer held them.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What crosses the borders inside the p2p connector: step messages of its scheduler side, and what its agent asks for.
+"""The messages inside the p2p connector: those of its scheduler side, and the actions and events of its agent.
 
 Plain values without behaviour. ``P2PAgent`` returns actions; its driver carries them out in order: control messages on
 sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
@@ -30,19 +30,19 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRef:
-    """Consumer: a handoff and the life of the worker that holds it."""
+    """Consumer: a handoff and the incarnation of its producer."""
 
     transfer_id: str
     owner: PeerId
 
     @classmethod
     def of(cls, handoff: KVHandoff) -> HandoffRef:
-        """Return what tells this handoff from others."""
+        """Return the reference of a handoff."""
         return cls(handoff.transfer_id, PeerId(handoff.control_address, handoff.incarnation))
 
 
 class TokenCopy(NamedTuple):
-    """Tokens of one of the owner's blocks that go into one of ours, counted from the blocks' beginnings."""
+    """Tokens of a producer's block and their place in a local block, as offsets from the start of each block."""
 
     remote_row: int
     remote_start: int
@@ -103,7 +103,7 @@ class PullRequest:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Consumer: why a load fails without being tried, and whose blocks it would have read."""
+    """Consumer: why a load fails without being tried, and the producer of its blocks."""
 
     error: KVFerryError
     owner: PeerId
@@ -116,7 +116,7 @@ class ConsumerStep:
     holds: list[HandoffRef] = field(default_factory=list)  # keep these leases alive
     pulls: list[PullRequest] = field(default_factory=list)
     refused: dict[str, Refusal] = field(default_factory=dict)  # by request id
-    aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
+    aborts: list[str] = field(default_factory=list)  # request ids of loads to abort
     releases: list[HandoffRef] = field(default_factory=list)  # done with these leases
 
     def is_empty(self) -> bool:
@@ -137,14 +137,14 @@ class SendControl:
 
 @dataclass(frozen=True, slots=True)
 class CloseControl:
-    """Close the connection to an address; it is of no use for now."""
+    """Close the connection to an address."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer the message that is being taken in (``P2PAgent.on_question``), to whoever sent it."""
+    """Answer the message passed to ``P2PAgent.on_question``."""
 
     message: ControlMessage
 
@@ -156,7 +156,7 @@ class Reply:
 class OpenPeer:
     """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks of ``block_bytes``, by the handshake.
 
-    ``instead_of`` names the transports that would have been better and could not be opened, and why.
+    ``instead_of`` names the preferred transports that could not be opened, and why.
     """
 
     peer: PeerId
@@ -169,7 +169,7 @@ class OpenPeer:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
-    """Fence a peer; its open reads become terminal."""
+    """Fence a peer; its in-flight reads become terminal."""
 
     peer: PeerId
 
@@ -209,14 +209,17 @@ class PostSealRead:
 
 @dataclass(frozen=True, slots=True)
 class CancelRead:
-    """End a read early, if the transport can; it is reported as any other."""
+    """End a read early if the transport can; ``ReadEnded`` reports it like any other read."""
 
     read_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskProgress:
-    """Ask whether anything of a peer's reads has arrived lately; ``PeerProgress`` is the answer."""
+    """Ask whether bytes of a peer's reads have arrived since one of its reads ended or the last question.
+
+    ``PeerProgress`` is the answer.
+    """
 
     peer: PeerId
 
@@ -231,7 +234,7 @@ class StartProbe:
 
 @dataclass(frozen=True, slots=True)
 class EndProbe:
-    """Give a probe up: its peer is fenced, and nothing is told. One that is over is ignored."""
+    """Abandon a probe: fence its peer and report nothing. Ignored if the probe has ended."""
 
     probe_id: int
 
@@ -241,9 +244,9 @@ class EndProbe:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """A read is terminal: nothing is written for it any more.
+    """A read is terminal: it writes nothing from now on.
 
-    A good seal read brings a copy of every seal, one behind the other. ``digests`` are there if the command wanted them. Both
+    A successful seal read carries a copy of every seal, concatenated. ``digests`` are there if the command wanted them. Both
     are in the order of its ``remote_rows``. With ``has_no_room`` it was not posted, as reads that are open have the staging
     area: ask again when one of them has ended.
     """
@@ -257,7 +260,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """A peer can be read by this transport: whatever that takes has been proven. ``instead_of`` is that of ``OpenPeer``."""
+    """A peer can be read by this transport; opening it has succeeded. ``instead_of`` is that of ``OpenPeer``."""
 
     peer: PeerId
     transport: str
@@ -283,7 +286,7 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnded:
-    """What a probe has found; without an error the transport works."""
+    """The result of a probe; without an error the transport works."""
 
     probe_id: int
     error: KVFerryError | None = None
@@ -294,14 +297,14 @@ class ProbeEnded:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEnded:
-    """Nothing is written into these quarantined blocks any more."""
+    """No read can write these quarantined blocks any more."""
 
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendingEnded:
-    """Producer: nobody reads the blocks of this request any more."""
+    """Producer: the lease on the blocks of this request has ended."""
 
     request_id: str
 
@@ -322,7 +325,7 @@ class PeerFenced:
 
 @dataclass(frozen=True, slots=True)
 class TransportBroken:
-    """A transport to a peer is not used any more, until a probe finds that it works; the first is made after ``retry_s``."""
+    """A transport to a peer is not used until a probe succeeds; the first probe starts after ``retry_s`` seconds."""
 
     peer: PeerId
     transport: str
@@ -332,7 +335,7 @@ class TransportBroken:
 
 @dataclass(frozen=True, slots=True)
 class TransportRestored:
-    """A transport to a peer that was broken for ``after_s`` is used again."""
+    """A transport to a peer is used again after ``after_s`` seconds."""
 
     peer: PeerId
     transport: str
