@@ -1,9 +1,8 @@
-"""How much a segment log may keep: the configured capacity, or what its file system holds if that is less.
+"""The size limit of a segment log: the configured capacity, or the room in its file system if that is less.
 
-Owns the measurement and the one warning. Measured at the start, for each new file, after a write that found no room, and for
-each write while the limit is too small for a single record, so the limit also grows again when others leave room. A quota is
-not seen in the measurement: there, smaller files are what ``on_full`` changes, so that each refused write costs a small part of
-the blocks. Called by ``kvstore.segments`` only.
+The file system is measured at the start, for each new file, after a write that found no room, and for each write while the
+limit is too small for a single record, so the limit grows again when room becomes free. The measurement does not show a quota:
+there ``on_full`` makes the files smaller, so that each refused write costs a small part of the blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from core.log import event
 
 _log = logging.getLogger(__name__)
 
-MIN_SEGMENTS = 4  # that the space is cut into at least
+MIN_SEGMENTS = 4  # at least, in the space
 
 
 class DiskSpace:
@@ -31,11 +30,11 @@ class DiskSpace:
 
     @property
     def segment_bytes(self) -> int:
-        """Size at which a file is followed by a new one."""
+        """Size at which a new file is started."""
         return min(self._max_segment_bytes, self.limit_bytes // MIN_SEGMENTS)
 
     def measure(self, used_bytes: int) -> None:
-        """Set the limit to what the file system can hold of the folder; ``used_bytes`` are there already.
+        """Set the limit to what the file system can hold of the folder; ``used_bytes`` is the current size of the log.
 
         Raises:
             OSError: the file system does not answer.

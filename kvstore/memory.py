@@ -1,7 +1,6 @@
-"""The memory tier: which block lies in which slot of the arena, and which one makes room.
+"""The memory tier: an index of blocks by packed key, over the slots of the arena and an eviction policy.
 
-Owns the index by packed key, on top of the arena's slots and an eviction policy. Knows no clients, messages or lower tiers; a
-block that a lower tier still has to take is ``is_dirty`` and stays. Called by ``kvstore.server_state`` and ``kvstore.tiering``.
+It knows no clients, messages or lower tiers. A block that is not saved in a lower tier yet is ``is_dirty`` and is not evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvstore.eviction import EvictionPolicy
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A block in the arena, or a slot that one is being written to (``is_ready`` is False until it is committed)."""
+    """A block in the arena. ``is_ready`` is False while it is being written, until it is committed."""
 
     key: bytes
     slot: int
@@ -41,20 +40,20 @@ class MemoryTier:
         return len(self._residents)
 
     def find(self, key: bytes) -> Resident | None:
-        """Return a block that can be read."""
+        """Return the block if it can be read."""
         resident = self._residents.get(key)
         return resident if resident is not None and resident.is_ready else None
 
     def is_incoming(self, key: bytes) -> bool:
-        """Say whether somebody is writing this block."""
+        """Return whether this block is being written."""
         resident = self._residents.get(key)
         return resident is not None and not resident.is_ready
 
     def reserve(self, key: bytes, num_bytes: int) -> Resident:
-        """Return a slot to write this block to; the least valuable block makes room.
+        """Reserve a slot for this block; evicts a block if no slot is free.
 
         Raises:
-            Full: nothing can make room, or the block is larger than a slot.
+            Full: no block can be evicted, or the block is larger than a slot.
         """
         assert key not in self._residents, "a block has one slot"
         if not self.arena.num_free and num_bytes <= self.arena.slot_bytes:
@@ -64,7 +63,7 @@ class MemoryTier:
         return resident
 
     def resize(self, resident: Resident, num_bytes: int) -> None:
-        """Say how large a block has turned out to be that is being written; at most what was reserved."""
+        """Set the size of a block that is being written; at most the reserved size."""
         self.arena.resize(resident.slot, num_bytes)
         resident.num_bytes = num_bytes
 
@@ -78,29 +77,29 @@ class MemoryTier:
         self._policy.insert(resident.key)
 
     def abandon(self, resident: Resident) -> None:
-        """Forget a block that was being written. Its slot stays taken until ``give_back``: its writer may still write."""
+        """Forget a block that is being written. The slot stays reserved for its writer until ``give_back``."""
         if self._residents.get(resident.key) is resident:
             del self._residents[resident.key]
 
     def give_back(self, resident: Resident) -> None:
-        """Free the slot of an abandoned block, whose writer is known to write no more."""
+        """Free the slot of an abandoned block after its writer has stopped."""
         self.arena.free(resident.slot)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Note that these blocks, from the beginning of a prompt on, were asked for and found."""
+        """Record a use of these blocks, given in the order of their prompt, in the eviction policy."""
         for key in reversed(keys):
             self._policy.use(key)
 
     def pin(self, resident: Resident) -> None:
-        """Keep a block as it is until ``unpin``."""
+        """Pin a block: it keeps its content until ``unpin``."""
         self.arena.pin(resident.slot)
 
     def unpin(self, resident: Resident) -> None:
-        """Take one pin off."""
+        """Remove one pin."""
         self.arena.unpin(resident.slot)
 
     def drop(self, key: bytes) -> bool:
-        """Forget a block that did not pass a check; nobody new reads it. False if there is none."""
+        """Forget a block that failed verification; new gets miss it. Return False if it is unknown."""
         resident = self.find(key)
         if resident is None:
             return False
@@ -109,7 +108,7 @@ class MemoryTier:
         return True
 
     def mark_clean(self, resident: Resident) -> None:
-        """Say that lower tiers have taken a block, or will never."""
+        """Mark a block as saved, or as refused by every lower tier: it can be evicted."""
         self.num_dirty -= resident.is_dirty
         resident.is_dirty = False
 
@@ -118,7 +117,7 @@ class MemoryTier:
         return self.arena.content(resident.slot, resident.num_bytes)
 
     def dirty(self) -> Iterator[Resident]:
-        """Yield what lower tiers still have to take, roughly in the order of eviction."""
+        """Yield the dirty blocks, roughly in the order of eviction."""
         for key in self._policy.candidates():
             resident = self._residents[key]
             if resident.is_dirty:

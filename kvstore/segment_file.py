@@ -1,7 +1,7 @@
-"""One segment file: a page that names it, then records, each a sealed block. What a crash has left of it can be told apart.
+"""The format of a segment file: a page that identifies it, then records, each a sealed block.
 
-Owns the format and reading it back. Nothing in a file is ever changed; it only grows, and what has grown is complete or is no
-record. Knows no index, capacity or other files. Called by ``kvstore.segments``.
+This module writes and reads the format; it knows no index, capacity or other files. A file only grows and its bytes are never
+changed; a record that a crash has cut off is recognised as incomplete.
 
     file    page 0: magic: u64 | version: u64 | nonce[16] | checksum[16]                  then records, each from a page's start
     record  magic: u64 | num_bytes: u64 | key[36] | seal[64] | checksum[16]      256 bytes, then the block, filled up to a page
@@ -36,7 +36,7 @@ _RECORD_FIELDS = struct.Struct(f"<QQ{PACKED_KEY_BYTES}s{SEAL_BYTES}s")
 
 
 class Record(NamedTuple):
-    """Where a record lies, and what its header says."""
+    """The offset and the header of a record."""
 
     offset: int
     num_bytes: int  # of the block
@@ -45,12 +45,12 @@ class Record(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next record begins."""
+        """Offset of the next record."""
         return self.offset + record_bytes(self.num_bytes)
 
 
 def record_bytes(num_bytes: int) -> int:
-    """Return what a block of this size takes in a file."""
+    """Return the bytes that a block of this size takes in a file."""
     return -(-(RECORD_HEADER_BYTES + num_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -71,13 +71,13 @@ def decode_file_header(page: bytes) -> bytes | None:
 
 
 def encode_record_header(nonce: bytes, record: Record) -> bytes:
-    """Return what stands before a block."""
+    """Return the header of a record."""
     fields = _RECORD_FIELDS.pack(_RECORD_MAGIC, record.num_bytes, record.key, record.seal)
     return (fields + _checksum(nonce, fields, record.offset)).ljust(RECORD_HEADER_BYTES, b"\0")
 
 
 def decode_record_header(nonce: bytes, offset: int, header: bytes | bytearray) -> Record | None:
-    """Return what a header says; None if there is none, or not all of it."""
+    """Parse a header; None if it is missing or incomplete."""
     if len(header) < RECORD_HEADER_BYTES:
         return None
     fields = bytes(header[: _RECORD_FIELDS.size])
@@ -90,8 +90,8 @@ def decode_record_header(nonce: bytes, offset: int, header: bytes | bytearray) -
 def scan_records(fd: int, nonce: bytes, *, check_blocks: bool) -> Iterator[Record]:
     """Yield the complete records of a file, in order.
 
-    What is no record is passed over page by page, so that a damaged one does not take those behind it along. With
-    ``check_blocks`` the blocks are read and compared with their digests, for files that a crash may have torn.
+    A damaged record is skipped page by page, so that the records after it are found. With ``check_blocks`` the blocks are read
+    and compared with their digests, for files that a crash may have torn.
     """
     size = os.fstat(fd).st_size
     verifier = BlockVerifier()

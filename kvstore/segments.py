@@ -1,18 +1,18 @@
 """Blocks on disk: a log of segment files in a folder, and the index of what is in them.
 
-Owns the folder, which file is written, and which goes when there is no room. Files only grow and are only deleted whole. So a
-process can be killed at any byte: what ``append`` has returned for is found again, what it has not is a torn end, which the
-next start cuts off. The digests of the file written last are checked at the start, those of the others when they are read.
-Knows no memory, tiers or clients. Called by ``kvstore.tiers.disk``, on one thread, except ``in`` and the counts.
+This module owns the folder, the active file, and the choice of files to delete; it knows no memory, tiers or clients. Files
+only grow and are only deleted whole, so the process can be killed at any byte: after a restart, every block whose ``append``
+had returned is found, and a torn end is cut off. Digests in the file written last are checked at the start, all others when a
+block is read. All calls come from one thread, except ``in`` and the counts.
 
-Only the file that is written stays open; another is opened for each read, which costs nothing beside reading a block. So the
-number of files has nothing to do with how many descriptors this process may have.
+Only the active file stays open; every read opens its file, which takes far less time than reading a block. So the number of
+files is not limited by the number of descriptors.
 
-Room is made by the oldest file: what has been read since it was written is copied to the end of the log, up to half of the
-file, and the file is deleted. That is a second chance as in CLOCK, and every round frees at least half a segment.
+To make room, the log copies the blocks of the oldest file that were read since they were written to its end, up to half of the
+file, and deletes the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
 
-A file that cannot be read any more (it was deleted, or the device fails) takes its blocks along at the first failure: they are
-misses then, and can be written again. A file that cannot be deleted still counts, and its deletion is tried again.
+If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
+they are misses and can be written again. A file that cannot be deleted still counts, and its deletion is retried.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SegmentLog:
 
     @property
     def limit_bytes(self) -> int:
-        """What the files may take: the capacity, or what the file system can hold if that is less."""
+        """Limit of all files: the capacity, or what the file system can hold if that is less."""
         return self._space.limit_bytes
 
     def append(self, key: bytes, seal: bytes, block: memoryview) -> bool:
@@ -129,11 +129,11 @@ class SegmentLog:
         return self._write(key, seal, block) or (self._give_way() and self._write(key, seal, block))
 
     def read(self, key: bytes, target: memoryview) -> Record | None:
-        """Read a block into the beginning of ``target``; None if it is not there.
+        """Read a block into the beginning of ``target``; None if the log lacks it.
 
         Raises:
-            CorruptBlock: there is no such record where it was written, or it does not fit.
-            Unavailable: the disk fails; the blocks of a file that cannot be read are gone from then on.
+            CorruptBlock: the record is damaged, or larger than ``target``.
+            Unavailable: the disk fails; the blocks of a file that cannot be read are forgotten.
         """
         location = self._index.get(key)
         if location is None:
@@ -148,7 +148,7 @@ class SegmentLog:
             raise Unavailable(f"{location.segment.path} cannot be read: {error}") from None
 
     def remove(self, key: bytes) -> None:
-        """Forget a block. Its bytes stay until its file goes; after a restart it is found again, and found corrupt again."""
+        """Forget a block. Its bytes stay until its file is deleted, so it reappears after a restart."""
         location = self._index.pop(key, None)
         if location is not None:
             location.segment.records.pop(key, None)
@@ -188,7 +188,7 @@ class SegmentLog:
                 self._lose(self._stub(number, path), error)
 
     def _stub(self, number: int, path: Path) -> _Segment:
-        """Return a file of which nothing but its size is known."""
+        """Return a file of which only the size is known."""
         try:
             return _Segment(number, path, b"", path.stat().st_size)
         except OSError:
@@ -230,7 +230,7 @@ class SegmentLog:
         return True
 
     def _write_record(self, segment: _Segment, record: Record, block: memoryview) -> None:
-        """Write at the end of the active file. What a failed write has left is removed, or another file is begun."""
+        """Write at the end of the active file. The rest of a failed write is cut off, or a new file is started."""
         padding = bytes(record.end - record.offset - RECORD_HEADER_BYTES - block.nbytes)
         pieces: list[bytes | memoryview] = [encode_record_header(segment.nonce, record), block, padding]
         try:
@@ -245,7 +245,7 @@ class SegmentLog:
             raise
 
     def _segment_for(self, num_bytes: int) -> _Segment:
-        """Return the file that is written; a full one is followed by a new one."""
+        """Return the active file; starts a new one if it is full."""
         active = self._active
         if active is not None and os.fstat(self._active_fd).st_nlink == 0:
             self._lose(active, OSError(errno.ENOENT, "it was deleted while it was written"))
@@ -271,7 +271,7 @@ class SegmentLog:
         return segment
 
     def _leave_active(self) -> None:
-        """Write no more into the file that has been written until now."""
+        """Close the active file for writing."""
         if self._active is not None:
             self._active = None
             os.close(self._active_fd)
@@ -283,7 +283,7 @@ class SegmentLog:
             os.fsync(folder)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete the oldest files until a record fits, with room for what they hand on; False if it does not."""
+        """Delete the oldest files until a record and their surviving blocks fit; False if that is impossible."""
         for segment in list(self._undeleted):
             self._undeleted.remove(segment)
             self._delete(segment)
@@ -304,7 +304,7 @@ class SegmentLog:
         return 3 * PAGE_BYTES + self._space.segment_bytes // 2
 
     def _measure_again(self) -> None:
-        """Look whether others have left room on a disk that had none for a single record."""
+        """Measure again whether a disk that had no room for a single record has some now."""
         try:
             self._space.measure(self.used_bytes)
         except OSError as error:
@@ -330,7 +330,7 @@ class SegmentLog:
         return not self._undeleted
 
     def _still_has(self, key: bytes) -> bool:
-        """Look whether a known block is in its file, or else forget what the file had, so that it can be written again."""
+        """Return whether a known block is in its file; if not, forget the blocks of the file: they can be rewritten."""
         location = self._index.get(key)
         if location is None:
             return False
@@ -368,7 +368,7 @@ class SegmentLog:
         self._delete(segment)
 
     def _delete(self, segment: _Segment) -> None:
-        """Delete a file without blocks; one that cannot be deleted still takes room, and is tried again."""
+        """Delete a file without blocks; if that fails, the file still counts, and the deletion is retried."""
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
@@ -376,7 +376,7 @@ class SegmentLog:
             self._undeleted.append(segment)
 
     def _reclaim(self, segment: _Segment) -> None:
-        """Hand on what was used, then delete the file. A crash in between leaves some blocks twice, which does no harm."""
+        """Copy the used blocks to the end of the log, then delete the file. A crash in between leaves harmless duplicates."""
         if segment is self._active:
             self._leave_active()
         for block, record in self._survivors(segment):
@@ -386,7 +386,7 @@ class SegmentLog:
         self._forget(segment)
 
     def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
-        """Yield what is handed on, the newest first, up to half of a segment."""
+        """Yield the used blocks, the newest first, up to half of a segment."""
         num_left = min(self._space.segment_bytes, segment.end) // 2
         for record in reversed(list(segment.records.values())):
             num_left -= record_bytes(record.num_bytes) if self._index[record.key].is_used else 0

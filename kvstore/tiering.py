@@ -1,11 +1,10 @@
-"""What moves between the arena and the tiers below it: looking there, bringing blocks up, and handing them down.
+"""Moves blocks between the arena and the tiers below it: locates, promotes (loads) and saves them.
 
-Owns the queries that wait for a tier, the blocks on their way up (each only once, however many wait for it) and the writes to
-lower tiers. Does no I/O: it makes jobs (``kvstore.tiers.base``), and a carrier says when they are done. Called by
-``kvstore.server_state``. Knows no messages; a query names whoever asks.
+This module owns the queries that wait for a tier, the promotions (one per block, shared by all queries that need it) and the
+saves. It knows no messages and does no I/O: it makes jobs (``kvstore.tiers.base``) and is informed when they are done.
 
-Write-through: a new block goes down at once, and may leave the arena at any time. Write-back: it stays dirty until the clean
-slots get few, and goes down then. A block that no tier takes is clean all the same: this is a cache, and room is worth more.
+Write-through: a new block is saved at once and may be evicted at any time. Write-back: a new block is dirty and is saved when
+too few slots are free or clean. A block that every tier has refused becomes clean too, so that it can be evicted.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from kvstore.memory import MemoryTier, Resident
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob
 
 CLEAN_SHARE = 0.25  # of the slots that write-back keeps free or clean, at least one
-MAX_LOADING_SHARE = 0.5  # of the slots: blocks on their way up, for all clients together
-MAX_SAVE_JOBS = 64  # under way in each tier; their blocks are pinned, so also at most a quarter of the slots
+MAX_LOADING_SHARE = 0.5  # of the slots: promotions of all clients together
+MAX_SAVE_JOBS = 64  # in flight in each tier; their blocks are pinned, so also at most a quarter of the slots
 
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """A question about some keys, of a lookup or a get.
+    """A lookup or a get of some keys.
 
-    ``max_pins`` is how many blocks it may still pin; a lookup pins none. A client uses blocks in the order of its keys, so an
-    earlier key gets a pin and a slot before a later one.
+    ``max_pins`` is the number of blocks that it may still pin; a lookup pins none. A client uses blocks in the order of its
+    keys, so an earlier key gets a pin and a slot before a later one.
     """
 
     owner: object
@@ -36,11 +35,11 @@ class Query:
     keys: Sequence[bytes]
     max_pins: int = 0
     is_get: bool = False
-    is_over: bool = False  # nobody waits for it any more
+    is_over: bool = False  # abandoned
     hits: list[bool] = field(default_factory=list)
     residents: list[Resident | None] = field(default_factory=list)  # pinned
     tiers: list[int | None] = field(default_factory=list)  # where the block is, if not in memory
-    num_waiting: int = 0  # for jobs
+    num_waiting: int = 0  # jobs in flight
 
 
 @dataclass(slots=True, eq=False)
@@ -74,28 +73,28 @@ class Tiering:
         self._promotions: dict[bytes, _Promotion] = {}
         self._locations: dict[LocateJob, _Location] = {}
         self._saves: dict[bytes, _Save] = {}
-        self._backlog: dict[bytes, Resident] = {}  # write-through: waits for its turn, and may be evicted meanwhile
+        self._backlog: dict[bytes, Resident] = {}  # write-through: not saved yet, may be evicted
         self._num_save_jobs = [0] * len(tiers)
         self._jobs: list[TierJob] = []
         self.num_dropped_saves = 0
 
     @property
     def num_loading(self) -> int:
-        """How many blocks are on their way up."""
+        """Number of promotions in flight."""
         return len(self._promotions)
 
     @property
     def num_saving(self) -> int:
-        """How many blocks are on their way down, or wait for it."""
+        """Number of blocks that are being saved or wait to be saved."""
         return len(self._saves) + len(self._backlog)
 
     def take_jobs(self) -> list[TierJob]:
-        """Return the jobs that have come up since the last call."""
+        """Return the jobs made since the last call."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def start(self, query: Query) -> bool:
-        """Begin a query; True if it is answered already."""
+        """Start a query; return True if it is answered already."""
         asked: dict[int, list[int]] = {}
         query.residents = [None] * len(query.keys)
         query.tiers = [None] * len(query.keys)
@@ -120,7 +119,7 @@ class Tiering:
         return query.num_waiting == 0 and self._fetch(query)
 
     def abandon(self, query: Query) -> None:
-        """End a query. What only it waits for and no tier has begun is not done: others wait behind it."""
+        """End a query. Jobs that only this query needs are skipped if their tier has not started them."""
         query.is_over = True
         if not query.num_waiting:
             return
@@ -130,7 +129,7 @@ class Tiering:
             promotion.job.is_wanted = any(not waiting.is_over for waiting, _ in promotion.waiters)
 
     def on_done(self, job: TierJob) -> list[Query]:
-        """Take the result of a job; return the queries that are answered now."""
+        """Apply the result of a job; return the queries that it completes."""
         match job:
             case LocateJob():
                 return self._on_located(job)
@@ -141,7 +140,7 @@ class Tiering:
         return []
 
     def on_new(self, resident: Resident) -> None:
-        """Take note of a block that has just been committed to memory by a client."""
+        """Save a block that a client has just committed, now (write-through) or later (write-back)."""
         if self._write_back:
             self._demote()
         elif not self._save(resident):
@@ -149,11 +148,11 @@ class Tiering:
 
     @property
     def makes_dirty(self) -> bool:
-        """Whether new blocks are dirty: they have to go down before they may leave the arena."""
+        """Whether new blocks are dirty: they must be saved before they can be evicted."""
         return self._write_back and bool(self._tiers)
 
     def flush(self) -> None:
-        """Hand down whatever is dirty. Call again when jobs are done, until nothing is dirty."""
+        """Save the dirty blocks. Call it again after each finished job until no block is dirty."""
         for resident in list(self._memory.dirty()):
             if not self._save(resident):
                 return
@@ -165,7 +164,7 @@ class Tiering:
         location = self._locations.pop(job)
         query = location.query
         query.num_waiting -= 1
-        for index, is_found in zip(location.indices, job.found, strict=False):  # a tier that fails has found nothing
+        for index, is_found in zip(location.indices, job.found, strict=False):  # empty if the tier failed
             if is_found:
                 query.hits[index] = True
                 query.tiers[index] = job.tier if query.tiers[index] is None else min(job.tier, query.tiers[index] or 0)
@@ -173,7 +172,7 @@ class Tiering:
         return [query] if is_answered else []
 
     def _fetch(self, query: Query) -> bool:
-        """Start bringing up what a get wants and lower tiers have; True if there is nothing to wait for."""
+        """Start the promotions that a get needs; return True if it waits for none."""
         if query.is_get:
             for index in range(len(query.keys)):
                 if query.residents[index] is None and not self._pin(query, index) and query.tiers[index] is not None:
@@ -197,7 +196,7 @@ class Tiering:
         promotion = self._promotions.get(key)
         if promotion is None:
             if self._memory.is_incoming(key) or len(self._promotions) >= self._max_loads:  # a client is writing it, or
-                return  # the tier is behind
+                return  # too many loads are in flight
             resident = self._reserve(query, index)
             if resident is None:
                 return
@@ -230,7 +229,7 @@ class Tiering:
         return False
 
     def _on_loaded(self, job: LoadJob) -> list[Query]:
-        if job.is_skipped and job.is_wanted:  # somebody has come just after it was passed over
+        if job.is_skipped and job.is_wanted:  # a new query needs it, and the tier has just skipped it
             self._jobs.append(job)
             return []
         promotion = self._promotions.pop(job.key)
@@ -254,7 +253,7 @@ class Tiering:
         return answered
 
     def _save(self, resident: Resident) -> bool:
-        """Hand a block to every tier that does not have it; False if too many are under way already."""
+        """Save a block in every tier that lacks it; return False if too many saves are in flight."""
         if resident.key in self._saves:
             return True
         takers = [index for index, tier in enumerate(self._tiers) if tier.knows(resident.key) is not True]
@@ -294,7 +293,7 @@ class Tiering:
             del self._backlog[key]
 
     def _demote(self) -> None:
-        """Write-back: hand down the next to be evicted while too few slots are free or clean."""
+        """Write-back: save the next blocks to be evicted while too few slots are free or clean."""
         if not self._tiers:
             return
         num_slots = self._memory.arena.num_slots

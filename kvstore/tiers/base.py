@@ -1,8 +1,8 @@
-"""What a tier below the arena is, and the jobs that are given to it.
+"""The interface of a tier below the arena, and its jobs.
 
-A tier keeps blocks with their seals under packed keys (``kvstore.key``). It may wait for a disk or a network, so it has a
-thread of its own (``kvstore.tiers.worker``), which makes every call except ``knows``. A tier that fails is a tier that has
-nothing: its errors are counted, never raised beyond its thread. Implementations: ``disk`` and ``redis_tier`` beside this file.
+A tier keeps blocks with their seals under packed keys (``kvstore.key``). It may wait for a disk or a network, so each tier has
+a thread (``kvstore.tiers.worker``) that makes every call except ``knows``. A tier that fails counts as empty: its errors are
+counted and do not leave its thread. The implementations are ``disk`` and ``redis_tier``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 
 class TierBlock(NamedTuple):
-    """What a tier has brought: ``num_bytes`` bytes at the beginning of the target, and their seal."""
+    """A loaded block: ``num_bytes`` bytes at the beginning of the target, and their seal."""
 
     num_bytes: int
     seal: bytes
@@ -22,7 +22,7 @@ class TierBlock(NamedTuple):
 
 @dataclass(slots=True)
 class TierStatistics:
-    """What has become of the jobs of a tier, and what it holds. ``used_bytes`` is None where only the tier itself knows."""
+    """Results of the jobs of a tier, and what it holds. ``used_bytes`` is None if the tier does not report it."""
 
     loaded_blocks: int = 0
     missing_blocks: int = 0
@@ -30,7 +30,7 @@ class TierStatistics:
     failed_saves: int = 0
     corrupt_blocks: int = 0
     errors: int = 0
-    lost_blocks: int = 0  # the tier could not read them any more, and has forgotten them
+    lost_blocks: int = 0  # dropped by the tier because they could not be read
     num_blocks: int | None = None
     used_bytes: int | None = None
 
@@ -45,7 +45,7 @@ class Tier(ABC):
 
     @abstractmethod
     def knows(self, key: bytes) -> bool | None:
-        """Say at once, from any thread, whether the tier has a block; None = it has to be asked with ``locate``."""
+        """Return at once, from any thread, whether the tier has a block; None = unknown, call ``locate``."""
 
     @abstractmethod
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
@@ -53,43 +53,43 @@ class Tier(ABC):
 
     @abstractmethod
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:
-        """Read a block into the target; None if it is not there. The bytes have not been checked.
+        """Read a block into the target; None if the tier lacks it. The bytes are not verified yet.
 
         Raises:
-            CorruptBlock: what is there is no block, or does not fit; the caller removes it.
+            CorruptBlock: the record is not a block, or is larger than the target; the caller removes it.
         """
 
     @abstractmethod
     def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
-        """Keep a block; False if there is no room. One that is there already is left alone."""
+        """Store a block; False if there is no room. A block that the tier already has is not changed."""
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
         """Forget a block, because it is corrupt. Unknown keys are ignored."""
 
     def occupancy(self) -> tuple[int | None, int | None]:
-        """Return the number of blocks and bytes held, from any thread; None where only the tier itself knows."""
+        """Return the number of blocks and bytes held, from any thread; None if the tier does not report it."""
         return None, None
 
     def limit_bytes(self) -> int | None:
-        """Return what the tier may hold at the moment, from any thread; None where only the tier itself knows."""
+        """Return the current capacity in bytes, from any thread; None if the tier does not report it."""
         return None
 
     def num_lost_blocks(self) -> int:
-        """Return how many blocks the tier has forgotten because it could not read them, from any thread."""
+        """Return how many blocks the tier has dropped because it could not read them, from any thread."""
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Give files and connections back."""
+        """Close files and connections."""
 
 
 @dataclass(slots=True, eq=False)
 class TierJob:
-    """Something to do for the tier at this position in the order of tiers.
+    """A job for the tier with index ``tier`` in the order of tiers.
 
-    ``is_wanted`` may turn false, and true again, until the job is done, from another thread than the tier's: a job that nobody
-    waits for any more when its turn comes is not done, and says so with ``is_skipped``.
+    Other threads may set ``is_wanted`` to False and back to True until the job is done. The tier skips a job that is not wanted
+    when its turn comes, and sets ``is_skipped``.
     """
 
     tier: int
@@ -99,7 +99,7 @@ class TierJob:
 
 @dataclass(slots=True, eq=False)
 class LocateJob(TierJob):
-    """Ask which keys are there. ``found`` is the answer."""
+    """Find out which keys the tier has; the result is ``found``."""
 
     keys: Sequence[bytes]
     found: Sequence[bool] = field(default=(), kw_only=True)
@@ -107,7 +107,7 @@ class LocateJob(TierJob):
 
 @dataclass(slots=True, eq=False)
 class LoadJob(TierJob):
-    """Bring a block into ``target``. ``loaded`` is None if it is not there, or did not pass the checks."""
+    """Load a block into ``target``. ``loaded`` is None if the tier lacks it or verification failed."""
 
     key: bytes
     target: memoryview
@@ -116,7 +116,7 @@ class LoadJob(TierJob):
 
 @dataclass(slots=True, eq=False)
 class SaveJob(TierJob):
-    """Keep a block; ``block`` stays unchanged until the job is done."""
+    """Save a block; ``block`` must not change until the job is done."""
 
     key: bytes
     seal: bytes

@@ -1,9 +1,8 @@
-"""The thread of a tier: does its jobs one after another, checks what comes back, and counts what went wrong.
+"""The thread of a tier: runs its jobs one after another, verifies loaded blocks, and counts failures.
 
-Owns the queue of one tier. Loads and questions go before saves, since somebody waits for them; those for which nobody waits any
-more are passed over. A tier that raises has nothing
-for now; blocks whose bytes or seals are not those of their key are removed from the tier and count as missing. Called by the
-carriers of ``kvstore.server_state``, from any thread; ``on_done`` is called on this thread.
+It owns the queue of one tier. Loads and lookups run before saves, because requests wait for them; a job that no query needs any
+more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its key is removed from the
+tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the thread of the tier.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ class TierWorker:
         self._thread.start()
 
     def submit(self, job: TierJob) -> None:
-        """Queue a job; its end comes by ``on_done``."""
+        """Queue a job; ``on_done`` is called when it has ended."""
         with self._wake:
             (self._saves if isinstance(job, SaveJob) else self._urgent).append(job)
             self._wake.notify()
 
     def statistics(self) -> TierStatistics:
-        """Return what has been counted."""
+        """Return the counts."""
         return self._runner.statistics()
 
     def stop(self) -> None:
-        """End the thread after the job it is at, and close the tier. Jobs in the queue are not done."""
+        """End the thread after its current job and close the tier. Queued jobs are dropped."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -74,7 +73,7 @@ class TierWorker:
 
 
 class TierRunner:
-    """Does one job of a tier, on the thread of the caller."""
+    """Runs single jobs of a tier on the thread of the caller."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -84,7 +83,7 @@ class TierRunner:
         self._limited_log = LimitedLog(_log, time.monotonic)  # a bad disk can fail every block
 
     def run(self, job: TierJob) -> None:
-        """Do it and put the result into it, unless nobody wants it any more. Never raises."""
+        """Run a job and store the result in it, or skip it if it is not wanted any more. Never raises."""
         job.is_skipped = not job.is_wanted
         if job.is_skipped:
             return
@@ -96,12 +95,12 @@ class TierRunner:
             if not self._is_failing:
                 _log.warning(event("kvstore_tier_failed", tier=self._tier.name, error=error.message))
             self._is_failing = True
-        except Exception:  # a transfer boundary: a tier that breaks has nothing
+        except Exception:  # a transfer boundary: a broken tier has no blocks
             self._counts.errors += 1
             self._limited_log.exception("kvstore_tier_broke", tier=self._tier.name)
 
     def statistics(self) -> TierStatistics:
-        """Return what has been counted, and what the tier holds."""
+        """Return the counts and what the tier holds."""
         self._counts.num_blocks, self._counts.used_bytes = self._tier.occupancy()
         self._counts.lost_blocks = self._tier.num_lost_blocks()
         return self._counts
