@@ -330,7 +330,7 @@ class SegmentLog:
         return not self._undeleted
 
     def _still_has(self, key: bytes) -> bool:
-        """Return whether a known block is in its file; if not, forget the blocks of the file: they can be rewritten."""
+        """Return whether a known block is in its file; if not, forget it, so that it can be written again."""
         location = self._index.get(key)
         if location is None:
             return False

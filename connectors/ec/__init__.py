@@ -1,11 +1,11 @@
-"""EC connectors: how the embeddings of images travel from whoever computes them to whoever needs them.
+"""EC connectors: they carry the embeddings of images from the worker that computes them to the workers that need them.
 
-registry    connectors by name, and what a worker gets: both sides and their life in its event loop
-chunks      how embeddings are cut into chunks of one size, and what each chunk's seal says
-shelf       which chunks of host memory hold which embeddings
-memory      that memory, and its seals
-scheduler   what is fetched and for what a request waits           } of every worker that reads
-worker      host memory to the encoder cache, and back             }
-p2p, offers     read from the encode worker that has computed them
-shared, stored, mover   through a store that all workers of a host share (``kvstore``)
+registry                   connectors by name, and their interface
+chunks                     the cut of embeddings into chunks of one size, and the seal of each chunk
+chunk_cache                which chunks of host memory hold which embeddings
+memory                     that memory and its seals
+scheduler                  starts fetches and delays requests until they end     } on every worker
+worker                     copies between host memory and the encoder cache      } that reads
+p2p, produced_embeddings   reads from the encode worker that computed the embeddings
+store_connector, store_offers, mover   go through a store that workers share (``kvstore``)
 """

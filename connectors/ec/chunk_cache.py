@@ -1,14 +1,11 @@
-"""Which chunks of a worker's host memory hold which embeddings, and which make room for others.
+"""Which chunks of a worker's host memory hold which embeddings, and which are evicted first.
 
-Owns the places and nothing of their content: no memory, seals or threads. An item takes chunks that lie side by side. It
-stays while somebody wants it (a request that waits for it or uses it, a lease of a reader), and afterwards until others need
-the room, the one that was used longest ago first. Chunks that a transfer may still write although it was given up are in
-quarantine.
+It owns the allocation of chunks and knows no memory, seals or threads. An item takes adjacent chunks. It is kept while it has
+an owner (a request that waits for it or uses it, or a lease of a reader). Items without owners are evicted, the least recently
+used first, when others need the chunks. Chunks that an aborted transfer may still write are in quarantine.
 
     reserve ──▶ being filled ──settle──▶ here ──evicted by reserve──▶ free
                      └──────────drop─────────┘      drop(quarantined) ──unquarantine──▶ free
-
-Used by the scheduler side of readers and by ``offers`` on encode workers.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ _FREE, _TAKEN = 0, 1
 
 @dataclass(slots=True, eq=False)
 class CachedChunk:
-    """Chunks ``first_chunk`` to ``first_chunk + num_chunks - 1`` hold, or are going to hold, an item of ``num_embeds`` rows."""
+    """Chunks ``first_chunk`` to ``first_chunk + num_chunks - 1`` hold, or will hold, an item of ``num_embeds`` rows."""
 
     identifier: bytes
     num_embeds: int
@@ -48,26 +45,26 @@ class ChunkCache:
 
     @property
     def num_wanted_chunks(self) -> int:
-        """Chunks of items that somebody wants, or that are being filled. Any thread may ask."""
+        """Number of chunks of items that have an owner or are being filled. Any thread may call it."""
         return sum(item.num_chunks for item in list(self._items.values()) if not _can_go(item))
 
     @property
     def num_quarantined_chunks(self) -> int:
-        """Chunks that nobody may use for now."""
+        """Number of chunks in quarantine."""
         return len(self._quarantined)
 
     @property
     def num_free_chunks(self) -> int:
-        """Chunks that hold nothing."""
+        """Number of free chunks."""
         return self._taken.count(_FREE)
 
     def get(self, identifier: bytes) -> CachedChunk | None:
-        """Return an item, here or being filled."""
+        """Return an item, complete or being filled."""
         return self._items.get(identifier)
 
     def reserve(self, identifier: bytes, num_embeds: int, num_chunks: int) -> CachedChunk | None:
-        """Take chunks for an item that is not on the shelf; items that nobody wants make room. None = there is none now."""
-        assert identifier not in self._items, f"{identifier.hex()} is on the shelf already"
+        """Allocate chunks for a new item, evicting items without owners if necessary. None = no room now."""
+        assert identifier not in self._items, f"{identifier.hex()} is on the chunk_cache already"
         leaving = [item for item in self._items.values() if _can_go(item)]
         if num_chunks > self.num_free_chunks + sum(item.num_chunks for item in leaving):
             return None
@@ -85,28 +82,28 @@ class ChunkCache:
         return item
 
     def settle(self, item: CachedChunk) -> None:
-        """Note that an item is here: all its rows are in place and checked."""
+        """Mark an item as complete: all its rows are in place and verified."""
         item.is_here = True
 
     def drop(self, item: CachedChunk, quarantined: Iterable[int] = ()) -> None:
-        """Forget an item. Its chunks are free, those in quarantine later."""
+        """Forget an item and free its chunks, except those in quarantine."""
         del self._items[item.identifier]
         kept = set(quarantined)
         self._quarantined |= kept
         self._mark((chunk for chunk in item.chunks if chunk not in kept), _FREE)
 
     def unquarantine(self, chunks: Iterable[int]) -> None:
-        """Free chunks that nothing writes any more."""
+        """Free chunks that no transfer writes any more."""
         freed = self._quarantined.intersection(chunks)
         self._quarantined -= freed
         self._mark(freed, _FREE)
 
     def want(self, item: CachedChunk, owner: str) -> None:
-        """Keep an item for an owner. Idempotent."""
+        """Add an owner to an item. Idempotent."""
         item.wanted_by.add(owner)
 
     def unwant(self, item: CachedChunk, owner: str) -> None:
-        """Keep an item for an owner no more. Idempotent."""
+        """Remove an owner from an item. Idempotent."""
         if owner in item.wanted_by:
             item.wanted_by.discard(owner)
             self._items[item.identifier] = self._items.pop(item.identifier)  # used last

@@ -1,4 +1,4 @@
-"""How embeddings are cut for memory, stores and transports: chunks of a fixed number of rows, each with a seal of its own.
+"""Chunks: embeddings cut into a fixed number of rows, each chunk with a seal, for memory, stores and transports.
 
 Owns the size of a chunk, the hash that names one, and the digest of whole embeddings. Embeddings are of any number of rows;
 pools, stores and transports move blocks of one size. The last chunk of an item is filled up with zeros.
@@ -6,9 +6,9 @@ pools, stores and transports move blocks of one size. The last chunk of an item 
     item   | row 0 ... row 63 | row 64 ... row 127 | row 128 .. zeros |     [num_embeds, hidden_size]
              chunk 0            chunk 1              chunk 2                CHUNK_EMBEDS rows each
 
-The hash of a chunk says whose it is: identifier, number of rows of the item, and its place among them, keyed by the model. With
-the layout, which stands in every seal as well, a chunk of another item, shape, dtype or model is refused like a KV block of
-another prompt. Pure; called by everything in this package.
+The hash of a chunk covers the identifier and number of rows of its item and its position among them, keyed by the model. Every
+seal names this hash and the layout, so a chunk of another item, shape, dtype or model is refused like a KV block of another
+prompt. Pure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChunkLayout:
 
     @property
     def as_blocks(self) -> KVLayoutInfo:
-        """What a chunk looks like to transports and stores, for which it is a block with a row for each token."""
+        """The layout as transports and stores see it: a chunk is a block with one row per token."""
         return KVLayoutInfo(
             dtype=self.embeddings.dtype,
             order=_ORDER,
@@ -69,21 +69,21 @@ class ChunkLayout:
         return num_embeds * self.embed_bytes
 
     def chunk_hashes(self, identifier: bytes, num_embeds: int) -> list[bytes]:
-        """Return what the seals of an item's chunks must name, 16 bytes each, in order."""
+        """Return the hashes that the seals of an item's chunks must contain, 16 bytes each, in order."""
         return [self._chunk_hash(identifier, num_embeds, index) for index in range(num_chunks(num_embeds))]
 
     def seal(self, identifier: bytes, num_embeds: int, digest: int) -> ECSeal:
-        """Return what is told of whole embeddings."""
+        """Return the seal of whole embeddings."""
         layout = self.embeddings
         return ECSeal(
             identifier=identifier, num_embeds=num_embeds, hidden_size=layout.hidden_size, dtype=layout.dtype, digest=digest
         )
 
     def check_seal(self, seal: ECSeal, feature: MMFeature) -> None:
-        """Check that announced embeddings are those of a feature, in the form that is needed here.
+        """Check that announced embeddings belong to a feature and have the shape and dtype of this layout.
 
         Raises:
-            LayoutMismatch: they are not; the message holds both values.
+            LayoutMismatch: they do not; the message holds both values.
         """
         wanted = self.seal(feature.identifier, feature.num_embeds, seal.digest)
         for name in ("identifier", "num_embeds", "hidden_size", "dtype"):
@@ -97,7 +97,7 @@ class ChunkLayout:
 
 
 def num_chunks(num_embeds: int) -> int:
-    """Return how many chunks an item of so many rows takes."""
+    """Return the number of chunks of an item with this many rows."""
     return -(-num_embeds // CHUNK_EMBEDS)
 
 
@@ -113,7 +113,7 @@ class RowsDigester:
         self._digesters: dict[int, BlockDigester] = {}
 
     def digest(self, content: memoryview) -> int:
-        """Return the digest of rows as they lie in memory, as if zeros filled them up to whole words."""
+        """Return the digest of the bytes of rows, padded with zeros to whole words."""
         num_bytes = content.nbytes
         if num_bytes % WORD_BYTES:
             padded = np.zeros(-(-num_bytes // WORD_BYTES) * WORD_BYTES, dtype=np.uint8)
@@ -125,7 +125,7 @@ class RowsDigester:
         """Check rows against their seal.
 
         Raises:
-            CorruptBlock: they are not those that were sealed.
+            CorruptBlock: they do not match the seal.
         """
         found = self.digest(content)
         if found != seal.digest:

@@ -1,7 +1,7 @@
-"""What crosses the borders inside an EC connector that fetches embeddings: step messages, and what comes back.
+"""Messages inside an EC connector that fetches embeddings: step messages to the worker side, and its reports.
 
 Plain values without behaviour. The scheduler side decides and names chunks of the worker's host memory; the worker side copies
-what is there into the encoder cache and passes the rest on to what moves bytes: a p2p agent, or a store's thread.
+complete items into the encoder cache and passes the other orders to a p2p agent or the thread of a store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True)
 class StoreSource:
-    """Embeddings in the store of the host, under the hashes of their chunks; perhaps: nobody has looked."""
+    """Embeddings that may be in the store, under the hashes of their chunks; the store has not been asked."""
 
 
 Source = PeerSource | StoreSource
@@ -35,10 +35,10 @@ Source = PeerSource | StoreSource
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the embeddings of an item into these chunks, by ``deadline`` on the worker's clock.
+    """Fetch the embeddings of an item into these chunks by ``deadline`` on the worker's clock.
 
-    ``seal`` is what a peer has announced of what it holds. It is None for a store: whoever came first has put these chunks, and
-    another computation of the same image may differ in its last bits. Then the seals of the chunks alone are checked.
+    ``seal`` is the seal that the peer announced. It is None for a store, where only the seals of the chunks are checked:
+    another worker may have stored the image first, and its embeddings may differ in the last bits.
     """
 
     identifier: bytes
@@ -51,7 +51,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class CacheLoad:
-    """Copy an item that is here into the encoder cache."""
+    """Copy a complete item into the encoder cache."""
 
     identifier: bytes
     num_embeds: int
@@ -60,7 +60,7 @@ class CacheLoad:
 
 @dataclass(slots=True)
 class FetchingMetadata(ECConnectorMetadata):
-    """One step's news, carried out in the order of the fields. By ``wake_at`` the engine must look again."""
+    """Orders of one step, carried out in the order of the fields. The engine must run again by ``wake_at``."""
 
     loads: list[CacheLoad] = field(default_factory=list)
     holds: list[PeerSource] = field(default_factory=list)  # keep these leases alive
@@ -71,15 +71,15 @@ class FetchingMetadata(ECConnectorMetadata):
 
     @property
     def has_orders(self) -> bool:
-        """True if there is something for who moves the bytes."""
+        """True if it contains orders that move bytes."""
         return bool(self.holds or self.fetches or self.aborts or self.releases)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchEnded:
-    """A fetch is over, told once. Without an error everything is in place, and checked against the seals of the chunks.
+    """The end of a fetch, reported once. Without an error all rows are in place and verified against the seals of the chunks.
 
-    ``was_aborted``: nobody wanted it any more. Something may still write the chunks ``quarantined``, until ``ChunksFreed``.
+    ``was_aborted``: the scheduler side aborted it. A transfer may still write the chunks ``quarantined`` until ``ChunksFreed``.
     """
 
     identifier: bytes
@@ -90,7 +90,7 @@ class FetchEnded:
 
 @dataclass(frozen=True, slots=True)
 class ChunksFreed:
-    """Nothing writes these chunks any more."""
+    """No transfer writes these chunks any more."""
 
     chunks: tuple[int, ...]
 
@@ -100,6 +100,6 @@ Report = FetchEnded | ChunksFreed
 
 @dataclass(slots=True)
 class FetchingReports(ECConnectorWorkerMetadata):
-    """What a worker side tells its scheduler side, in order."""
+    """Reports of the worker side to the scheduler side, in order."""
 
     reports: list[Report] = field(default_factory=list)

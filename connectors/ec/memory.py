@@ -1,7 +1,7 @@
 """The host memory of an EC connector: chunks of embeddings, and a seal for each, in memory files that peers can map.
 
-Owns the memory. Does not know which chunk holds what (``shelf``). Chunks are what transports call blocks: ``region`` is the
-pool that they register.
+Owns the memory; ``chunk_cache`` knows which chunk holds what. Transports see chunks as blocks, and register ``region`` as
+their pool.
 """
 
 from __future__ import annotations

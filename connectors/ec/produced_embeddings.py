@@ -47,7 +47,7 @@ class ProducedEmbeddings:
         self._terms = terms
         self._ids = ids
         self._grant = grant
-        self._shelf = ChunkCache(memory.num_chunks)
+        self._chunk_cache = ChunkCache(memory.num_chunks)
         self._held: dict[bytes, _Held] = {}
         self._leases: dict[str, CachedChunk] = {}
         self._ended: deque[str] = deque()
@@ -58,7 +58,7 @@ class ProducedEmbeddings:
     @property
     def num_evicted(self) -> int:
         """Items that have made room for others."""
-        return self._shelf.num_evicted
+        return self._chunk_cache.num_evicted
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
         """Keep the rows, unless they are here already, and lease them to whoever reads them first."""
@@ -82,29 +82,29 @@ class ProducedEmbeddings:
             transfer_id = self._ended.popleft()
             item = self._leases.pop(transfer_id, None)
             if item is not None:
-                self._shelf.unwant(item, transfer_id)
+                self._chunk_cache.unwant(item, transfer_id)
 
     def lease_ended(self, transfer_id: str) -> None:
         """Note that nobody reads by this lease any more. Any thread."""
         self._ended.append(transfer_id)
 
     def _put(self, identifier: bytes, num_embeds: int, rows: memoryview) -> _Held | None:
-        if self._shelf.get(identifier) is not None:  # of another shape, for readers that it was announced to
+        if self._chunk_cache.get(identifier) is not None:  # of another shape, for readers that it was announced to
             return None
-        num_evicted = self._shelf.num_evicted
-        item = self._shelf.reserve(identifier, num_embeds, num_chunks(num_embeds))
-        if self._shelf.num_evicted > num_evicted:
-            self._held = {other: held for other, held in self._held.items() if self._shelf.get(other) is held.item}
+        num_evicted = self._chunk_cache.num_evicted
+        item = self._chunk_cache.reserve(identifier, num_embeds, num_chunks(num_embeds))
+        if self._chunk_cache.num_evicted > num_evicted:
+            self._held = {other: held for other, held in self._held.items() if self._chunk_cache.get(other) is held.item}
         if item is None:
             return None
         seal, generation = self._memory.write(item, rows, self._digester)
-        self._shelf.settle(item)
+        self._chunk_cache.settle(item)
         held = self._held[identifier] = _Held(item, seal, generation)
         return held
 
     def _lease(self, held: _Held) -> ECSource:
         transfer_id = new_hex_id(self._ids, "ec-")
-        self._shelf.want(held.item, transfer_id)
+        self._chunk_cache.want(held.item, transfer_id)
         self._leases[transfer_id] = held.item
         self._grant(LeaseGrant(transfer_id, transfer_id, held.item.num_chunks))
         return ECSource(

@@ -1,15 +1,15 @@
-"""The scheduler side of EC connectors that fetch embeddings: what is fetched, who waits for it, and when to give up.
+"""The scheduler side of EC connectors that fetch embeddings: it starts fetches, delays requests, and gives up in time.
 
-Owns the shelf: which chunks of the worker's host memory hold which item. An item is fetched when a request first asks for it,
-in one fetch for all requests that want it, and stays until their last one has got beyond it. Knows no transports, stores or
-memory: ``locate`` says where an item may be, the worker side moves it. Does no I/O and never waits.
+Owns the chunk cache of the worker's host memory. An item is fetched when a request first needs it, once for all requests that
+need it, and is kept until the last of them has computed past it. This module knows no transports, stores or memory: ``locate``
+returns where an item may be, and the worker side moves it. It does no I/O and never waits.
 
     asked ──▶ no source ────────────────────────────────┐
       │                                                 ▼
       └─▶ fetched ──▶ here ──▶ loaded      given up ──▶ the image is at hand: computed here
              └──▶ failed, or its time is over ──▲  └──▶ it is not: the request alone ends with an error
 
-Each request has one budget of time for all its embeddings, counted from its first question.
+Each request has one time budget for all its embeddings, counted from its first call.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Locate = Callable[[MMFeature, ECSource | None], Source | None]  # may raise KVFe
 
 @dataclass(slots=True)
 class _Wishes:
-    """What a request wants, by identifier. ``sources`` are those that it may still try, and whose leases are kept for it.
+    """The items that a request needs, by identifier. ``sources`` may still be tried; their leases are renewed.
 
-    ``failures`` says why a fetch did not bring an item. ``given_up`` are those that it computes, or without which it is lost.
+    ``failures`` are the reasons of failed fetches. Items in ``given_up`` are computed here, or the request fails without them.
     ``loaded`` are in the encoder cache for it, as long as it runs.
     """
 
@@ -82,7 +82,7 @@ class FetchingScheduler(ECConnectorScheduler):
         self._locate = locate
         self._is_consumer = is_consumer
         self._layout: ChunkLayout | None = None
-        self._shelf = ChunkCache(0)
+        self._chunk_cache = ChunkCache(0)
         self._is_cached: Callable[[bytes], bool] = lambda identifier: False
         self._wishes: dict[str, _Wishes] = {}
         self._fetches: dict[bytes, Source] = {}  # of items that are being filled
@@ -92,45 +92,45 @@ class FetchingScheduler(ECConnectorScheduler):
         self.counts: Counter[str] = Counter()  # what has become of fetches: "ok", "aborted", or why not
 
     def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
-        """Learn how to see what needs no fetch."""
+        """Set the predicate for items that are in the encoder cache and need no fetch."""
         self._is_cached = holds
 
     def bind(self, layout: ChunkLayout, num_chunks: int) -> None:
-        """Learn what chunks there are."""
+        """Set the chunk layout and the number of chunks."""
         self._layout = layout
-        self._shelf = ChunkCache(num_chunks)
+        self._chunk_cache = ChunkCache(num_chunks)
 
     # ---- gauges, for any thread ----------------------------------------------------------------------------------------
 
     @property
     def num_fetching_items(self) -> int:
-        """Items on their way."""
+        """Number of items being fetched."""
         return len(self._fetches)
 
     @property
     def num_wanted_chunks(self) -> int:
-        """Chunks that are being filled or kept for requests."""
-        return self._shelf.num_wanted_chunks
+        """Number of chunks that are being filled or kept for requests."""
+        return self._chunk_cache.num_wanted_chunks
 
     @property
     def num_quarantined_chunks(self) -> int:
-        """Chunks that a transfer may still write although it was given up."""
-        return self._shelf.num_quarantined_chunks
+        """Number of chunks that an aborted transfer may still write."""
+        return self._chunk_cache.num_quarantined_chunks
 
     @property
     def num_waiting_requests(self) -> int:
-        """Requests that were told to wait when they last asked."""
+        """Number of requests whose last call returned False."""
         return sum(wishes.is_waiting for wishes in list(self._wishes.values()))
 
     # ---- what the scheduler asks -------------------------------------------------------------------------------------
 
     def has_cache_item(self, identifier: bytes) -> bool:
-        """True if the item is on the shelf and some request keeps it there."""
-        item = self._shelf.get(identifier)
+        """True if the item is in the chunk cache and a request owns it."""
+        item = self._chunk_cache.get(identifier)
         return item is not None and item.is_here and bool(item.wanted_by)
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """See to all features that end behind ``num_computed_tokens``; False while one of them is on its way."""
+        """Start the fetches of all features that end after ``num_computed_tokens``; False while one is in flight."""
         if not self._is_consumer or not request.mm_features:
             return True
         wishes = self._wishes.get(request.request_id)
@@ -148,14 +148,14 @@ class FetchingScheduler(ECConnectorScheduler):
         return not wishes.is_waiting
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """Load an item that is here; one that is not is computed.
+        """Load an item that is complete here; other items are computed.
 
         What is loaded may make room from then on, as loads come before fetches in the worker side, unless nobody could compute
         it if it were needed again.
         """
         identifier = request.mm_features[index].identifier
         wishes = self._wishes.get(request.request_id)
-        item = self._shelf.get(identifier)
+        item = self._chunk_cache.get(identifier)
         if item is None or not self.has_cache_item(identifier):
             if wishes is not None:
                 self._give_up(request, wishes, identifier)
@@ -167,22 +167,22 @@ class FetchingScheduler(ECConnectorScheduler):
                 self._let_go(request, wishes, [identifier])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FetchingMetadata:
-        """Hand over the step's orders."""
+        """Return the orders of the step."""
         metadata, self._metadata = self._metadata, FetchingMetadata()
         return metadata
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
-        """Take what has become of fetches."""
+        """Apply the reports of ended fetches."""
         if not isinstance(output.worker_meta, FetchingReports):
             return
         for report in output.worker_meta.reports:
             if isinstance(report, ChunksFreed):
-                self._shelf.unquarantine(report.chunks)
+                self._chunk_cache.unquarantine(report.chunks)
             else:
                 self._on_fetch_ended(report)
 
     def request_finished(self, request: Request) -> None:
-        """Let go of everything that was kept for the request, also of what it was told of and never asked for."""
+        """Release every item and lease of the request, including announced leases that were never used."""
         wishes = self._wishes.pop(request.request_id, None)
         if wishes is None and self._is_consumer and request.ec_sources:
             wishes = _Wishes(deadline=0.0)
@@ -204,7 +204,7 @@ class FetchingScheduler(ECConnectorScheduler):
     # ---- one item ----------------------------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> _Wishes:
-        """Take a request in: from now on its leases are kept alive and its time runs."""
+        """Register a request: its leases are renewed and its time budget starts."""
         deadline = self._clock.now() + self._deadline_s
         wishes = _Wishes(deadline if request.deadline is None else min(deadline, request.deadline))
         self._find_sources(request, wishes)
@@ -214,7 +214,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return wishes
 
     def _find_sources(self, request: Request, wishes: _Wishes) -> None:
-        """Find out where the request's items may be. What was announced and is unusable has failed already."""
+        """Find the sources of the request's items. What was announced and is unusable has failed already."""
         for feature in {feature.identifier: feature for feature in request.mm_features}.values():
             try:
                 source = self._source_of(request, feature)
@@ -240,7 +240,7 @@ class FetchingScheduler(ECConnectorScheduler):
         identifier = feature.identifier
         if wishes.is_lost or identifier in wishes.given_up:
             return not wishes.is_lost
-        item = self._shelf.get(identifier)
+        item = self._chunk_cache.get(identifier)
         if item is not None and item.num_embeds != feature.num_embeds:
             mismatch = LayoutMismatch(f"embeddings of {item.num_embeds} rows are here, of {feature.num_embeds} are needed")
             return self._give_up(request, wishes, identifier, mismatch)
@@ -262,16 +262,16 @@ class FetchingScheduler(ECConnectorScheduler):
         return False
 
     def _begin_fetch(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
-        """Start a fetch if there is a source and room; True if there is nothing to wait for."""
+        """Start a fetch if there is a source and room; True if the request need not wait."""
         identifier, wanted_chunks = feature.identifier, num_chunks(feature.num_embeds)
         source = wishes.sources.get(identifier)
         if source is None:
             return self._give_up(request, wishes, identifier)
-        if wanted_chunks > self._shelf.num_chunks:
+        if wanted_chunks > self._chunk_cache.num_chunks:
             error = Full(f"{feature.num_embeds} rows do not fit ec_connector.memory_bytes")
             self.counts[fallback_reason(error.code)] += 1
             return self._give_up(request, wishes, identifier, error)
-        item = self._shelf.reserve(identifier, feature.num_embeds, wanted_chunks)
+        item = self._chunk_cache.reserve(identifier, feature.num_embeds, wanted_chunks)
         if item is None:
             return False
         announced = self._announced(request, identifier)
@@ -290,18 +290,18 @@ class FetchingScheduler(ECConnectorScheduler):
             if ended.identifier in self._metadata.aborts:  # not told yet: it would hit the next fetch of this item
                 self._metadata.aborts.remove(ended.identifier)
         self._release([source])
-        item = self._shelf.get(ended.identifier)
-        assert item is not None, "a fetch has its place on the shelf until it is over"
+        item = self._chunk_cache.get(ended.identifier)
+        assert item is not None, "a fetch has its place on the chunk_cache until it is over"
         self.counts["aborted" if ended.was_aborted else fallback_reason(ended.error.code) if ended.error else "ok"] += 1
         if ended.error is None and not ended.was_aborted:
-            self._shelf.settle(item)
+            self._chunk_cache.settle(item)
             return
         for request_id in item.wanted_by:
             self._note_failure(self._wishes[request_id], ended, source)
-        self._shelf.drop(item, ended.quarantined)
+        self._chunk_cache.drop(item, ended.quarantined)
 
     def _note_failure(self, wishes: _Wishes, ended: FetchEnded, failed: Source) -> None:
-        """Let a request try its own source next, unless that is as bad."""
+        """Record a failed fetch; the request tries its next source, unless that would fail for the same reason."""
         identifier = ended.identifier
         wishes.wanted.discard(identifier)
         if ended.error is None:
@@ -315,16 +315,16 @@ class FetchingScheduler(ECConnectorScheduler):
 
     def _want(self, request: Request, wishes: _Wishes, item: CachedChunk) -> None:
         wishes.wanted.add(item.identifier)
-        self._shelf.want(item, request.request_id)
+        self._chunk_cache.want(item, request.request_id)
 
     def _let_go(self, request: Request, wishes: _Wishes, identifiers: Iterable[bytes]) -> None:
-        """Want these items no more; a fetch that nobody waits for is aborted."""
+        """Remove the request from the owners of these items; a fetch without owners is aborted."""
         for identifier in list(identifiers):
             wishes.wanted.discard(identifier)
-            item = self._shelf.get(identifier)
+            item = self._chunk_cache.get(identifier)
             if item is None:
                 continue
-            self._shelf.unwant(item, request.request_id)
+            self._chunk_cache.unwant(item, request.request_id)
             if not (item.is_here or item.wanted_by or identifier in self._ending):
                 self._ending.add(identifier)
                 self._metadata.aborts.append(identifier)
@@ -359,7 +359,7 @@ def _has_image(request: Request, identifier: bytes) -> bool:
 
 
 def _is_as_bad(source: Source, failed: Source, error: ErrorInfo) -> bool:
-    """Say whether it is no use to try a source, as another one has failed so."""
+    """Return whether a source would fail for the same reason as the one that failed."""
     if isinstance(source, PeerSource) and isinstance(failed, PeerSource) and error.code in _OWNER_IS_GONE:
         return source.owner == failed.owner
     return source == failed

@@ -80,7 +80,7 @@ def why_not_written(scheduler: FetchingScheduler, chunk: int, *fetched: bytes) -
 
     ``fetched`` are the items that are, or may be, written there: only the one to which it belongs, where that is known.
     """
-    items = [item for item in scheduler._shelf._items.values() if chunk in item.chunks]
+    items = [item for item in scheduler._chunk_cache._items.values() if chunk in item.chunks]
     if not items or items[0].is_here:
         return f"chunk {chunk} was written, which nobody fills: {items}"
     if fetched and fetched != (items[0].identifier,):

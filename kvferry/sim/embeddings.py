@@ -143,7 +143,7 @@ class _ChunkWatch:
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:
         """Check that the chunk is being filled, or belongs to nobody."""
-        if region or local_row in self._scheduler._shelf._quarantined:
+        if region or local_row in self._scheduler._chunk_cache._quarantined:
             return
         problem = why_not_written(self._scheduler, local_row)
         if problem:

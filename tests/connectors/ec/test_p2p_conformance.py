@@ -40,7 +40,7 @@ class P2PConformance(ECConformance):
         return create_transport(name, settings)
 
     def damage(self, encoder, image):
-        item = encoder.connector._offers._shelf.get(image.identifier)
+        item = encoder.connector._offers._chunk_cache.get(image.identifier)
         encoder.connector._memory.rows(item.first_chunk, item.num_embeds)[1000] ^= 1
 
     async def lose(self, encoder):

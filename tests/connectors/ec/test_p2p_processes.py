@@ -147,7 +147,7 @@ async def test_owner_that_was_started_again_at_the_same_address(reader, transpor
     owner.close()
     again = start_owner(transport, 2, owner.address)
     reader.engine.forget()
-    reader.connector.scheduler._shelf.drop(reader.connector.scheduler._shelf.get(IMAGE.identifier))
+    reader.connector.scheduler._chunk_cache.drop(reader.connector.scheduler._chunk_cache.get(IMAGE.identifier))
     stale = reader.engine.add("stale", [IMAGE], [owner.source])
     await reader.engine.run(stale)
     assert reader.engine.computed == [IMAGE.identifier]
