@@ -1,6 +1,6 @@
-"""A tier connector as a worker sees it: both sides, the store, and the thread between pool and store.
+"""The tier connector: both sides, the store, and the thread that copies between pool and store.
 
-Owns their life. ``connectors.offload`` and ``connectors.store`` build it, each with its own store.
+Starts and stops these parts. ``connectors.offload`` and ``connectors.store`` build it, each with its own store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TierConnector(Connector):
-    """``open_store`` opens the tier; it may take its time, and is called once, when the connector starts."""
+    """``open_store`` opens the tier. It may block, and is called once, when the connector starts."""
 
     scheduler: TierConnectorScheduler
     worker: TierConnectorWorker
@@ -43,18 +43,18 @@ class TierConnector(Connector):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """None: nothing is handed over."""
+        """None: this connector makes no handoffs."""
         return ()
 
     def num_saving_blocks(self) -> int:
-        """Return how many blocks are held until they are copied."""
+        """Return the number of blocks pinned for saves."""
         return self.scheduler.num_saving_blocks
 
     async def start(self) -> None:
         """Open the tier and start the thread.
 
         Raises:
-            ConfigError: the tier cannot be as it is configured.
+            ConfigError: the tier cannot be opened with these settings.
             ConnectorUnavailable: the engine lacks what a tier needs, or the host does.
         """
         name, pool = self._settings.name, self.worker.pool
@@ -83,7 +83,7 @@ class TierConnector(Connector):
             await asyncio.to_thread(self._store.close)
 
     def _pin(self, pool: KVPoolRegion, store: BlockStore) -> memoryview | None:
-        """Pin the tier's memory, if it is ours and the pool is on a device; return it if that was possible."""
+        """Pin the tier's memory if this process owns it and the pool is on a device; return it, or None if it is not pinned."""
         memory = store.own_memory
         if memory is None or pool.pin_memory is None:
             return None
@@ -95,7 +95,7 @@ class TierConnector(Connector):
         return self._store
 
     def _submit(self, metadata: TierConnectorMetadata) -> None:
-        """Pass a step's message to the thread. After ``stop`` nobody is there, and nothing is reported."""
+        """Pass the message of a step to the thread. After ``stop`` it is dropped, and nothing is reported."""
         if self._thread is not None:
             self._thread.submit(metadata)
 

@@ -1,4 +1,4 @@
-"""What crosses the borders inside a tier connector: step messages of its scheduler side, and reports of its mover.
+"""Messages inside a tier connector: step messages of its scheduler side, and reports of ``TierTransfer``.
 
 Plain values without behaviour.
 """
@@ -17,10 +17,10 @@ from kvstore.key import StoreKey
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Bring the block ``keys[i]`` into the pool's block ``block_ids[i]``; together they make ``num_tokens`` tokens.
+    """Load the block ``keys[i]`` into the pool's block ``block_ids[i]``; all blocks together hold ``num_tokens`` tokens.
 
-    The blocks of a group come in the order of their tokens. What is not there at ``deadline``, on the engine's clock, has
-    failed.
+    The blocks of a group are in the order of their tokens. Blocks that are not loaded by ``deadline``, on the engine's clock,
+    have failed.
     """
 
     request_id: str
@@ -32,7 +32,7 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class SaveItem:
-    """Store a block of the pool under ``key``, if it is still what ``generation`` says. The scheduler side keeps it."""
+    """Save a block of the pool under ``key`` if it still has this ``generation``. The scheduler side pins it."""
 
     key: StoreKey
     block_id: int
@@ -41,14 +41,14 @@ class SaveItem:
 
 @dataclass(slots=True)
 class TierConnectorMetadata(KVConnectorMetadata):
-    """One step's news."""
+    """Orders of one step."""
 
     loads: list[TierLoad] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)  # request ids whose load is not wanted any more
     saves: list[SaveItem] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        """True if there is nothing to do."""
+        """True if it contains no orders."""
         return not (self.loads or self.aborts or self.saves)
 
 
@@ -57,19 +57,19 @@ class TierConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class SaveEnded:
-    """These blocks are not read any more, for these items."""
+    """The end of these saves: their blocks are not read any more."""
 
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SavesAreSlow:
-    """No save has come further for a while. Said once, until one does."""
+    """No save has made progress for a while. Reported once, until one does."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierConnectorWorkerMetadata(KVConnectorWorkerMetadata):
-    """Blocks whose copies are done, one entry for each time they were to be saved; and whether the others are slow."""
+    """Blocks whose saves have ended, one entry for each save, and whether the remaining saves are slow."""
 
     saved_block_ids: tuple[int, ...] = ()
     is_slow: bool = False

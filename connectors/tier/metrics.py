@@ -1,4 +1,4 @@
-"""What a tier connector counts, on the registry of its worker: ``kvferry_<name>_...``, read when ``/metrics`` is asked."""
+"""Metrics of a tier connector on the registry of its worker: ``kvferry_<name>_...``, read at each scrape."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which blocks a tier is asked for, and how long a prefix they make.
+"""Prefix lookup in a tier: the keys of a request's blocks, and the longest prefix that they extend.
 
-Owns the names of a request's blocks in a tier, over all KV cache groups, and the rule of a hit: behind it every group must
-hold what the next token needs, here or in the tier. It is the rule of ``core.kv.coordinator`` for the pool. Pure; all sizes are
-the engine's own, handed down. Called by the tier's scheduler side.
+It owns the keys over all KV cache groups and the rule of a hit: at the end of a hit, every group must have the blocks that the
+next token needs, in the pool or in the tier. ``core.kv.coordinator`` has the same rule for the pool. Pure; all sizes are those
+of the engine.
 
     group, full     | here | T | T | T |           T = must come from the tier, for a hit that ends at ^
     group, sliding  | here |   |   | T |
@@ -18,7 +18,7 @@ from kvstore.key import StoreKey
 
 
 class PrefixLookup:
-    """The groups of a KV cache, as a tier sees them.
+    """Keys and hits over the groups of a KV cache.
 
     ``specs`` are those of the groups, in their order; ``layout`` is what ``kvstore.key.layout_key`` says of the pool. Hits end
     at multiples of ``sizes.scheduler_block_size``.
@@ -38,7 +38,7 @@ class PrefixLookup:
 
     @property
     def num_blocks_in_flight(self) -> int:
-        """Most blocks, over all groups, that the steps in flight fill at a time."""
+        """Largest number of blocks, over all groups, that the steps in flight fill."""
         return sum(-(-self.sizes.max_in_flight_tokens // spec.block_size) for spec in self._specs)
 
     def max_tokens_of(self, num_keys: int) -> int:
@@ -47,24 +47,24 @@ class PrefixLookup:
         return num_keys // sum(unit // spec.block_size for spec in self._specs) * unit
 
     def floor(self, num_tokens: int) -> int:
-        """Round down to where a hit may end."""
+        """Round down to a length at which a hit may end."""
         return num_tokens - num_tokens % self.sizes.scheduler_block_size
 
     def block_size(self, group_id: int) -> int:
-        """Return the tokens of a block of a group."""
+        """Return the number of tokens per block of a group."""
         return self._specs[group_id].block_size
 
     def key(self, block_hashes: Sequence[bytes], group_id: int, index: int) -> StoreKey:
-        """Return the name of the block at ``index`` of a group's table. ``block_hashes`` is the request's chain."""
+        """Return the key of the block at ``index`` of a group's table. ``block_hashes`` is the request's chain."""
         end = (index + 1) * self._specs[group_id].block_size
         return StoreKey(block_hashes[end // self.sizes.hash_block_size - 1], self._layout, group_id)
 
     def key_of(self, block_hash: bytes, group_id: int) -> StoreKey:
-        """Return the name of a block of which the hash is known."""
+        """Return the key of a block with this hash."""
         return StoreKey(block_hash, self._layout, group_id)
 
     def keys_between(self, block_hashes: Sequence[bytes], start: int, end: int) -> list[StoreKey]:
-        """Return the names of all blocks of the tokens [start, end), one group after another."""
+        """Return the keys of all blocks of the tokens [start, end), one group after another."""
         return [
             self.key(block_hashes, group_id, index)
             for group_id, spec in enumerate(self._specs)
@@ -72,9 +72,9 @@ class PrefixLookup:
         ]
 
     def find_hit(self, hits: Sequence[bool], start: int, end: int) -> int:
-        """Return the length of the longest prefix that the first ``start`` tokens, which are here, and a tier make.
+        """Return the length of the longest prefix: the first ``start`` tokens are in the pool, the rest is in the tier.
 
-        ``hits`` says of the blocks of ``keys_between(start, end)`` whether the tier has them.
+        ``hits`` says for each of ``keys_between(start, end)`` whether the tier has the block.
         """
         tables = list(self._split(hits, start, end))
         length = end
@@ -87,7 +87,7 @@ class PrefixLookup:
         return length
 
     def needed(self, start: int, end: int) -> Iterator[tuple[int, range]]:
-        """Yield each group and the indices of the blocks that a load of the tokens [start, end) brings."""
+        """Yield each group and the indices of the blocks that a load of the tokens [start, end) fills."""
         for group_id, spec in enumerate(self._specs):
             first = max(start, spec.num_skipped_tokens(end)) // spec.block_size
             yield group_id, range(first, end // spec.block_size)

@@ -1,9 +1,9 @@
-"""Which blocks of the pool are saved next, and the references that protect them until they are.
+"""Chooses the blocks of the pool that are saved next, and pins them until they are copied.
 
-A block is found by its hash, not by a request's table: so it can be saved after its request has ended or has moved on, as long
-as it is cached; and one that is not cached any more is not missed. It is saved only if its seal says that it is complete, and
-pinned from then on until its copy is done: preemption, abort or the end of its request do not matter to a copy. While the limit
-of pins is reached, candidates wait. Runs on the engine thread.
+A block is found by its hash, not through a request's table, so it can be saved after its request has ended, as long as it is
+cached; a candidate that is not cached any more is dropped. A block is saved only if its seal says that it is complete. It is
+pinned from then on until its copy is done, so preemption, abort and the end of its request do not affect the copy. While the
+limit of pins is reached, candidates wait. Runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.key import StoreKey
 
 
 class SavePlanner:
-    """Candidates and pins. At most ``max_pinned`` blocks are pinned; if there are too many candidates, the oldest leave."""
+    """Candidates and pins. At most ``max_pinned`` blocks are pinned; excess candidates are dropped, the oldest first."""
 
     def __init__(self, pool: BlockPool, coordinator: PrefixLookup, max_pinned: int) -> None:
         self._pool = pool
@@ -34,21 +34,21 @@ class SavePlanner:
 
     @property
     def num_pinned(self) -> int:
-        """How many blocks are kept until they are copied."""
+        """Number of blocks pinned for saves."""
         return len(self._pinned)
 
     @property
     def can_save(self) -> bool:
-        """True if a candidate waits and may be saved now."""
+        """True if a candidate can be saved now."""
         return bool(self._waiting) and len(self._pinned) < self._max_pinned
 
     @property
     def will_free_blocks(self) -> bool:
-        """True if the end of a copy makes a block free."""
+        """True if the end of a save will free a block."""
         return any(self._pool.blocks[block_id].ref_cnt == 1 for block_id in self._pinned)
 
     def offer(self, keys: Iterable[StoreKey]) -> None:
-        """Note candidates, the most useful first: the beginning of a prompt before its end."""
+        """Add candidates, the most useful first: the beginning of a prompt before its end."""
         for key in keys:
             self._waiting.pop(key, None)
             self._waiting[key] = None
@@ -57,7 +57,7 @@ class SavePlanner:
             self.num_missed += 1
 
     def take(self) -> list[SaveItem]:
-        """Pin and return what is to be saved now."""
+        """Pin and return the blocks to save now."""
         items: list[SaveItem] = []
         while self.can_save:
             key = next(iter(self._waiting))
@@ -70,7 +70,7 @@ class SavePlanner:
         return items
 
     def take_before_eviction(self, num_blocks: int) -> list[SaveItem]:
-        """Pin and return what of the next ``num_blocks`` blocks to be reused has not been saved."""
+        """Pin and return the unsaved ones among the next ``num_blocks`` blocks to be reused."""
         room = max(0, self._max_pinned - len(self._pinned))
         found = [
             block
@@ -87,7 +87,7 @@ class SavePlanner:
         return items
 
     def end(self, block_ids: Iterable[int]) -> None:
-        """Let go of blocks whose copies are done, the last ones first: a beginning should be reused last."""
+        """Unpin copied blocks, the last ones first, so that the beginning of a prompt is reused last."""
         counts = Counter(block_ids)
         assert all(count == 1 and block_id in self._pinned for block_id, count in counts.items()), "a save has ended twice"
         for block_id in reversed(counts):

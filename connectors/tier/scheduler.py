@@ -1,8 +1,8 @@
-"""The scheduler side of a tier connector: what a tier can add to a prompt, and which computed blocks it gets.
+"""The scheduler side of a tier connector: finds prefixes in the tier, and chooses the blocks to save.
 
-Asks a ``BlockStore`` which blocks it has, and never waits for the answer. Offers what makes a prefix longer than the local
-hits, and asks the worker side to load it. In eager mode every block is offered to the tier once it is complete, in lazy mode
-only before the pool reuses it. Runs on the engine thread; moves no bytes.
+It looks up blocks in a ``BlockStore`` without waiting for the answer, reports the tokens that extend the local hits, and orders
+their loads. In eager mode every complete block is saved, in lazy mode only a block that the pool is about to reuse. Runs on the
+engine thread; moves no bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """How a tier is used. ``name`` is that of the connector; a load has ``load_timeout_s``, however many parts it has."""
+    """Settings of a tier. ``name`` is that of the connector; ``load_timeout_s`` bounds a load, with all its parts."""
 
     name: str
     load_timeout_s: float = 30.0
@@ -43,9 +43,9 @@ class TierSettings:
 
 @dataclass(slots=True)
 class _Question:
-    """What the tier was asked for a request: the blocks of the tokens [start, end).
+    """The lookup of a request: the blocks of the tokens [start, end).
 
-    ``used_at`` is when the answer was first used, which is when it begins to age: a step may take longer than an answer lasts.
+    An answer expires some time after ``used_at``, its first use, because a step may take longer than an answer is valid.
     """
 
     start: int
@@ -56,7 +56,7 @@ class _Question:
 
 @dataclass(slots=True)
 class _Known:
-    """A request, and how many of its tokens have been offered to the tier, or came from it."""
+    """A request, and how many of its tokens were offered to the tier or loaded from it."""
 
     request: Request
     num_offered: int = 0
@@ -65,8 +65,7 @@ class _Known:
 class TierConnectorScheduler(KVConnectorScheduler):
     """Hits, loads and saves of one tier.
 
-    ``store`` returns the tier, which is there once the connector has started. ``watch`` sees to it that the engine is woken
-    when a ticket is done.
+    ``store`` returns the tier, once the connector has started. ``watch`` wakes the engine when a ticket is done.
     """
 
     def __init__(
@@ -95,19 +94,19 @@ class TierConnectorScheduler(KVConnectorScheduler):
 
     @property
     def num_saving_blocks(self) -> int:
-        """How many blocks are kept until they are copied."""
+        """Number of blocks pinned for saves."""
         return self._planner.num_pinned if self._planner is not None else 0
 
     @property
     def num_missed_saves(self) -> int:
-        """How many blocks were reused, or not complete, before they could be saved."""
+        """Number of blocks that were reused, or incomplete, before they could be saved."""
         return self._planner.num_missed if self._planner is not None else 0
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Learn the groups and sizes of the KV cache.
+        """Set the groups and sizes of the KV cache.
 
         Raises:
-            ConfigError: there are no prefix hits here, which is what a tier prolongs, or no seals.
+            ConfigError: prefix caching or seals are off; a tier needs both.
         """
         name = self._settings.name
         if not manager.enable_caching:
@@ -134,11 +133,11 @@ class TierConnectorScheduler(KVConnectorScheduler):
     # ---- hits and loads ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Remember it, for the blocks that it is going to compute."""
+        """Track the request for the blocks that it will compute."""
         self._requests[request.request_id] = _Known(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer what the tier has behind the local hits; None until it has answered, or while another request loads it."""
+        """Return the tier's tokens after the local hits; None until it answers, or while another request loads them."""
         coordinator = self._bound
         end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, whatever the tier has
         end = min(end, num_computed_tokens + coordinator.max_tokens_of(MAX_KEYS))
@@ -160,7 +159,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         return length - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Ask for the blocks that are to come from the tier."""
+        """Order the load of the blocks from the tier."""
         question = self._questions.pop(request.request_id, None)
         if not num_external_tokens:
             return
@@ -197,7 +196,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         return question.used_at is not None and self._clock.now() - question.used_at > ANSWER_LASTS_S
 
     def _blocks_of(self, request: Request, start: int, end: int) -> list[tuple[StoreKey, int, int]]:
-        """Return key, group and index of every block that a load of the tokens [start, end) brings."""
+        """Return key, group and index of every block that a load of the tokens [start, end) fills."""
         coordinator = self._bound
         return [
             (coordinator.key(request.block_hashes, group_id, index), group_id, index)
@@ -208,7 +207,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Ship what has gathered since the last step, and what can be saved now."""
+        """Return the orders since the last step and the saves that can start now."""
         if self._settings.is_lazy:
             if self._in_step:
                 self._next.saves += self._bound_planner.take_before_eviction(LAZY_STEPS * self._bound.num_blocks_in_flight)
@@ -223,7 +222,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Forget loads that have ended, and let go of blocks that are saved."""
+        """Forget ended loads and unpin saved blocks."""
         for request_id in sorted(output.finished_recving):
             job = self._loading.pop(request_id, None)
             if job is not None:
@@ -236,9 +235,9 @@ class TierConnectorScheduler(KVConnectorScheduler):
             self._are_saves_slow = output.worker_meta.is_slow
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
-        """End its load; offer the rest of what it has computed, and pin it at once: its blocks are free in a moment.
+        """End the request's load, and offer and pin the rest of its blocks now, because they are freed after this call.
 
-        Their free is not delayed: what is being saved has references of its own.
+        The free is not delayed: blocks that are being saved have their own references.
         """
         request_id = request.request_id
         self._questions.pop(request_id, None)
@@ -251,15 +250,15 @@ class TierConnectorScheduler(KVConnectorScheduler):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """True while a message waits for a step to take it along."""
+        """True while orders wait for the next step."""
         return not self._next.is_empty() or self._bound_planner.can_save
 
     def has_pending_block_frees(self) -> bool:
-        """True while the end of a copy will make a block free, and soon: a slow tier is not worth waiting for."""
+        """True while the end of a save will soon free a block; False if saves are slow."""
         return self._planner is not None and not self._are_saves_slow and self._planner.will_free_blocks
 
     def _offer(self, known: _Known) -> None:
-        """Offer the blocks that are complete by now and were not offered before. A hot path: mostly there are none."""
+        """Offer newly completed blocks. A hot path: usually there are none."""
         request = known.request
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if num_tokens - known.num_offered < self._bound.sizes.scheduler_block_size:
@@ -283,7 +282,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
 
 
 def _hits(ticket: LookupTicket) -> Sequence[bool]:
-    """Return the answer; one that never came says that there is nothing."""
+    """Return the answer; without one, there are no hits."""
     return ticket.hits if len(ticket.hits) == len(ticket.keys) else [False] * len(ticket.keys)
 
 

@@ -1,8 +1,7 @@
-"""The thread of a connector to a tier: it runs a mover, and sees to it that the engine learns what has become of its orders.
+"""The thread of a connector to a tier: runs a ``TransferLogic`` and reports its results to the engine.
 
-Owns the thread and its queue. Knows nothing of blocks or embeddings: ``connectors.tier`` and ``connectors.ec`` have a mover
-each. The tier's tickets say by a flag that they are done, so that while one is open the thread looks again after a moment;
-without one it sleeps.
+Owns the thread and its queue, and knows no blocks or embeddings: ``connectors.tier`` and ``connectors.ec`` each have their own
+logic. Tickets of a tier set a flag when they are done, so the thread polls while a ticket is open, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransferLogic(Protocol[OrderT_contra, ReportT_co]):
-    """What moves something to a tier and back, without a thread of its own. It never waits."""
+    """Transfers to and from a tier, without a thread. No method waits."""
 
     @property
     def is_waiting(self) -> bool:
@@ -35,26 +34,26 @@ class TransferLogic(Protocol[OrderT_contra, ReportT_co]):
         ...
 
     def submit(self, order: OrderT_contra, /) -> None:
-        """Take an order."""
+        """Accept an order."""
         ...
 
     def step(self) -> bool:
-        """Do what can be done now; False if there is nothing, or everything waits for the tier."""
+        """Do one piece of work; False if there is none, or all of it waits for the tier."""
         ...
 
     def take_reports(self) -> Sequence[ReportT_co]:
-        """Return what has ended since the last call."""
+        """Return the results since the last call."""
         ...
 
     def close(self) -> None:
-        """Give back what is held; nothing is reported any more."""
+        """Release everything held; nothing is reported after this."""
         ...
 
 
 class TierThread(Generic[OrderT, ReportT]):
-    """Runs a mover. ``report`` gets what has ended, ``wakeup`` is called when a watched ticket is done, both in the thread.
+    """Runs a logic. The thread passes results to ``report``, and calls ``wakeup`` when a watched ticket is done.
 
-    ``on_death`` is called from the thread if it ends by a bug of ours.
+    ``on_death`` is called from the thread if a bug ends it.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class TierThread(Generic[OrderT, ReportT]):
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. The mover belongs to it from now on."""
+        """Start the thread. Only the thread may call the logic from now on."""
         self._thread.start()
 
     def submit(self, order: OrderT) -> None:
-        """Queue an order. What there is to move bounds the queue. Any thread."""
+        """Queue an order. The number of blocks bounds the queue. Any thread."""
         self._submitted.append(order)
         self._has_news.set()
 
@@ -89,7 +88,7 @@ class TierThread(Generic[OrderT, ReportT]):
         self._has_news.set()
 
     def stop(self) -> None:
-        """End the thread after the copy that it makes. Blocks until then; call it once."""
+        """End the thread after its current copy. Blocks until then; call it once."""
         self._is_stopping = True
         self._has_news.set()
         if self._thread.ident is not None:

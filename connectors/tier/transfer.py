@@ -1,22 +1,21 @@
-"""What moves blocks between the pool and a tier: loads first, saves beside them, a few blocks at a time.
+"""Moves blocks between the pool and a tier, a few blocks at a time. Loads go before saves.
 
-Owns the loads and saves under way; decides when a copy is made and what became of it. Waits for nothing and has no thread:
-``step`` does what can be done now, and says whether that was anything. A load ends, whatever becomes of the tier, since every
-ticket does.
+It owns the loads and saves in flight. It has no thread and never waits: ``step`` does the work that is possible now and returns
+whether there was any. Every load ends, even if the tier fails, since every ticket ends.
 
     load   asked ──ticket──▶ copied and checked, block by block ──▶ LoadEnded
              ◀── withheld by the tier: asked again after a moment
     save   asked ──ticket──▶ those the tier lacks: sealed, put ──ticket──▶ SaveEnded, for each put
 
-Where the tier's memory is pinned, blocks go to the device from where they lie, and what has landed is digested there: that is
-what the seal is held against. Elsewhere a copy in the host is checked before it goes on.
+If the tier's memory is pinned, blocks are copied to the device directly, and the digest of the copy on the device is compared
+with the seal. Otherwise a copy in host memory is verified before it is copied to the pool.
 
-A block that is missing ends its group's part of a load: nothing behind it can be used. Behind one that is bad the load goes on,
-since every bad block must be found to be stored anew. A load as a whole ends by its deadline.
+A missing block ends the load of its group, because the blocks after it cannot be used. A corrupt block does not: the load goes
+on, so that every corrupt block is found and stored again. A load ends by its deadline.
 
-What is stored is what its seal says. The seal is read before the bytes are, and once more when their digest is made: a block
-that was written in between is not put, so that no digest is of other bytes than those that its seal names. A block that is
-written after that does not match the digest that was stored with it, and nobody uses it.
+The seal of a saved block is read before its bytes, and again when their digest is computed. A block that was written in between
+is not put, so a digest never covers other bytes than its seal names. A block that is written after that does not match the
+digest stored with it, and readers reject it.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _ANY_GENERATION = 1  # of a block in a tier: it is never rewritten there
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way. ``tickets`` are gets of consecutive blocks, with the index of their first; blocks before ``num_done``
-    are copied or failed. ``errors`` names those that have failed, and those behind them that are not wanted any more.
+    """A load in flight. ``tickets`` are gets of consecutive blocks, with the index of their first; blocks before ``num_done``
+    are copied or failed. ``errors`` has the failed blocks and those after them that are not needed any more.
     """
 
     job: TierLoad
@@ -66,7 +65,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Save:
-    """A save under way: first the question what the tier lacks, then puts of some blocks at a time."""
+    """A save in flight: first a lookup of the blocks that the tier lacks, then puts of some blocks at a time."""
 
     items: tuple[SaveItem, ...]
     lookup: LookupTicket
@@ -102,7 +101,7 @@ class TierTransfer:
         return bool(self._loads or self._saves)
 
     def submit(self, metadata: TierConnectorMetadata) -> None:
-        """Take one step's news."""
+        """Accept the orders of a step."""
         for job in metadata.loads:
             assert job.request_id not in self._loads, f"{job.request_id} loads twice"
             self._loads[job.request_id] = _Load(job, self._clock.now())
@@ -117,12 +116,12 @@ class TierTransfer:
             self._saves.append(_Save(items, self._store.lookup([item.key for item in items])))
 
     def take_reports(self) -> list[Report]:
-        """Return what has ended since the last call."""
+        """Return the results since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def step(self) -> bool:
-        """Do what can be done now; False if everything waits for the tier. Saves wait while loads have something to do."""
+        """Do one piece of work; False if all of it waits for the tier. Saves wait while a load can go on."""
         has_loaded = [self._advance_load(load) for load in list(self._loads.values())]
         if any(has_loaded) or not self._advance_save():
             self._note_slowness()
@@ -131,13 +130,13 @@ class TierTransfer:
         return True
 
     def _note_slowness(self) -> None:
-        """Say so if no save has come further for a while, because of the tier or because of loads."""
+        """Report slow saves if none has made progress for a while, because of the tier or of loads."""
         if self._saves and not self._is_slow and self._clock.now() - self._saved_at >= SLOW_S:
             self._is_slow = True
             self._reports.append(SavesAreSlow())
 
     def close(self) -> None:
-        """Give back what is pinned in the tier; nothing is reported any more."""
+        """Release the blocks pinned in the tier; nothing is reported after this."""
         for load in self._loads.values():
             self._release(load)
         self._pool.finish_writes()
@@ -162,14 +161,14 @@ class TierTransfer:
         return True
 
     def _ask_for_more(self, load: _Load) -> None:
-        """Have two gets open: the next part is on its way while one is copied."""
+        """Keep two gets open: the next part is loaded while one is copied."""
         while load.num_asked < load.num_blocks and len(load.tickets) < 2:
             keys = load.job.keys[load.num_asked : load.num_asked + self._blocks_per_get]
             load.tickets.append((load.num_asked, self._store.get(keys)))
             load.num_asked = _next_wanted(load, load.num_asked + len(keys))
 
     def _load_some(self, load: _Load, first: int, ticket: GetTicket) -> None:
-        """Copy the next blocks of a get that is answered."""
+        """Copy the next blocks of an answered get."""
         end = first + len(ticket.keys)
         landed: dict[int, StoredBlock] = {}
         for _ in range(BLOCKS_PER_TURN):
@@ -189,7 +188,7 @@ class TierTransfer:
             self._store.release(load.tickets.popleft()[1])
 
     def _load_block(self, load: _Load, index: int, ticket: GetTicket, landed: dict[int, StoredBlock]) -> None:
-        """Copy a block, checked, or note in ``landed`` that it is still to be checked."""
+        """Copy and verify a block, or add it to ``landed`` for verification on the device."""
         position = index - load.tickets[0][0]
         block = ticket.blocks[position] if position < len(ticket.blocks) else None
         if block is None:
@@ -207,7 +206,7 @@ class TierTransfer:
             load.errors[index] = error
 
     def _check_landed(self, load: _Load, landed: Mapping[int, StoredBlock]) -> None:
-        """Check what is in the pool by now; what does not fit its seal is copied again, the way that says what is wrong."""
+        """Verify landed blocks; one that fails is copied again through host memory, which finds the error."""
         if not landed:
             return
         self._pool.finish_writes()
@@ -219,7 +218,7 @@ class TierTransfer:
 
     @staticmethod
     def _end_group(load: _Load, index: int, error: KVFerryError) -> None:
-        """Give up a block and those behind it in its group, which cannot be used without it."""
+        """Mark a block and those after it in its group as failed, because they cannot be used without it."""
         keys = load.job.keys
         group_id = keys[index].group_id
         load.errors |= {later: error for later in range(index, load.num_blocks) if keys[later].group_id == group_id}
@@ -283,12 +282,12 @@ class TierTransfer:
         return True
 
     def _end_saves(self, items: Sequence[SaveItem]) -> None:
-        """Let go of blocks that are not read any more, without waiting for the rest of their save."""
+        """Report blocks that are not read any more, before the rest of their save has ended."""
         if items:
             self._reports.append(SaveEnded(tuple(item.block_id for item in items)))
 
     def _put_some(self, save: _Save) -> None:
-        """Seal and put as many blocks as can be read at a time."""
+        """Seal and put as many blocks as may be read at a time."""
         assert save.missing is not None
         chosen = [save.missing.popleft() for _ in range(min(len(save.missing), self._pool.max_reads))]
         sealed = [(item, seal) for item in chosen if (seal := self._seal_of(item)) is not None]
@@ -319,16 +318,16 @@ class TierTransfer:
         save.put, save.putting = None, ()
 
     def _seal_of(self, item: SaveItem) -> Seal | None:
-        """Return the seal of a block if it is still what was to be saved."""
+        """Return the seal of a block if it still has the generation to save."""
         seal = decode_seal(self._seals.row(item.block_id))
         if seal is None or seal.generation != item.generation:
             return None
         return seal if (seal.block_hash, seal.group_id) == (item.key.block_hash, item.key.group_id) else None
 
     def _digests_of(self, sealed: Sequence[tuple[SaveItem, Seal]], contents: Sequence[memoryview]) -> Sequence[int]:
-        """Return the digests of blocks: what their seals say, or what is computed now, all together on a device.
+        """Return the digests of blocks: those in their seals, or computed now, in one batch on a device.
 
-        There it is computed of the blocks and not of what was read; while the seal is the same, so are the bytes.
+        On a device the digest covers the blocks in the pool, not the bytes read; they are equal while the seal is unchanged.
         """
         found = {item.block_id: seal.digest for item, seal in sealed if seal.digest is not None}
         lacking = [index for index, (item, _) in enumerate(sealed) if item.block_id not in found]
@@ -341,7 +340,7 @@ class TierTransfer:
 
 
 def _portable(seal: Seal, digest: int) -> bytes:
-    """Return the seal as it goes along with the bytes: with a digest, and of no generation of any pool."""
+    """Return the seal that is stored with the bytes: with a digest, and without a generation."""
     return encode_seal(
         Seal(
             incarnation=seal.incarnation,
@@ -356,7 +355,7 @@ def _portable(seal: Seal, digest: int) -> bytes:
 
 
 def _is_of(block: StoredBlock, digest: int) -> bool:
-    """Say whether these are the digest of a block, a seal of its key, and a slot that still holds it."""
+    """Return whether the digest and the seal match the block and its slot still holds it."""
     try:
         return check_seal(block.key, block.seal).digest == digest and block.is_current()
     except StaleBlock:
@@ -364,19 +363,19 @@ def _is_of(block: StoredBlock, digest: int) -> bool:
 
 
 def _answers(ticket: Ticket, answers: Sequence[bool]) -> Sequence[bool]:
-    """Return the answers of a ticket; one that was never answered says no to all."""
+    """Return the answers of a ticket; all False if it was not answered."""
     return answers if len(answers) == len(ticket.keys) else [False] * len(ticket.keys)
 
 
 def _next_wanted(load: _Load, index: int) -> int:
-    """Return the first block from ``index`` on that has not been given up."""
+    """Return the first block from ``index`` on that is still needed."""
     while index in load.errors:
         index += 1
     return index
 
 
 def _num_loaded_tokens(load: _Load) -> int:
-    """Count what can be used; every group needs all its blocks, so the share of the one that got least counts."""
+    """Return the number of usable tokens: that of the group with the smallest loaded share."""
     if not load.errors:
         return load.job.num_tokens
     wanted = Counter(key.group_id for key in load.job.keys)

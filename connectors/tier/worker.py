@@ -1,7 +1,7 @@
-"""The worker side of a tier connector: the engine thread's end of the queues to and from the mover's thread.
+"""The worker side of a tier connector: the engine thread's end of the queues to and from the transfer thread.
 
-Never blocks and decides nothing. Blocks that are copied are protected by references and by their requests' state, so that
-preemption and the end of a step need no care here.
+It never blocks and makes no decisions. References and request states protect blocks that are being copied, so preemption and
+the end of a step need no handling here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from core.request import KVConnectorOutput
 
 
 class TierConnectorWorker(ReportingWorker[Report]):
-    """Hands step messages to ``submit``, which must be callable from the engine thread, and collects reports."""
+    """Passes step messages to ``submit``, on the engine thread, and collects reports."""
 
     def __init__(self, name: str, submit: Callable[[TierConnectorMetadata], None]) -> None:
         super().__init__(f"connector {name}")
         self._submit = submit
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Pass the step's message on."""
+        """Pass the message of the step to the transfer thread."""
         assert isinstance(metadata, TierConnectorMetadata)
         if not metadata.is_empty():
             self._submit(metadata)
