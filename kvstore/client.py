@@ -1,7 +1,7 @@
 """A client of a store in another process: one thread between the client's state machine and a ZeroMQ socket.
 
-Owns the socket, the thread, the mapping of the store's arena, and the copies into it. Callers only touch the machine, under its
-lock, and wake the thread. A connection that breaks is known at once, a store that hangs by its silence (``ClientState``).
+It owns the socket, the thread, the mapping of the store's arena, and the copies into it. Callers only change the state, under
+its lock, and wake the thread. A broken connection is detected at once, a hanging store by its silence (``ClientState``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreClient(StoreClientBase):
-    """A store at an address. It need not be there yet, or still: then every call is a miss."""
+    """A client of the store at an address. While the store is not running, every call is a miss."""
 
     def __init__(
         self, address: str, options: ClientOptions, clock: Clock, ids: IdSource, keys: ClusterKeys | None = None
@@ -234,7 +234,7 @@ def connect_store(
 
 
 def own_process() -> tuple[int, int] | None:
-    """Return what names this process for ever: its number and when it was started; None where there is no ``/proc``."""
+    """Return the unique name of this process: its number and start time; None without ``/proc``."""
     pid = os.getpid()
     start_ticks = process_start_ticks(pid)
     return None if start_ticks is None else (pid, start_ticks)

@@ -1,7 +1,7 @@
-"""What every way to a store has in common: the interface, on top of a client's state machine and a lock.
+"""The base of all clients: the ``BlockStore`` interface on top of a ``ClientState`` and a lock.
 
-Owns the lock, the checks of blocks that come back, and the copies into the caller's memory. A carrier derives from it and says
-how the machine's actions are carried out.
+It owns the lock, the verification of returned blocks, and the copies into the caller's memory. Subclasses carry out the actions
+of the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.seal_check import BlockVerifier
 
 
 class StoreClientBase(BlockStore):
-    """A store behind a ``ClientState``. ``_lock`` guards the machine; ``_progress`` is notified when tickets may be done."""
+    """A client on top of a ``ClientState``. ``_lock`` guards it; ``_progress`` is notified when tickets may be done."""
 
     def __init__(self, machine: ClientState, clock: Clock) -> None:
         self._machine = machine
@@ -92,7 +92,7 @@ class StoreClientBase(BlockStore):
 
     @abstractmethod
     def _carry_out(self) -> None:
-        """Carry out what the machine has left, or see to it that somebody does. Called with the lock held."""
+        """Carry out the queued actions, or pass them to the thread that does. Called with the lock held."""
 
     def _check(self, block: StoredBlock, content: memoryview) -> None:
         try:
@@ -103,7 +103,7 @@ class StoreClientBase(BlockStore):
             self._reject(block, StaleBlock("the slot was reused while it was read"))
 
     def _reject(self, block: StoredBlock, error: StaleBlock | CorruptBlock) -> None:
-        """Count a block that did not pass. Bytes that changed since the slot was another block's do not prove anything."""
+        """Count a block that failed verification. If its slot was reused, the bytes prove nothing about the block."""
         is_reused = not block.is_current()
         with self._lock:
             if is_reused:

@@ -1,14 +1,13 @@
-"""A client's side of the protocol: tickets, what has to be said to the store, and what its answers mean.
+"""The client's side of the protocol: tickets, messages to the store, and its answers.
 
-Owns the open calls and their deadlines, the session, and the knowledge whether the store's arena is mapped here. Does no I/O
-and waits for nothing: it leaves actions, and a carrier (``kvstore.client``, ``kvstore.embedded``, the simulation) carries them
-out. Time comes in by argument. Not thread-safe; the carrier has a lock.
+It owns the open calls and their deadlines, the session, and the mapping of the store's arena. It does no I/O and never waits:
+it queues actions, which a driver (``kvstore.client``, ``kvstore.embedded``, the simulation) carries out. Time is passed as an
+argument. Not thread-safe; the driver has a lock.
 
     DOWN -> GREETING -> (MAPPING -> ATTACHING ->) UP        from everywhere back to DOWN, and all open calls are misses
 
-A store that does not answer costs each open call its deadline; once it is known to be lost, a call costs nothing at all. A
-store that was restarted does not know the session and has another incarnation: what was pinned is forgotten, what is asked next
-works.
+If the store does not answer, open calls end at their deadlines; once the connection is lost, new calls are misses at once. A
+restarted store has another incarnation and does not know the session: the client forgets its pins and opens a new session.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ IsCurrent = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """``client_id`` is unique among all clients for ever. ``process`` is (pid, start_ticks), None = never map the arena."""
+    """``client_id`` is never used by another client. ``process`` is (pid, start_ticks), None = never map the arena."""
 
     client_id: str
     block_bytes: int
@@ -46,7 +45,7 @@ class ClientOptions:
 
 
 class ConnectionState(Enum):
-    """How far the client has come with its store."""
+    """The state of the connection to the store."""
 
     DOWN = auto()
     GREETING = auto()
@@ -122,20 +121,20 @@ class ClientState:
 
     @property
     def num_open_calls(self) -> int:
-        """How many tickets wait for an answer."""
+        """Number of tickets without an answer."""
         return len(self._calls)
 
     @property
     def num_pinned_gets(self) -> int:
-        """How many answered gets have not been released."""
+        """Number of answered gets that are not released."""
         return len(self._pinned)
 
     def is_open(self, number: int) -> bool:
-        """Say whether a call still waits for its answer. A carrier asks before it copies."""
+        """Return whether a call still waits for its answer. A driver checks this before it copies."""
         return number in self._calls
 
     def take_actions(self) -> list[ClientAction]:
-        """Return what has come up since the last call."""
+        """Return the actions since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -182,7 +181,7 @@ class ClientState:
             self._send(messages.ReleaseBlocks(numbers=(ticket.number,)))
 
     def reject(self, block: StoredBlock, code: str) -> None:
-        """Tell the store that a block did not pass; it is not given to anybody again."""
+        """Report a block that failed verification; the store drops it."""
         self.rejected[code] += 1
         if self.state is ConnectionState.UP:
             self._send(messages.Corrupt(keys=block.key.pack(), code=code))
@@ -194,7 +193,7 @@ class ClientState:
         self._lose("closed")
 
     def on_parcel(self, message: ToClient, blocks: Sequence[memoryview | bytes], now: float) -> None:
-        """Follow one message of the store. Whatever does not fit is ignored: its call has ended."""
+        """Process one message of the store. An answer to a call that has ended is ignored."""
         self._last_heard = now
         self._other_version.end()
         match message:
@@ -216,7 +215,7 @@ class ClientState:
                 pass
 
     def on_mapped(self, arena: ArenaView | None) -> None:
-        """Take the arena, or the news that it cannot be mapped here: then blocks come as frames."""
+        """Set the mapped arena; None if it cannot be mapped here, so that blocks come as frames."""
         if self.state is not ConnectionState.MAPPING:
             return
         if arena is None or self._options.process is None:
@@ -228,7 +227,7 @@ class ClientState:
         self._send(messages.Attach(nonce=arena.nonce, pid=pid, start_ticks=start_ticks))
 
     def on_copied(self, number: int, now: float) -> None:
-        """Blocks have been copied to their slots: say so."""
+        """Commit blocks that have been copied to their slots."""
         call = self._calls.get(number)
         if call is not None and isinstance(call.ticket, PutTicket):
             call.deadline = now + self._options.request_timeout_s
@@ -240,7 +239,7 @@ class ClientState:
         return self.state is ConnectionState.DOWN and self._is_unreachable
 
     def on_link_lost(self, now: float) -> None:
-        """The carrier knows that the store cannot be reached."""
+        """Handle a lost connection."""
         self._lose("unreachable")
         self._is_unreachable = True
         self._next_beat = now + self._options.heartbeat_interval_s
@@ -251,7 +250,7 @@ class ClientState:
         return self._other_version.is_active
 
     def on_other_version(self, now: float) -> bool:
-        """The store speaks another wire version: greet it less and less often. Returns True if that is news."""
+        """Back off from a store of another wire version. Returns True if this was not known before."""
         self._lose("other_version")
         is_news = self._other_version.start()
         if is_news:
@@ -259,12 +258,12 @@ class ClientState:
         return is_news
 
     def on_link_up(self, now: float) -> None:
-        """The carrier has a connection: no need to wait for the timer."""
+        """Greet the store at once, since a connection is up."""
         if self.waits_for_link:
             self._greet(now)
 
     def on_timer(self, now: float) -> None:
-        """End calls that have waited for too long, notice a silent store, greet one that may be back."""
+        """End calls at their deadlines, detect a silent store, and greet a lost one again."""
         for call in [call for call in self._calls.values() if now >= call.deadline]:
             self.counts["timeouts"] += 1
             self._close(call, "deadline", tell=True)
@@ -282,11 +281,11 @@ class ClientState:
             self._greet(now)
 
     def next_timer(self) -> float:
-        """Return when ``on_timer`` has something to do at the latest."""
+        """Return the time by which ``on_timer`` must be called."""
         return min([self._next_beat, *(call.deadline for call in self._calls.values())])
 
     def statistics(self) -> StoreStatistics:
-        """Return what has been counted."""
+        """Return the counts so far."""
         return StoreStatistics(**self.counts, rejected=dict(self.rejected))
 
     def _greet(self, now: float) -> None:
@@ -431,7 +430,7 @@ class ClientState:
         self._send(message, ticket.blocks[first:end])
 
     def _open(self, ticket: Ticket, now: float) -> bool:
-        """Register a call; one that has no chance is over at once."""
+        """Register a call; without a connection it ends at once as a miss."""
         if len(ticket.keys) > MAX_KEYS:
             raise ProtocolError(f"{len(ticket.keys)} keys in one call; at most {MAX_KEYS}")
         call = _Call(ticket, now + self._options.request_timeout_s)
@@ -442,7 +441,7 @@ class ClientState:
         return False
 
     def _close(self, call: _Call, failure: str = "", *, tell: bool = False) -> None:
-        """End a call. ``is_done`` comes last: other threads look at it."""
+        """End a call. ``is_done`` is set last, because other threads read it."""
         ticket = call.ticket
         self._calls.pop(ticket.number, None)
         if tell and self.state is ConnectionState.UP:

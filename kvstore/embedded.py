@@ -58,13 +58,13 @@ class EmbeddedStore(StoreClientBase):
         return None if self.machine.memory is None else self.machine.memory.arena.memory
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Hand down what is only in memory; False if it is not done in time."""
+        """Save the dirty blocks; False if that is not done in time."""
         with self._progress:
             self._follow(deque(self.machine.flush()))
             return self._progress.wait_for(self._is_flushed, timeout_s)
 
     def close(self) -> None:
-        """See ``BlockStore``. Blocks that only memory has are handed down first."""
+        """See ``BlockStore``. Saves the dirty blocks first."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,9 +1,9 @@
 """Messages between a store and its clients, and their frames.
 
-Owns what is said and how it becomes bytes: one frame of version byte, kind byte and msgpack as in ``core.wire.codec``, then one
+Owns the messages and their encoding: one frame of version byte, kind byte and msgpack as in ``core.wire.codec``, then one
 frame for each block, where a message brings blocks. Fields are checked while they are decoded; a malformed or oversized message
 is a ``ProtocolError`` and nothing else, one of another version a ``VersionMismatch``. Keys and seals travel packed, one after
-another. Called by the carriers; the state machines (``kvstore.server_state``, ``kvstore.client_state``) see messages only.
+another. The state machines (``kvstore.server_state``, ``kvstore.client_state``) see messages only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ArenaFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello", omit_defaults=True):
-    """Client → store: I am here, with nothing open. Ends whatever an earlier session of this connection had."""
+    """Client → store: open a session. Ends an earlier session of this connection."""
 
     client_id: Name
     session: Unsigned64  # random; comes back with the answer
@@ -69,14 +69,14 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach", omit_defau
 
 
 class Lookup(msgspec.Struct, frozen=True, kw_only=True, tag="lookup", omit_defaults=True):
-    """Client → store: which of these are there?"""
+    """Client → store: report which of these blocks exist."""
 
     number: Count
     keys: PackedKeys
 
 
 class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get", omit_defaults=True):
-    """Client → store: bring these into memory and pin them until ``ReleaseBlocks``."""
+    """Client → store: load these blocks into memory and pin them until ``ReleaseBlocks``."""
 
     number: Count
     keys: PackedKeys
@@ -89,7 +89,7 @@ class ReleaseBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="release", om
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve", omit_defaults=True):
-    """Client with the arena → store: I want to write these blocks, of these sizes."""
+    """Client with the arena → store: reserve slots for these blocks, of these sizes."""
 
     number: Count
     keys: PackedKeys
@@ -112,16 +112,16 @@ class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put", omit_defaults=Tr
 
 
 class Corrupt(msgspec.Struct, frozen=True, kw_only=True, tag="corrupt", omit_defaults=True):
-    """Client → store: these did not pass my checks; ``code`` is that of the error."""
+    """Client → store: these blocks failed verification; ``code`` is that of the error."""
 
     keys: PackedKeys
     code: Name
 
 
 class StoreHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):
-    """Client → store: I am alive, and of all numbers up to ``last`` only these are open or pinned.
+    """Client → store: of all numbers up to ``last`` only these are open or pinned.
 
-    What a message that was lost would have ended, ends now.
+    The store ends all others, so that a lost message leaves nothing open.
     """
 
     last: Count
@@ -129,7 +129,7 @@ class StoreHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_d
 
 
 class StoreGoodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
-    """Client → store: I leave, and read and write nothing any more."""
+    """Client → store: end the session; the client reads and writes nothing any more."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", omit_defaults=True):
@@ -154,7 +154,7 @@ class AttachRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", om
 
 
 class UnknownClient(msgspec.Struct, frozen=True, kw_only=True, tag="unknown", omit_defaults=True):
-    """Store → client: I have no session of yours, say hello. A restarted store says so to everybody."""
+    """Store → client: the session is unknown, say hello. A restarted store sends this to every client."""
 
     incarnation: Unsigned64
 

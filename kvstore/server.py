@@ -1,7 +1,8 @@
 """The store as a process of its own: one thread between the store's state machine and its clients, and the tiers' threads.
 
-Owns the socket, that thread, and the watch over client processes of this host. A malformed frame is answered and nothing else
-happens. A fault of ours ends the thread and is told to ``on_death``: a store that does not answer must not look alive.
+Owns the socket, that thread, and the watch over client processes of this host. A malformed frame gets an
+error reply and has no other effect. A bug ends the thread and calls ``on_death``, so that a store that does not answer does not
+look alive.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StoreServer:
         return self._thread.is_alive() and not self._is_closing
 
     def stop(self, flush_timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Serve no more, hand down what is only in memory, give everything back."""
+        """Stop serving, save the dirty blocks, and release all resources."""
         self._is_closing = True
         self._wakeup.set()
         if self._thread.ident is not None:

@@ -1,12 +1,12 @@
 """The store's side of the protocol: sessions, and what each message does to the memory tier and the tiers below.
 
-Owns who has pinned, reserved and asked what, and that all of it ends with its client. Does no I/O and waits for nothing: it
-returns actions, and a carrier (``kvstore.server``, ``kvstore.embedded``, the simulation) carries them out in their order and at
-once; blocks in a parcel are views of the arena that only last until the machine is called again. Time comes in by argument.
+It owns the pins, reservations and queries of each client, and ends them with the client's session. It does no I/O and never
+waits: it returns actions, which a driver (``kvstore.server``, ``kvstore.embedded``, the simulation) carries out at once and in
+order. Blocks in a parcel are views of the arena that are valid until the next call. Time is passed as an argument.
 
-A client's death ends its session: pins go, and reserved slots are free, for a dead process writes nothing. One that is only
-silent loses its pins, since readers look at the slot again after they have copied, but its reserved slots stay out of use until
-the process has died or says hello: it may still be writing.
+The death of a client ends its session: its pins are removed, and its reserved slots are freed, since a dead process writes
+nothing. A silent client loses its pins, since readers check the slot again after copying. Its reserved slots stay quarantined
+until the process has died or says hello, because it may still write to them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class SendParcel:
-    """Send to a client. One that is gone, or takes nothing, is found by its silence."""
+    """Send to a client. A client that is gone or does not read is detected by its silence."""
 
     client: bytes
     parcel: Parcel[ToClient]
@@ -49,7 +49,7 @@ class SendParcel:
 
 @dataclass(frozen=True, slots=True)
 class WatchProcess:
-    """Call ``on_process_died(client_id)`` when this process is gone, also if it is by now."""
+    """Call ``on_process_died(client_id)`` when this process has ended, at once if it already has."""
 
     client_id: str
     pid: int
@@ -58,7 +58,7 @@ class WatchProcess:
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Do this on the thread of its tier, then call ``on_job_done``."""
+    """Run this job on the thread of its tier, then call ``on_job_done``."""
 
     job: TierJob
 
@@ -82,7 +82,7 @@ class _Session:
 
 
 class ServerState:
-    """Answers clients. ``client`` is whatever the carrier calls a connection."""
+    """Answers clients. ``client`` is the driver's handle of a connection."""
 
     def __init__(self, options: ServerOptions, tiers: Sequence[Tier] = ()) -> None:
         self._options = options
@@ -97,30 +97,30 @@ class ServerState:
 
     @property
     def incarnation(self) -> int:
-        """Which life of the store this is."""
+        """The incarnation of the store."""
         return self._options.incarnation
 
     @property
     def num_clients(self) -> int:
-        """How many sessions are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def num_local_clients(self) -> int:
-        """How many of them have proven that they map the arena."""
+        """Number of sessions whose client has proven that it maps the arena."""
         return sum(session.is_local for session in list(self._sessions.values()))  # a copy: metrics are read by other threads
 
     @property
     def num_quarantined(self) -> int:
-        """How many slots a client that has fallen silent may still write."""
+        """Number of slots that silent clients may still write."""
         return sum(map(len, self._late_writers.values()))
 
     def prepare(self, block_bytes: int) -> MemoryTier:
-        """Make the memory for blocks of this size now, or make sure that they fit what is there; return it.
+        """Return the memory tier for blocks of this size; makes it at the first call.
 
         Raises:
             ConfigError, Full: as ``make_memory``.
-            LayoutMismatch: they do not fit.
+            LayoutMismatch: the memory exists and has another block size.
         """
         if self.memory is None:
             self.memory = self._options.make_memory(block_bytes)
@@ -133,7 +133,7 @@ class ServerState:
         return self.memory
 
     def on_parcel(self, client: bytes, message: ToStore, blocks: Sequence[memoryview | bytes], now: float) -> list[Action]:
-        """Follow one message."""
+        """Process one message."""
         session = self._sessions.get(client)
         if session is not None:
             session.last_heard = now
@@ -151,21 +151,21 @@ class ServerState:
         return self._take_actions()
 
     def on_job_done(self, job: TierJob) -> list[Action]:
-        """Take the result of a job of a tier."""
+        """Apply the result of a job of a tier."""
         if self.tiering is not None:
             for query in self.tiering.on_done(job):
                 self._answer(query)
         return self._take_actions()
 
     def on_process_died(self, client_id: str) -> list[Action]:
-        """End the sessions of a process that is gone, and take back what it might have written."""
+        """End the sessions of a process that has ended, and free the slots reserved for it."""
         for session in [session for session in self._sessions.values() if session.client_id == client_id]:
             self._end(session, may_still_write=False)
         self._reclaim(client_id)
         return self._take_actions()
 
     def on_timer(self, now: float) -> list[Action]:
-        """End the sessions of clients that have been silent for too long."""
+        """End the sessions of clients that were silent for longer than the timeout."""
         for session in list(self._sessions.values()):
             if now - session.last_heard >= self._options.client_timeout_s:
                 self.counts["silent_clients"] += 1
@@ -173,7 +173,7 @@ class ServerState:
         return self._take_actions()
 
     def flush(self) -> list[Action]:
-        """Start handing down what is only in memory (write-back), as much as the tiers take at once."""
+        """Start to save dirty blocks (write-back), as many as the tiers accept at once."""
         if self.tiering is not None:
             self.tiering.flush()
         return self._take_actions()
@@ -206,7 +206,7 @@ class ServerState:
                 pass
 
     def _on_hello(self, client: bytes, message: messages.Hello, now: float) -> None:
-        """Begin a session. Whatever this process had open before, it has given up, and it writes nothing now."""
+        """Begin a session. Ends the earlier session of the process, which has stopped writing."""
         for session in list(self._sessions.values()):
             if client == session.client or session.client_id == message.client_id:
                 self._end(session, may_still_write=False)
