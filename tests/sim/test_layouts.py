@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import core.wire.pairing
-import router.dispatch.dispatcher
+import router.dispatch.handoffs
 import router.dispatch.policy
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.faults import Fault
@@ -65,7 +65,7 @@ def read_whatever_the_layout(monkeypatch) -> None:
 
 
 def name_another_reason(monkeypatch) -> None:
-    monkeypatch.setattr(router.dispatch.dispatcher, "fallback_reason", lambda code: "rejected")
+    monkeypatch.setattr(router.dispatch.handoffs, "fallback_reason", lambda code: "rejected")
 
 
 def let_nobody_serve_alone_beside_another_layout(monkeypatch) -> None:
