@@ -140,23 +140,32 @@ class Peers:
         self._emit(SendControl(address, message))
         return True
 
-    def note_refusal(self, address: str, error: ErrorInfo, now: float) -> None:
-        """Note what answered the handshake in progress: a peer of another wire version is asked less and less often.
+    def note_refusal(self, address: str, error: ErrorInfo, now: float) -> ErrorInfo:
+        """Note what answered the handshake in progress; return what its loads fail with.
 
-        While a transport to the peer is broken, a refusal for want of a transport means that it has none of those that were
-        offered; they are not offered again.
+        A peer of another wire version is asked less and less often. If a transport was not offered, since it is broken or could
+        not be opened, a refusal for want of a transport means that those offered are not common; they are not offered again.
         """
         handshake = self._handshakes[address]
-        if error.code == ConnectorUnavailable.code and self.health.reasons(handshake.peer_id):
-            reasons = dict.fromkeys(handshake.transports, "not common")
-            self._failed.setdefault(handshake.peer_id, {}).update(reasons)
+        if error.code == ConnectorUnavailable.code and self._why_not(handshake.peer_id):
+            return self._note_uncommon(handshake, error)
         if error.code != VersionMismatch.code:
-            return
+            return error
         peer_id = handshake.peer_id
         other = self._other_versions.setdefault(peer_id, _OtherVersion(error, RetryBackoff(), now))
         other.retry_at = now + other.backoff.next_delay_s()
         while len(self._other_versions) > MAX_OTHER_VERSIONS:
             del self._other_versions[next(iter(self._other_versions))]
+        return error
+
+    def _note_uncommon(self, handshake: _OpenHandshake, refusal: ErrorInfo) -> ErrorInfo:
+        """Let the next load try again by what could not be opened, if nothing else is left."""
+        peer_id, uncommon = handshake.peer_id, dict.fromkeys(handshake.transports, "not common")
+        failed = self._failed[peer_id] = self._failed.get(peer_id, {}) | uncommon
+        unreadable = self.why_unreadable(peer_id)
+        if len(failed) == len(self._terms.transports):
+            self._failed[peer_id] = uncommon
+        return ErrorInfo.of(unreadable) if unreadable is not None else refusal
 
     def why_not_asked(self, peer_id: PeerId, now: float) -> ErrorInfo | None:
         """Return why no handshake is tried with this life of a worker now; None if one may be."""

@@ -176,14 +176,12 @@ class PullProtocol:
                 self._on_handshake_reply(address, message, now)
             case HandshakeRefused() if self._peers.is_shaking_hands(address):
                 self._note_incarnation(address, message.incarnation, now)
-                error = peer_error(message.code, message.message)
-                self._peers.note_refusal(address, error, now)
+                error = self._peers.note_refusal(address, peer_error(message.code, message.message), now)
                 self._fail_handshake(address, error, now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
             case ControlError() if self._peers.is_shaking_hands(address):
-                error = peer_error(message.code, message.message)
-                self._peers.note_refusal(address, error, now)
+                error = self._peers.note_refusal(address, peer_error(message.code, message.message), now)
                 self._fail_handshake(address, error, now)
             case _:
                 self._counts.unexpected_messages += 1

@@ -11,7 +11,7 @@ from connectors.p2p.actions import (
     PostRead,
 )
 from connectors.p2p.transport.interface import PeerId
-from core.errors import LayoutMismatch, PeerUnreachable, TransferError
+from core.errors import ConnectorUnavailable, LayoutMismatch, PeerUnreachable, TransferError
 from core.wire.kv import (
     ControlError,
     Handshake,
@@ -257,6 +257,21 @@ def test_peer_that_can_be_opened_by_no_transport_fails_its_loads(pull):
     assert not pull.ended
     cannot_open(pull, "tcp", LayoutMismatch("rows differ"))
     assert pull.failed == {"r": "layout"}
+
+
+def test_transport_that_could_not_be_opened_is_tried_again_if_no_other_is_common(pull):
+    pull.start("first")
+    cannot_open(pull, "shm")
+    code = ConnectorUnavailable.code
+    pull.receive(HandshakeRefused(engine_id="prefill-0", incarnation=1, code=code, message="no common transport"))
+    assert pull.failed == {"first": "peer_lost"}
+    assert "shm: denied" in pull.ended["first"].error.message
+    pull.start("second")
+    assert offered(pull) == ("shm",)
+    pull.accept(transport="shm")
+    pull.grant(60_000)
+    pull.end_reads()
+    assert list(pull.failed) == ["first"]
 
 
 def test_load_that_waits_goes_over_to_the_next_transport(pull):
