@@ -236,6 +236,18 @@ def prefill_was_away(case: Case) -> bool:
     return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
 
 
+def readers_were_away(case: Case) -> bool:
+    """An aggregated worker went on with it, and each worker that can read its KV was away from its router just before that."""
+    since = case.path.start_of_handoff()
+    prefills = [turn for turn in case.path.turns if turn.role == "prefill"]
+    successors = [turn for turn in case.path.turns if turn.role == "aggregated" and turn.start >= since]
+    if not prefills or not successors:
+        return False
+    order, until = case.spec(prefills[-1].engine_id).kv_order, successors[0].start
+    readers = [worker.engine_id for worker in case.plan.workers if worker.role == "decode" and worker.kv_order == order]
+    return all(case.troubles.find(UNAVAILABLE, {case.path.router, name}, until - _BEFORE_S, until) for name in readers)
+
+
 def has_another_layout(case: Case) -> bool:
     """A worker that had it has another layout than the worker that had its KV."""
     orders = [(turn.role, case.spec(turn.engine_id).kv_order) for turn in case.path.turns]
@@ -290,7 +302,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
     "no_prefill": (prefill_was_away,),
     "layout": (has_another_layout,),
-    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED),),
+    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away),
 }
 
 # What a client that wants to be told is told of a load → why its KV was not used.

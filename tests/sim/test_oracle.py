@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from core.errors import EncoderInputMissing
@@ -19,12 +21,13 @@ SUBMITTED = 10.0
 
 
 class Run:
-    """A run of which only troubles and one request are made up: two prefill and two decode workers."""
+    """A run of which only troubles and one request are made up: two prefill and two decode workers, or a cluster as wanted."""
 
-    def __init__(self, *kinds: Fault) -> None:
+    def __init__(self, *kinds: Fault, is_wanted: Callable[[ClusterPlan], bool] | None = None) -> None:
         self.now = 0.0
         self.troubles = Troubles(lambda: self.now)
-        self.plan = next(plan for seed in range(200) if is_two_by_two(plan := draw_plan(seed, kinds)))
+        is_wanted = is_wanted or is_two_by_two
+        self.plan = next(plan for seed in range(200) if is_wanted(plan := draw_plan(seed, kinds)))
         request = next(request for request in self.plan.requests if request.policy is None)
         self.client = Client(request, lambda violation: None)
         self.path = self.client.path
@@ -47,6 +50,11 @@ class Run:
         cost = TransferUsage(recomputed_tokens=1, fallback_reason=reason)
         self.client.report = HandoffReport(cost=cost, first_token=first, second_token=second)
         return self.end("ok", at)
+
+
+def is_one_with_an_aggregated_worker(plan: ClusterPlan) -> bool:
+    roles = [worker.role for worker in plan.workers]
+    return sorted(roles) == ["aggregated", "decode", "prefill"] and len({worker.kv_order for worker in plan.workers}) == 1
 
 
 def is_two_by_two(plan: ClusterPlan) -> bool:
@@ -230,6 +238,19 @@ def test_trouble_of_others_or_of_another_kind_is_no_cause(run, reason, kind, nam
     hand_over(run)
     run.trouble(kind, names, 10.3, 0.1)
     assert "was not used" in run.end_without_its_kv(reason, 11.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("away", "at", "is_explained"),
+    [("decode-0", 9.9, True), ("", 9.9, False), ("prefill-1", 9.9, False), ("decode-0", 10.3, False)],
+)
+def test_handoff_is_rejected_by_an_aggregated_worker_if_its_readers_were_away(away, at, is_explained):
+    run = Run(is_wanted=is_one_with_an_aggregated_worker)
+    run.attempt("prefill-0", SUBMITTED)
+    run.attempt("aggregated-0", 10.2)
+    for name in away.split():
+        run.trouble(Kind.DRAINING, name, at, 5.0)
+    assert (run.end_without_its_kv("rejected", 11.0) == []) == is_explained
 
 
 def test_trouble_that_was_over_before_the_handoff_is_no_cause(run):
