@@ -53,6 +53,11 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def last_question(self) -> int:
+        """Number of the last question, to whichever owner; 0 if there was none."""
+        return self._last_number
+
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._leases
 

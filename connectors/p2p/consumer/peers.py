@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from connectors.p2p.actions import Action, ClosePeer, OpenPeer, SendControl
 from connectors.p2p.consumer.transport_health import BreakerTerms, TransportHealth
@@ -72,11 +72,15 @@ class ConsumerTerms:
 
 @dataclass(frozen=True, slots=True)
 class _OpenHandshake:
-    """A question that is not answered yet: until when it may be, and by which transports which peer may be read."""
+    """A question that is not answered yet: until when it may be, and by which transports which peer may be read.
+
+    ``after_lease_question`` is the number of the last lease question that was asked before it, of any owner.
+    """
 
     peer_id: PeerId
     deadline: float
     transports: tuple[str, ...]
+    after_lease_question: int
 
 
 @dataclass(slots=True)
@@ -120,13 +124,30 @@ class Peers:
         """True if an answer from there is awaited."""
         return address in self._handshakes
 
-    def shake_hands(self, peer_id: PeerId, now: float) -> bool:
-        """Ask who lives at a peer's address; False if that question is open already."""
-        address = peer_id.address
-        if address in self._handshakes:
+    def shake_hands(self, peer_id: PeerId, last_lease_question: int, now: float) -> bool:
+        """Ask who lives at a peer's address; False if that question is open already.
+
+        ``last_lease_question`` is the highest number of a lease question that was asked so far.
+        """
+        if peer_id.address in self._handshakes:
             return False
-        handshake = _OpenHandshake(peer_id, now + self._terms.handshake_timeout_s, self._offered_to(peer_id))
-        self._handshakes[address] = handshake
+        deadline = now + self._terms.handshake_timeout_s
+        self._ask(_OpenHandshake(peer_id, deadline, self._offered_to(peer_id), last_lease_question))
+        return True
+
+    def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int) -> bool:
+        """Ask again if a lease question was answered that was asked after the handshake; False if none was.
+
+        A connection keeps the order of messages, so that the answer to the handshake is lost. The deadline stays.
+        """
+        handshake = self._handshakes.get(address)
+        if handshake is None or answered_lease_question <= handshake.after_lease_question:
+            return False
+        self._ask(replace(handshake, after_lease_question=last_lease_question))
+        return True
+
+    def _ask(self, handshake: _OpenHandshake) -> None:
+        self._handshakes[handshake.peer_id.address] = handshake
         ours = self._identity
         message = Handshake(
             engine_id=ours.engine_id,
@@ -137,8 +158,7 @@ class Peers:
             host_id=ours.host_id,
             kv_verify=self._terms.kv_verify,
         )
-        self._emit(SendControl(address, message))
-        return True
+        self._emit(SendControl(handshake.peer_id.address, message))
 
     def note_refusal(self, address: str, error: ErrorInfo, now: float) -> ErrorInfo:
         """Note what answered the handshake in progress; return what its loads fail with.

@@ -270,7 +270,7 @@ class PullProtocol:
         if (unreadable := self._peers.why_unreadable(load.owner)) is not None:
             self._counts.loads_without_transport += 1
             self._end(load, unreadable, now)
-        elif self._peers.shake_hands(load.owner, now):
+        elif self._peers.shake_hands(load.owner, self.leases.last_question, now):
             self._counts.handshakes += 1
 
     def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
@@ -416,6 +416,8 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
+        if self._peers.repeat_lost_handshake(address, state.number, self.leases.last_question):
+            self._counts.handshakes += 1
         going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}
         for load in self._loads_at(address):

@@ -144,6 +144,19 @@ def test_silent_peer_fails_all_waiting_loads_once_and_loses_its_connection(pull,
     assert {type(action.message) for action in pull.tick(100)} == {LeaseRenew}
 
 
+def test_lost_handshake_is_repeated_when_a_later_question_is_answered(pull):
+    pull.start("a")
+    pull.grant()  # asked for before the handshake: says nothing of it
+    assert len(pull.messages(Handshake)) == 1
+    pull.start("b", transfer_id="u")
+    pull.grant(60_000, "u")
+    pull.grant(60_000, "u")  # the repetition was asked after that question
+    assert len(pull.messages(Handshake)) == pull.protocol.counts.handshakes == 2
+    pull.accept()
+    assert pull.reads_of("a")
+    assert pull.reads_of("b")
+
+
 def test_load_after_a_failed_handshake_tries_again(pull):
     pull.start("a")
     pull.tick(5)
