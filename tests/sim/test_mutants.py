@@ -18,7 +18,6 @@ import core.sched.load_failures
 import core.sched.scheduler
 import router.dispatch.dispatcher
 import router.dispatch.worker_messages
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import PostRead
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.consumer.load import Load
@@ -191,12 +190,12 @@ def report_no_open_rows(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = LoadEnded.add_to
+    real = connectors.p2p.worker.add_load_ended
 
-    def add_to(ended, output):
+    def add_load_ended(ended, output):
         real(dataclasses.replace(ended, error=None, invalid_block_ids=()), output)
 
-    patch(LoadEnded, "add_to", add_to)
+    patch(connectors.p2p.worker, "add_load_ended", add_load_ended)
 
 
 def keep_the_tokens_of_failed_loads(patch: Patch) -> None:

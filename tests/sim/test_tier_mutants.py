@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+import connectors.tier.worker
 from connectors.load_ended import LoadEnded
 from connectors.tier.save_planner import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
@@ -44,12 +45,12 @@ def use_what_a_store_gives_unverified(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = LoadEnded.add_to
+    real = connectors.tier.worker.add_load_ended
 
-    def add_to(ended, output):
+    def add_load_ended(ended, output):
         real(LoadEnded(ended.request_id, ended.usage), output)
 
-    patch(LoadEnded, "add_to", add_to)
+    patch(connectors.tier.worker, "add_load_ended", add_load_ended)
 
 
 def keep_for_ever_what_is_saved(patch: Patch) -> None:
