@@ -298,7 +298,7 @@ MUTANTS = (
     Mutant(keep_reading_from_a_life_that_is_over, 47),
     Mutant(end_quarantine_when_reads_are_cancelled, None),
     Mutant(renew_leases_that_are_over, None),
-    Mutant(take_every_lease_for_good, 0),
+    Mutant(take_every_lease_for_good, 2),
     Mutant(start_reads_that_outlast_their_leases, 42),
     Mutant(release_the_lease_with_its_first_reader, 6),
     Mutant(do_not_wait_for_a_worker, 21),
