@@ -184,10 +184,10 @@ def trouble(*kinds: Kind) -> Cause:
 
 
 def busy_reader(case: Case) -> bool:
-    """Another read of its reader stalled: the two share the staging area, and what may be quarantined."""
+    """Another read of its reader stalled, or has no answer: the two share the staging area, and what may be quarantined."""
     since = case.path.start_of_handoff()
     return any(
-        case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.DATA_PARTED}, turn.engine_id, since, case.at)
+        case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.UNANSWERED, Kind.DATA_PARTED}, turn.engine_id, since, case.at)
         for turn in case.path.turns
         if turn.role == "decode"
     )
@@ -199,7 +199,7 @@ def transport_was_off(case: Case) -> bool:
     The back-off doubles with each probe that fails, so it lasts no longer than the failures did by then, and its first value.
     """
     since = case.path.start_of_handoff()
-    kinds = {Kind.FAILED, Kind.STALLED, Kind.DATA_PARTED}
+    kinds = {Kind.FAILED, Kind.STALLED, Kind.UNANSWERED, Kind.DATA_PARTED}
     failures = [each for each in case.troubles.find(kinds, case.path.names, 0.0, since) if len(each.names) > 1]
     if not failures:
         return False

@@ -8,6 +8,7 @@ by chance is in ``ReadWeather``. A reader's ``LandingWatch`` sees every row that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -19,7 +20,7 @@ from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, 
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from kvferry.sim.loop import EventLoop, Process
 from kvferry.sim.network import Network
-from kvferry.sim.troubles import Kind
+from kvferry.sim.troubles import Kind, Trouble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ class _Read:
     corrupt_row: int = -1  # index of the row
     drop_row: int = -1  # index of the row with which the answer ends
     stall: tuple[int, float] = (-1, 0.0)  # index of the row, seconds
+    unanswered: Trouble | None = None  # lasts until it ends or its reader dies
 
 
 @dataclass(slots=True)
@@ -266,9 +268,15 @@ class SimTransport(Transport):
         if not self._traits.is_one_sided and self._happens(weather.drop_rate):
             read.drop_row = index
             self._note(Kind.DROPPED, read)
+            read.unanswered = self._note(Kind.UNANSWERED, read, math.inf)
+            self._process.on_death(lambda: self._await_no_answer(read))
 
-    def _note(self, kind: Kind, read: _Read, seconds: float = 0.0) -> None:
-        self._fabric.network.troubles.note(kind, (self._process.name, read.owner.process.name), seconds)
+    def _note(self, kind: Kind, read: _Read, seconds: float = 0.0) -> Trouble:
+        return self._fabric.network.troubles.note(kind, (self._process.name, read.owner.process.name), seconds)
+
+    def _await_no_answer(self, read: _Read) -> None:
+        if read.unanswered is not None:
+            read.unanswered.end = min(read.unanswered.end, self._fabric.loop.now)
 
     def _plan_row(self, read: _Read, index: int) -> None:
         """Look at the owner's row in a while. A process that takes part in the copy must be running for it."""
@@ -337,6 +345,7 @@ class SimTransport(Transport):
 
     def _end(self, read: _Read, error: KVFerryError | None) -> None:
         if self._reads.pop(read.handle, None) is not None:
+            self._await_no_answer(read)
             if self._watch is not None:
                 self._watch.on_end(read.handle)
             self._ended.append(ReadResult(read.handle, error))

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     DATA_PARTED = "data_parted"  # no reads pass between two processes; all else does
     LATE = "late"  # a frame between two processes
     DROPPED = "dropped"  # a frame between two processes
+    UNANSWERED = "unanswered"  # a read of one process's memory by another, whose answer was dropped, until the reader ends it
     STALLED = "stalled"  # a read of one process's memory by another
     FAILED = "failed"  # such a read
     CORRUPTED = "corrupted"  # such a read, or what a process holds

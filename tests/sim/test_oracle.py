@@ -267,6 +267,20 @@ def test_transport_that_is_off_after_failures_is_a_cause_until_its_back_off_is_o
     assert (run.end_without_its_kv("peer_lost", 11.0) == []) == is_explained
 
 
+@pytest.mark.parametrize(("ended_at", "is_explained"), [(9.0, True), (7.0, False)])
+def test_transport_that_is_off_after_an_unanswered_read_is_a_cause(run, ended_at, is_explained):
+    hand_over(run)
+    run.trouble(Kind.UNANSWERED, "decode-0 prefill-0", ended_at - 0.2, 0.2)
+    assert (run.end_without_its_kv("peer_lost", 11.0) == []) == is_explained
+
+
+@pytest.mark.parametrize(("ended_at", "is_explained"), [(10.2, True), (9.9, False)])
+def test_unanswered_read_of_another_request_is_a_cause_until_it_ends(run, ended_at, is_explained):
+    hand_over(run)
+    run.trouble(Kind.UNANSWERED, "decode-0 prefill-1", 8.0, ended_at - 8.0)
+    assert (run.end_without_its_kv("deadline", 11.0) == []) == is_explained
+
+
 def test_lease_that_was_used_up_is_a_cause(run):
     hand_over(run)
     assert run.end_without_its_kv("stale", 11.0)

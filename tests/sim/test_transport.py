@@ -12,6 +12,7 @@ from core.errors import PeerUnreachable, TransferError
 from kvferry.sim.loop import EventLoop, Process
 from kvferry.sim.network import Network, NetworkWeather
 from kvferry.sim.transport import TRAITS, ReadWeather, SimFabric, SimTransport
+from kvferry.sim.troubles import Kind
 
 PEER = PeerId("owner", 1)
 ROW = 8
@@ -303,3 +304,18 @@ def test_dead_reader_is_not_written():
     pair.processes["reader"].kill()
     pair.run()
     assert not pair.watch.landed
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "dead"])
+def test_read_without_an_answer_is_a_trouble_until_the_reader_ends_it(ends):
+    pair = Pair("tcp")
+    pair.fabric.weather.drop_rate = 1.0
+    read = pair.read(0, 1)
+    pair.run(2.0)
+    (trouble,) = pair.fabric.network.troubles.touching({Kind.UNANSWERED}, "reader", 1.0, 1.0)
+    assert trouble.names == {"owner", "reader"}
+    if ends == "cancelled":
+        pair.reader.cancel(read)
+    else:
+        pair.processes["reader"].kill()
+    assert (trouble.start, trouble.end) == (0.0, 2.0)
