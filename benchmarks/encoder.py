@@ -36,12 +36,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig, load_config
-from core.ec_connector import ECConnectorMetadata, ECConnectorScheduler, ECConnectorWorker
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
 from core.engine.build import BuiltEngine, build_engine
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
-from core.request import NewRequest
+from core.request import ECConnectorMetadata, NewRequest
 from core.wire.sampling import SamplingParams
 from kvferry.local import LocalCluster
 from tests.support.tiny_smolvlm import build_tiny_smolvlm, encode_test_image

@@ -14,20 +14,8 @@ from collections.abc import Callable, Sequence
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, SchedulerOutput
 from core.wire.kv import KVHandoff
-
-
-class KVConnectorMetadata:
-    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
-
-    __slots__ = ()
-
-
-class KVConnectorWorkerMetadata:
-    """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
-
-    __slots__ = ()
 
 
 class KVConnectorScheduler(ABC):

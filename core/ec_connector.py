@@ -23,24 +23,12 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.request import ECConnectorOutput, Request, SchedulerOutput
+from core.request import ECConnectorMetadata, ECConnectorOutput, Request, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class ECConnectorMetadata:
-    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
-
-    __slots__ = ()
-
-
-class ECConnectorWorkerMetadata:
-    """Base of what a worker side tells its own scheduler side, in ``ECConnectorOutput.worker_meta``."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

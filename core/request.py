@@ -9,17 +9,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher, ExtraKey
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
 from core.wire.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
-    from core.ec_connector import ECConnectorMetadata, ECConnectorWorkerMetadata
 
 
 class RequestStatus(IntEnum):
@@ -230,6 +225,18 @@ def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[Ex
 # ---- scheduler → runner ----------------------------------------------------------------------------------------------
 
 
+class KVConnectorMetadata:
+    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
+
+    __slots__ = ()
+
+
+class ECConnectorMetadata:
+    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class NewRequestData:
     """A request that the runner sees for the first time, or again after a preemption.
@@ -286,6 +293,18 @@ class SchedulerOutput:
 
 
 # ---- runner → scheduler ----------------------------------------------------------------------------------------------
+
+
+class KVConnectorWorkerMetadata:
+    """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
+
+    __slots__ = ()
+
+
+class ECConnectorWorkerMetadata:
+    """Base of what a worker side tells its own scheduler side, in ``ECConnectorOutput.worker_meta``."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from connectors.p2p.transport.interface import PeerId
-from core.ec_connector import ECConnectorMetadata, ECConnectorWorkerMetadata
 from core.kv.seals import ExpectedSeal
+from core.request import ECConnectorMetadata, ECConnectorWorkerMetadata
 from core.wire.media import ECSeal
 from core.wire.messages import ErrorInfo
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from connectors.ec.chunks import RowsDigester
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, FetchingReports, Report
-from core.ec_connector import ECConnectorMetadata, ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.errors import CorruptBlock, EngineDead
-from core.request import ECConnectorOutput
+from core.request import ECConnectorMetadata, ECConnectorOutput
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo
 

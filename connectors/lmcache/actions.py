@@ -12,9 +12,9 @@ from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
 from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
 from connectors.lmcache.wire import TokenSpan
 from connectors.load_ended import LoadEnded
-from core.connector import KVConnectorMetadata
 from core.errors import KVFerryError
 from core.kv.block import NULL_BLOCK_ID
+from core.request import KVConnectorMetadata
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
 

@@ -24,14 +24,14 @@ from connectors.lmcache.actions import (
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata, LMCacheMPRequestState, LMCacheMPRequestTracker
 from connectors.lmcache.wire import TokenSpan, wire_salt
 from core.clock import Clock
-from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.connector import KVConnectorScheduler
 from core.constants import HASH_BLOCK_SIZE
 from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.seals import decode_seal
 from core.kv.spec import KVCacheGroup
-from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput, extra_keys_of
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput, extra_keys_of
 from core.wire.kv import KVHandoff
 
 _SESSION_PREFIX = "kvferry-"

@@ -14,9 +14,8 @@ from connectors.async_worker import ReportingWorker, add_load_ended
 from connectors.lmcache.actions import LMCacheMPConnectorMetadata, SavePages
 from connectors.lmcache.staging import Bytes
 from connectors.load_ended import LoadEnded
-from core.connector import KVConnectorMetadata
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):

@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from core.connector import (
-    KVConnectorMetadata,
-    KVConnectorScheduler,
-    KVConnectorWorkerMetadata,
-)
+from core.connector import KVConnectorScheduler
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorkerMetadata, Request, SchedulerOutput
 from core.wire.kv import KVHandoff
 
 

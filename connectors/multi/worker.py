@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from connectors.multi.scheduler import MultiKVConnectorMetadata, MultiKVConnectorWorkerMetadata
-from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.connector import KVConnectorWorker
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class MultiConnectorWorker(KVConnectorWorker):

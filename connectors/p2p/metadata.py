@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from connectors.p2p.actions import ConsumerStep
-from core.connector import KVConnectorMetadata
+from core.request import KVConnectorMetadata
 
 
 @dataclass(slots=True)

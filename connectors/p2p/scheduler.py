@@ -15,13 +15,13 @@ from connectors.p2p.actions import HandoffRef, LeaseGrant, PullRequest, ReadUnit
 from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
-from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.connector import KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock
 from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
-from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import GroupBlocks, KVHandoff
 from core.wire.pairing import check_compatible
 

@@ -11,8 +11,7 @@ from connectors.async_worker import ReportingWorker, add_load_ended
 from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import QuarantineEnded, Report, SendingEnded
 from connectors.p2p.metadata import P2PConnectorMetadata
-from core.connector import KVConnectorMetadata
-from core.request import KVConnectorOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class P2PConnectorWorker(ReportingWorker[Report]):

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from connectors.load_ended import LoadEnded
-from core.connector import KVConnectorMetadata, KVConnectorWorkerMetadata
+from core.request import KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.key import StoreKey
 
 # ---- scheduler side → mover ------------------------------------------------------------------------------------------

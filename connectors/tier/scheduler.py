@@ -15,12 +15,12 @@ from connectors.tier.messages import TierConnectorMetadata, TierConnectorWorkerM
 from connectors.tier.prefix_lookup import PrefixLookup
 from connectors.tier.save_planner import SavePlanner
 from core.clock import Clock
-from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.connector import KVConnectorScheduler
 from core.errors import ConfigError
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.spec import KVCacheSizes
-from core.request import KVConnectorOutput, Request, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, SchedulerOutput
 from core.wire.kv import KVLayoutInfo
 from kvstore.base import BlockStore, LookupTicket
 from kvstore.key import StoreKey, layout_key

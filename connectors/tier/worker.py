@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from connectors.async_worker import ReportingWorker, add_load_ended
 from connectors.load_ended import LoadEnded
 from connectors.tier.messages import Report, SaveEnded, SavesAreSlow, TierConnectorMetadata, TierConnectorWorkerMetadata
-from core.connector import KVConnectorMetadata
-from core.request import KVConnectorOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class TierConnectorWorker(ReportingWorker[Report]):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.testing.hash_model import FULL, HashAttention, expected_kv
 from core.wire.kv import KVHandoff
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from connectors.registry import Connector, ConnectorContext
 from core.clock import Clock
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.errors import (
     ConfigError,
     ConnectorUnavailable,
@@ -48,7 +48,7 @@ from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool_region import KVPoolRegion
 from core.kv.spec import ceil_div
 from core.log import event
-from core.request import KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import GroupBlocks, KVHandoff
 from core.wire.messages import ErrorInfo, TransferUsage
 

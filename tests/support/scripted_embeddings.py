@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.ec_connector import ECConnectorMetadata, ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
 from core.errors import PeerUnreachable
-from core.request import ECConnectorOutput, Request, SchedulerOutput
+from core.request import ECConnectorMetadata, ECConnectorOutput, Request, SchedulerOutput
 from core.testing.hash_encoder import as_rows, embed
 from core.wire.messages import ErrorInfo
 

@@ -11,14 +11,14 @@ from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import ChunkGeometry
 from core.config import SchedulerSection
-from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.connector import KVConnectorWorker
 from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore
 from core.ids import SeededIds
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus
+from core.request import KVConnectorMetadata, KVConnectorOutput, NewRequest, Request, RequestStatus
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_model import (

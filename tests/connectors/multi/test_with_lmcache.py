@@ -14,13 +14,13 @@ from connectors.lmcache.tracker import ChunkGeometry
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from core.config import SchedulerSection
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore
 from core.ids import SeededIds
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.request import KVConnectorOutput, NewRequest
+from core.request import KVConnectorMetadata, KVConnectorOutput, NewRequest
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.testing.hash_model import (

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from core.clock import SystemClock
 from core.config import load_config
-from core.connector import KVConnectorMetadata, KVConnectorScheduler, KVConnectorWorker
+from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.engine.build import BuiltEngine, build_engine
 from core.engine.core import EngineCore
 from core.engine.sampling_state import SamplingRows, build_edits
@@ -24,7 +24,7 @@ from core.model.hub import ModelFiles
 from core.model.image_file import read_image_size
 from core.model.image_prompt import ImagePrompts, PromptImage, load_image_prompts
 from core.model.tokenizer import Tokenizer
-from core.request import EngineCoreOutput, KVConnectorOutput, NewRequest
+from core.request import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, NewRequest
 from core.wire.sampling import SamplingParams
 from tests.support.tiny_smolvlm import ReferenceSmolVLM
 

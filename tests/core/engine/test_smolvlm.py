@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from core.ec_connector import ECConnectorMetadata, ECConnectorScheduler, ECConnectorWorker
+from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
 from core.errors import InvalidRequest
 from core.kv.invariants import find_violations
 from core.model.hub import read_model_folder
 from core.model.image_encoder import load_image_encoder
-from core.request import ECConnectorOutput
+from core.request import ECConnectorMetadata, ECConnectorOutput
 from core.wire.messages import ErrorInfo
 from tests.support.tiny_smolvlm import ReferenceSmolVLM, encode_test_image
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.config import SchedulerSection
-from core.connector import KVConnectorMetadata, KVConnectorScheduler
+from core.connector import KVConnectorScheduler
 from core.errors import ContextTooLong
 from core.kv.hashing import BlockHasher
 from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
-from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequest, Request
+from core.request import KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, NewRequest, Request
 from core.sched.scheduler import Scheduler
 from core.testing.clock import FakeClock
 from core.wire.messages import ErrorInfo

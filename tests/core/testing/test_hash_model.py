@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from core.connector import KVConnectorMetadata, KVConnectorWorker
+from core.connector import KVConnectorWorker
 from core.kv.seals import ExpectedSeal, decode_seal
-from core.request import CachedRequestData, KVConnectorOutput, NewRequestData, SchedulerOutput
+from core.request import CachedRequestData, KVConnectorMetadata, KVConnectorOutput, NewRequestData, SchedulerOutput
 from core.testing.hash_model import SLOT_BYTES, HashModel, expected_kv, expected_tokens, hash_model_region
 from core.wire.sampling import SamplingParams
 
