@@ -49,7 +49,8 @@ class StepReading:
     ``bound_s``, by which routers leave the worker: that costs little if the engine comes back, a restart costs its cache.
     """
 
-    stalled_s: float = 0.0  # since the last progress while there is work; 0 without work
+    stalled_s: float = 0.0  # since the last progress while there is work, without the pauses seen here; 0 without work
+    since_progress_s: float = 0.0  # the same, with all pauses of the process
     slowest_step_s: float = 0.0  # of the last minute, first steps of a size apart
     predicted_step_s: float = 0.0
     is_warming_up: bool = False
@@ -200,13 +201,15 @@ class StepWatch:
         """Return how the engine does. Any thread."""
         since = self._stalled_since()
         paused_s = self._look(since, now)
-        stalled_s = 0.0 if since is None else max(0.0, now - since - paused_s)
+        since_progress_s = 0.0 if since is None else max(0.0, now - since)
+        stalled_s = max(0.0, since_progress_s - paused_s)
         has_step, size, slowest_s = self._step_at is not None, self._step_size(), self._times.slowest_s(now)
         is_first = not self._has_begun or (has_step and self._times.is_first(size))
         predicted_s = self._times.predict_s(size) if has_step else 0.0
         restart_bound_s = max(_LEAST_RESTART_BOUND_S, _RESTART_FACTOR * stall_bound_s(slowest_s, predicted_s))
         return StepReading(
             stalled_s=stalled_s,
+            since_progress_s=since_progress_s,
             slowest_step_s=slowest_s,
             predicted_step_s=predicted_s,
             is_warming_up=is_first and stalled_s <= self._warm_up_s,

@@ -38,13 +38,14 @@ class Heartbeats:
             kv_cache_usage=min(1.0, max(0.0, load.kv_cache_usage)),
             num_leased_blocks=load.num_leased_blocks,
             is_draining=is_draining,
-            stalled_ms=self._without_pause(progress.stalled_s, now) * 1e3,
+            stalled_ms=min(progress.stalled_s, self._without_pauses(progress.since_progress_s, now)) * 1e3,
             slowest_step_ms=progress.slowest_step_s * 1e3,
             predicted_step_ms=progress.predicted_step_s * 1e3,
             is_warming_up=progress.is_warming_up,
         )
 
-    def _without_pause(self, stalled_s: float, now: float) -> float:
-        """Return the part of a stall in which the process could have made progress."""
-        since = now - stalled_s
-        return stalled_s - sum(max(0.0, min(seconds, end - since)) for end, seconds in self._pauses)
+    def _without_pauses(self, since_progress_s: float, now: float) -> float:
+        """Return the part of the time since the last progress in which the process could have made some."""
+        since = now - since_progress_s
+        paused_s = sum(max(0.0, min(seconds, end - since)) for end, seconds in self._pauses)
+        return max(0.0, since_progress_s - paused_s)  # now - since may differ from since_progress_s in the last bit

@@ -123,25 +123,43 @@ def test_a_pause_of_the_whole_process_is_no_stall_of_its_engine():
     harness = Harness()
     harness.join("a")
     harness.state.on_timer(1.0)
-    harness.progress = StepReading(stalled_s=9.5)  # since shortly before its process stood still
+    harness.progress = StepReading(9.5, since_progress_s=9.5)  # since shortly before its process stood still
     (heartbeat,) = sent(harness.state.on_timer(10.25))  # due at 2.0
     assert heartbeat.stalled_ms == pytest.approx(1250.0)
-    harness.progress = StepReading(stalled_s=10.5)
+    harness.progress = StepReading(10.5, since_progress_s=10.5)
     (heartbeat,) = sent(harness.state.on_timer(11.25))
     assert heartbeat.stalled_ms == pytest.approx(2250.0)
     harness.state.on_router_message("a", REGISTERED, 11.25)
-    harness.progress = StepReading(stalled_s=19.5)  # it stood still once more
+    harness.progress = StepReading(19.5, since_progress_s=19.5)  # it stood still once more
     (heartbeat,) = sent(harness.state.on_timer(20.25))
     assert heartbeat.stalled_ms == pytest.approx(3250.0)
-    harness.progress = StepReading(stalled_s=0.5)  # it has made progress since
+    harness.progress = StepReading(0.5, since_progress_s=0.5)  # it has made progress since
     (heartbeat,) = sent(harness.state.on_timer(21.25))
     assert heartbeat.stalled_ms == pytest.approx(500.0)
+
+
+def test_a_pause_since_before_the_last_progress_leaves_no_negative_stall():
+    harness = Harness()
+    harness.join("a")
+    harness.state.on_timer(1.0)
+    harness.progress = StepReading(0.7, since_progress_s=0.7)  # 4.7 - (4.7 - 0.7) is more than 0.7
+    (heartbeat,) = sent(harness.state.on_timer(4.7))  # due at 2.0
+    assert heartbeat.stalled_ms == 0.0
+
+
+def test_a_pause_that_both_readings_see_counts_once():
+    harness = Harness()
+    harness.join("a")
+    harness.state.on_timer(1.0)
+    harness.progress = StepReading(stalled_s=4.0, since_progress_s=9.5)  # the engine's watch has seen 5.5 s of it
+    (heartbeat,) = sent(harness.state.on_timer(10.25))  # due at 2.0
+    assert heartbeat.stalled_ms == pytest.approx(1250.0)
 
 
 def test_a_heartbeat_tells_how_the_engine_does():
     harness = Harness()
     harness.join("a")
-    harness.progress = StepReading(stalled_s=3.5, slowest_step_s=0.25, predicted_step_s=0.125, is_warming_up=True)
+    harness.progress = StepReading(stalled_s=3.5, since_progress_s=3.5, slowest_step_s=0.25, predicted_step_s=0.125, is_warming_up=True)
     (heartbeat,) = sent(harness.state.on_timer(1.0))
     assert (heartbeat.stalled_ms, heartbeat.slowest_step_ms, heartbeat.predicted_step_ms) == (3500.0, 250.0, 125.0)
     assert heartbeat.is_warming_up
