@@ -36,6 +36,8 @@ class Client:
         self.outcome = ""  # error code, or "ok"; empty while it goes on
         self.message = ""
         self.has_left = False
+        self.was_cut = False  # by its router, because it did not read
+        self.last_read_at = plan.at  # of a slow client
         self.ended_at: float | None = None
         self.report: HandoffReport | None = None
         self.path = RequestPath(plan.router, submitted_at=plan.at)

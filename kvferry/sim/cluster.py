@@ -198,7 +198,9 @@ class SimCluster:
     def _latest_end(self, client: Client) -> float:
         """Return when a request must have ended. While the router is frozen nobody can tell its client anything."""
         frozen_s = sum(event.seconds for event in self.plan.faults.events if client.plan.router in event.targets)
-        return client.plan.at + self.plan.config.router.request_timeout_s + frozen_s + _ANSWER_BOUND_S
+        reading, num_tokens = client.plan.reading, client.plan.n * client.plan.max_tokens
+        reading_s = reading.longest_s(num_tokens) if reading is not None else 0.0
+        return client.plan.at + self.plan.config.router.request_timeout_s + frozen_s + reading_s + _ANSWER_BOUND_S
 
     def _rest_s(self) -> float:
         """Return how long blocks may be held after the last request has ended: lease and deadline, by the slowest clock."""
@@ -242,6 +244,8 @@ class SimCluster:
             corrupted_reads=reads.num_corrupted,
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
+        happened["slow_clients"] = sum(client.plan.reading is not None for client in self.clients)
+        happened["cut_clients"] = sum(client.was_cut for client in self.clients)
         happened.update(self._retries)
         happened.update(self.stores.count_what_happened())
         for worker in self._lives:

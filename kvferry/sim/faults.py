@@ -50,6 +50,7 @@ class Fault(StrEnum):
     SHORT_LEASE = "short_lease"  # leases and deadlines in the range of what else takes time
     ABORT = "abort"  # clients that leave
     DEADLINE = "deadline"  # requests with little time
+    SLOW_CLIENT = "slow_client"  # clients that read slowly, or stop reading for a while
     # the tier behind the workers' pools, in runs that have one
     STORE_CRASH = "store_crash"  # the store dies, and starts again as a new process with its disk
     STORE_FREEZE = "store_freeze"
@@ -65,7 +66,8 @@ class Fault(StrEnum):
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
 TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT))
+_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT)
+CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in _DRAWN_APART)
 _GRAY_SHARE = 0.4  # of runs with faults
 
 

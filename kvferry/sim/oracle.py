@@ -65,6 +65,17 @@ def client_left(case: Case) -> bool:
     return case.client.has_left
 
 
+def stopped_reading(case: Case) -> bool:
+    """Its client had read nothing for as long as the router waits, and was not going to."""
+    reading = case.client.plan.reading
+    if reading is None or not case.client.was_cut:
+        return False
+    first_write_at = case.path.first_news_at or case.path.answered_at or case.at
+    unread_s = case.at - max(case.client.last_read_at, first_write_at)
+    is_stopped = reading.stops_at <= case.at <= reading.resumes_at
+    return is_stopped and unread_s >= case.plan.config.router.send_timeout_s - _ROUNDING_S
+
+
 def router_died(case: Case) -> bool:
     """The router that it was connected to died then, or was dead."""
     return bool(case.troubles.find({Kind.DOWN}, {case.path.router}, case.at, case.at))
@@ -271,7 +282,7 @@ _LOST = (nobody_could_go_on, every_attempt_was_hit)
 
 # What a client is told → what may have caused it; of any other error nothing is a cause.
 ERRORS: Mapping[str, tuple[Cause, ...]] = {
-    "cancelled": (client_left,),
+    "cancelled": (client_left, stopped_reading),
     ROUTER_LOST: (router_died,),
     "deadline_exceeded": (time_was_up,),
     "deadline_unreachable": (has_little_time,),

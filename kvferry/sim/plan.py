@@ -36,6 +36,7 @@ from kvferry.sim.faults import (
     draw_kinds,
 )
 from kvferry.sim.image_plan import ImagePlan, draw_images
+from kvferry.sim.slow_reading import SEND_TIMEOUT_S, Reading, draw_slow_readers
 from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 
 MODEL = "hash-model"
@@ -85,6 +86,7 @@ class RequestPlan:
     expected: tuple[int, ...] = ()
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
+    reading: Reading | None = None  # of a slow client
 
     @property
     def input_ids(self) -> list[int]:
@@ -102,6 +104,7 @@ class RequestPlan:
             f"{len(self.mm_features)} images": self.mm_features,
             f"abort at {self.abort_at}": self.abort_at,
             f"text ends after {self.text_ends_after}": self.text_ends_after,
+            str(self.reading): self.reading,
         }
         return f"{self.at:.3f} {self.name}: {', '.join(text for text, is_told in details.items() if is_told)}"
 
@@ -238,11 +241,16 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     images = draw_images(seed)
     if images is not None:
         requests = tuple(_show_images(images, request, shape.attentions) for request in requests)
+    slow_clients = None if chosen is None else Fault.SLOW_CLIENT in frozenset(chosen)
+    requests = draw_slow_readers(seed, requests, is_wanted=slow_clients)
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     connector = config.connector
     faults.reads.corrupts_data = all(verifies_digests(connector.kv_verify, name) for name in connector.transports)
+    if any(request.reading is not None for request in requests):
+        config = replace_struct(config, router=replace_struct(config.router, send_timeout_s=SEND_TIMEOUT_S))
+        faults.add(frozenset({Fault.SLOW_CLIENT}), [])
     if has_other_layout:
         faults.add(frozenset({Fault.LAYOUT}), [])
     if tier is not None:

@@ -37,6 +37,7 @@ class RequestPath:
     setbacks: list[Setback] = field(default_factory=list)
     first_news_at: float | None = None
     last_news_at: float = 0.0
+    answered_at: float | None = None  # when its router had the end; a slow client has it later
     gaps: list[tuple[float, float]] = field(default_factory=list)  # in which nothing came
 
     @property

@@ -15,16 +15,18 @@ from core.config import RouterSection
 from core.errors import Cancelled, RequestError
 from core.ids import SeededIds, new_hex_id
 from core.wire.codec import decode_worker_frame, encode_router_message
-from core.wire.messages import Generate, RouterMessage
+from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from kvferry.sim.client import ROUTER_LOST, Client, submission_of
 from kvferry.sim.host import Host
 from kvferry.sim.plan import MODEL, router_address
 from kvferry.sim.request_path import Setback, WorkerTurn
+from kvferry.sim.slow_reading import SlowConnection
 from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.membership import Joined, Left
 from router.dispatch.progress import Standing
 from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
+from router.dispatch.types import Update
 from router.dispatch.worker_gateway import RECONNECT_S
 
 
@@ -50,6 +52,7 @@ class SimRouter:
         self.core = RouterCore(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}
+        self._slow: dict[str, SlowConnection] = {}
         self._wait_for_route: list[Client] = []
         self._members: dict[bytes, Member] = {}  # by the connections that they have, or had
         self._greets_soon = False
@@ -67,6 +70,9 @@ class SimRouter:
     def connect(self, client: Client) -> None:
         """A client has connected and sent its request; a router that is frozen reads it later."""
         self._clients[client.plan.name] = client
+        if client.plan.reading is not None:
+            slow = SlowConnection(client, self.host.process, self.host.loop, self._end_choices, self._end_request)
+            self._slow[client.plan.name] = slow
         self.host.process.call_later(0.0, lambda: self._submit(client))
 
     def disconnect(self, client: Client) -> None:
@@ -85,16 +91,25 @@ class SimRouter:
             actions = self.core.submit(submission_of(client.plan), self._now())
         except RequestError as error:
             del self._clients[client.plan.name]
+            self._slow.pop(client.plan.name, None)
             client.end(error.code, error.message, self.host.loop.now)
             return
         self._perform(actions)
 
     def _abort(self, client: Client) -> None:
+        slow = self._slow.get(client.plan.name)
         if client in self._wait_for_route:
             self._wait_for_route.remove(client)
             del self._clients[client.plan.name]
             client.end(Cancelled.code, "the client left", self.host.loop.now)
-        elif client.plan.name in self._clients:
+        elif slow is not None and not slow.is_closed:
+            slow.close()
+            client.end(Cancelled.code, "the client left", self.host.loop.now)
+        self._end_request(client)
+
+    def _end_request(self, client: Client) -> None:
+        """A client is gone; its request may have ended before."""
+        if client.plan.name in self._clients:
             self._perform(self.core.abort(client.plan.name, "client", self._now()))
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
@@ -127,8 +142,11 @@ class SimRouter:
         self.host.process.call_later(0.0, tell)
 
     def _drop_clients(self) -> None:
-        for client in self._clients.values():
+        clients = self._clients | {name: slow.client for name, slow in self._slow.items()}
+        for client in [client for client in clients.values() if not client.is_over]:
             client.end(ROUTER_LOST, "the router died", self.host.loop.now)
+        for slow in self._slow.values():
+            slow.close()
         self._clients.clear()
         self._wait_for_route.clear()
 
@@ -158,12 +176,10 @@ class SimRouter:
                     client = self._clients[request_id]
                     if update.choices:
                         client.path.note_news(self.host.loop.now)
-                    client.on_update(update)
-                    if client.ended_choices:
-                        self._end_choices(client)
+                    self._deliver(client, update)
                 case Ended(request):
                     self.host.log(f"ends {request.request_id}", request.error)
-                    self._clients.pop(request.request_id).on_end(request.error, self.host.loop.now)
+                    self._end(self._clients.pop(request.request_id), request.error)
                 case EncodeEnded():
                     self.host.log("embeds", action)
                     self._retries[f"encode_{action.outcome}"] += 1
@@ -175,6 +191,23 @@ class SimRouter:
                     self.host.log(f"takes in {worker.key.engine_id}")
                 case Left(worker, reason):
                     self.host.log(f"loses {worker.key.engine_id}: {reason}")
+
+    def _deliver(self, client: Client, update: Update) -> None:
+        slow = self._slow.get(client.plan.name)
+        if slow is not None:
+            slow.put(update)
+            return
+        client.on_update(update)
+        if client.ended_choices:
+            self._end_choices(client)
+
+    def _end(self, client: Client, error: ErrorInfo | None) -> None:
+        client.path.answered_at = self.host.loop.now
+        slow = self._slow.get(client.plan.name)
+        if slow is not None:
+            slow.end(error)
+        else:
+            client.on_end(error, self.host.loop.now)
 
     def _check_places(self, actions: Sequence[Action]) -> None:
         """A process whose place another one has taken does not get it back."""
@@ -188,6 +221,8 @@ class SimRouter:
         """Return what is left once every request has ended and nothing goes wrong any more."""
         name = self.host.process.name
         found = [f"{name}: {self.num_requests} requests left"] if self.num_requests else []
+        if any(not slow.is_closed for slow in self._slow.values()) and self.host.process.is_alive:
+            found.append(f"{name}: connections of slow clients left")
         members = self.core.membership.members if self.host.process.is_alive else ()
         stalled = [member for member in members if member.progress.standing is Standing.STALLED]
         return found + [f"{name}: {member.key.engine_id} is not taken back" for member in stalled]

@@ -40,7 +40,8 @@ def find_stalls(case: Case) -> list[str]:
     """Return the stalls of a request that nothing explains."""
     longest_s = bound_s(case.plan)
     found = []
-    for start, end in [*case.path.gaps, (case.path.last_news_at or case.path.submitted_at, case.at)]:
+    path, last = case.path, case.at if case.path.answered_at is None else min(case.at, case.path.answered_at)
+    for start, end in [*path.gaps, (path.last_news_at or path.submitted_at, last)]:
         unexplained_s = _unexplained_s(case, start, end) if end - start > longest_s else 0.0
         if unexplained_s > longest_s:
             period = f"from {start:.3f} to {end:.3f}"
