@@ -159,7 +159,9 @@ def test_a_pause_that_both_readings_see_counts_once():
 def test_a_heartbeat_tells_how_the_engine_does():
     harness = Harness()
     harness.join("a")
-    harness.progress = StepReading(stalled_s=3.5, since_progress_s=3.5, slowest_step_s=0.25, predicted_step_s=0.125, is_warming_up=True)
+    harness.progress = StepReading(
+        stalled_s=3.5, since_progress_s=3.5, slowest_step_s=0.25, predicted_step_s=0.125, is_warming_up=True
+    )
     (heartbeat,) = sent(harness.state.on_timer(1.0))
     assert (heartbeat.stalled_ms, heartbeat.slowest_step_ms, heartbeat.predicted_step_ms) == (3500.0, 250.0, 125.0)
     assert heartbeat.is_warming_up
