@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ import torch
 from gpu_ceilings import best_s
 from gpu_engine import EngineSize, Prompts, Tokens, release_memory, settings
 from gpu_models import Shape
-from prometheus_client import CollectorRegistry
 
+from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.nixl import installed_module
-from connectors.registry import connector_builder
-from core.clock import SystemClock
+from connectors.testing.contexts import worker_context
 from core.config import load_config
+from core.connector import ConnectorContext
 from core.engine.build import build_engine
 from core.engine.thread import EngineThread
 from core.ids import RandomIds, new_incarnation
@@ -34,7 +34,6 @@ from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role, TransferUsage
 from core.wire.sampling import SamplingParams
-from core.worker.builder import ConnectorBundle, WorkerContext
 
 TIMEOUT_S = 120.0
 TEXT_TOKENS = 16  # after the first one, of a prompt with a handoff
@@ -92,29 +91,19 @@ class Host:
         config = load_config(overrides=overrides)
         if config.model.device == "cpu":
             torch.set_num_threads(1)  # two processes whose threads wait for each other get nowhere
-        ids = RandomIds()
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._heard: dict[str, Heard] = {}
         self._death: BaseException | None = None
-        context = WorkerContext(
-            config=config,
-            role=role,
-            engine_id=role,
-            incarnation=new_incarnation(ids),
-            clock=SystemClock(),
-            ids=ids,
-            metrics=CollectorRegistry(),
-        )
-        build = connector_builder("connectors.p2p:make_connector")
+        context = replace(worker_context(role, incarnation=new_incarnation(RandomIds())), config=config)
 
-        def factory(layout: KVLayoutInfo, fingerprint: bytes) -> ConnectorBundle:
-            self._connector = build(context, layout, fingerprint)
-            return self._connector
+        def factory(layout: KVLayoutInfo, fingerprint: bytes) -> P2PConnector:
+            return P2PConnector(ConnectorContext(**vars(context), layout=layout, model_fingerprint=fingerprint))
 
         self.built = build_engine(
             config, context.clock, factory, incarnation=context.incarnation, has_readers=role == "prefill"
         )
+        self._connector = self.built.connector
         self._thread = EngineThread(self.built.engine, self._on_outputs, self._on_death)
         self._connector.worker.set_wakeup(self._thread.wake)
         self._loop_thread.start()

@@ -29,12 +29,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from common import Machine, Outcome, Spread, Table, make_parser, publish
-from prometheus_client import CollectorRegistry
 
 from connectors.offload.arena import offload_connector
 from connectors.pool_access import HostPoolAccess
-from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
+from connectors.testing.contexts import connector_context
 from connectors.tier.connector import TierConnector
 from connectors.tier.messages import SaveItem, TierConnectorMetadata, TierLoad
 from connectors.tier.transfer import TierTransfer
@@ -95,20 +94,8 @@ def worker_of(tier: str, config: KVFerryConfig, store: KVStoreSection) -> Iterat
     made: list[TierConnector] = []
 
     def make_connector(layout: KVLayoutInfo, fingerprint: bytes) -> TierConnector:
-        context = ConnectorContext(
-            role="prefill",
-            engine_id="bench",
-            incarnation=INCARNATION,
-            model_fingerprint=fingerprint,
-            layout=layout,
-            config=config.connector,
-            control_address="",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-            kvstore=store,
-        )
+        model = {"layout": layout, "model_fingerprint": fingerprint, "incarnation": INCARNATION}
+        context = connector_context("prefill", **model, connector=config.connector, kvstore=store)
         made.append(offload_connector(context) if tier == "offload" else store_connector(context))
         return made[-1]
 

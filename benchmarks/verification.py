@@ -22,16 +22,13 @@ from typing import Literal
 
 import msgspec
 from common import Spread, Table
-from prometheus_client import CollectorRegistry
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.consumer.load import Load
 from connectors.p2p.consumer.verification import SealCheck
-from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import ConnectorEngine
-from core.clock import SystemClock
+from connectors.testing.contexts import connector_context
 from core.config import ConnectorSection
-from core.ids import RandomIds
 from core.kv.spec import ceil_div
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role
@@ -101,19 +98,7 @@ class Side:
     """A connector beside an engine, with its free blocks in random order."""
 
     def __init__(self, role: Role, incarnation: int, config: ConnectorSection, num_blocks: int) -> None:
-        context = ConnectorContext(
-            role=role,
-            engine_id=f"{role}-{incarnation}",
-            incarnation=incarnation,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=config,
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-        )
+        context = connector_context(role, engine_id=f"{role}-{incarnation}", incarnation=incarnation, connector=config)
         self.connector = P2PConnector(context)
         self.engine = ConnectorEngine(
             self.connector.scheduler, self.connector.worker, FINGERPRINT, LAYOUT, num_blocks, incarnation

@@ -194,7 +194,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
 class ECConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How embeddings of images leave and enter a worker."""
 
-    name: Literal["none", "shared", "p2p"] = "none"  # none: every worker computes its own
+    name: str = "none"  # an installed EC connector, or module:factory; none: every worker computes its own
     transports: tuple[str, ...] = ("shm", "tcp")  # of "p2p", in order of preference
     memory_bytes: Positive = 256 << 20  # host memory for embeddings that are held for readers, have been fetched, or are stored
     transfer_deadline_s: Seconds = 10.0  # for all embeddings of a request; then they are computed where they are needed

@@ -1,4 +1,4 @@
-"""The two interfaces that a KV connector implements, one per side, and what passes between the sides.
+"""The interface of a KV connector: ``Connector``, the ``ConnectorContext`` it is made from, and its two sides.
 
 The scheduler side decides *what* is loaded and kept; it runs on the engine thread, inside ``Scheduler``. The worker side moves
 bytes; its methods are called by the runner, also on the engine thread, and must not block: long work belongs to the transfer
@@ -10,12 +10,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
+from core.clock import Clock
+from core.config import KVFerryConfig
+from core.ids import IdSource
 from core.kv.events import KVCacheEvent
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorMetadata, KVConnectorOutput, Request, SchedulerOutput
-from core.wire.kv import KVHandoff
+from core.tracing import Tracer
+from core.wire.curve import ClusterKeys
+from core.wire.key_rotation import keys_of
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import Role
 
 
 class KVConnectorScheduler(ABC):
@@ -125,3 +135,92 @@ class KVConnectorWorker(ABC):
 
     def shutdown(self) -> None:
         """Stop threads and release memory registrations; nothing is called afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """A worker process: its settings, its identity, and its clock, randomness and metrics."""
+
+    config: KVFerryConfig
+    role: Role
+    engine_id: str  # stable name of the instance
+    incarnation: int  # number of this start of it
+    clock: Clock
+    ids: IdSource
+    metrics: CollectorRegistry
+    tracer: Tracer | None = None  # None = requests are not traced
+
+    @property
+    def keys(self) -> ClusterKeys | None:
+        """The keys for sockets between workers; None = these sockets are open."""
+        return keys_of(self.config.security)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorContext(WorkerContext):
+    """What a connector is made from: the worker, the model it has loaded, and the layout of a block of its KV pool."""
+
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+
+
+class Connector:
+    """Makes both sides of a connector, and runs in the worker's event loop.
+
+    The engine gets ``scheduler`` and ``worker``, and calls them on its thread only. The methods run in the event loop.
+    """
+
+    scheduler: KVConnectorScheduler
+    worker: KVConnectorWorker
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Transports that work here, in order of preference; known after ``start``, empty if the connector has none."""
+        return ()
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which the transports of one host work; empty if that plays no part."""
+        return ""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if what is read here can be verified byte by byte."""
+        return False
+
+    async def start(self) -> None:
+        """Bind sockets and start tasks. The KV pool is registered by now.
+
+        Raises:
+            ConnectorUnavailable: a library or device is missing.
+        """
+
+    async def stop(self) -> None:
+        """End tasks and threads, close sockets."""
+
+    def expect(self, handoff: KVHandoff) -> None:
+        """Prepare for a request that may load this handoff: it is on its way to the engine, which may refuse it.
+
+        What can be asked of the owner need not wait for the engine's turn. Nothing may be left of it if no request comes.
+        """
+
+    def release(self, transfer_ids: Sequence[str]) -> None:
+        """End these handoffs, because nobody will read them. Idempotent."""
+
+    def renew(self, transfer_ids: Sequence[str]) -> None:
+        """Keep these handoffs for another while."""
+
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+        return 0
+
+    def num_saving_blocks(self) -> int:
+        """Return how many blocks are held until they are copied elsewhere; not longer than a moment."""
+        return 0
+
+    def longest_lease_s(self) -> float:
+        """Return how long the last of these blocks is held, unless its reader asks for more time."""
+        return 0.0
+
+
+ConnectorFactory = Callable[[ConnectorContext], Connector]

@@ -1,4 +1,4 @@
-"""The two interfaces that an EC connector implements, one per side, what passes between the sides, and ``ImageReadiness``.
+"""The interface of an EC connector: ``ECConnector``, the ``ECContext`` it is made from, its two sides, and ``ImageReadiness``.
 
 EC = encoder cache: the embeddings of media items, computed by the model's encoder and merged into the prompt. An EC connector
 moves them between workers, as a KV connector moves KV (``core.connector``). The scheduler side decides what is loaded and for
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from core.connector import WorkerContext
 from core.request import ECConnectorMetadata, ECConnectorOutput, Request, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
@@ -172,3 +173,54 @@ class ECConnectorWorker(ABC):
 
     def shutdown(self) -> None:
         """Stop threads and release memory; nothing is called afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ECContext(WorkerContext):
+    """What an EC connector is made from: the worker and the model it has loaded."""
+
+    model_fingerprint: bytes
+
+
+class ECConnector(ABC):
+    """Makes both sides of an EC connector, and runs in the worker's event loop.
+
+    The engine gets ``scheduler`` and ``worker``, and calls them on its thread only; an encode worker uses ``worker`` alone.
+    ``worker.register_caches`` comes before ``start``. Workers pair with workers whose connector has the same ``name``.
+    """
+
+    name: str
+    scheduler: ECConnectorScheduler
+    worker: ECConnectorWorker
+
+    @property
+    def host_id(self) -> str:
+        """Equal on two workers between which the transports of one host work; empty if that plays no part."""
+        return ""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Bind sockets and start threads.
+
+        Raises:
+            ConfigError: an address or size cannot be used.
+            ConnectorUnavailable: a library or device is missing.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End threads, close sockets. Idempotent."""
+
+    def release(self, sources: Iterable[ECSource]) -> None:
+        """End the leases of these sources, because nobody will read them. Idempotent. Any thread."""
+
+    def num_leased_chunks(self) -> int:
+        """Return how much is held for readers, in chunks of host memory."""
+        return 0
+
+    def longest_lease_s(self) -> float:
+        """Return how long the last of it is held, unless its reader asks for more time."""
+        return 0.0
+
+
+ECConnectorFactory = Callable[[ECContext], ECConnector]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from connectors.ec.registry import build_ec_connector
-from connectors.registry import connector_builder
+from connectors.registry import connector_factory, ec_connector_factory
 from core.config import KVFerryConfig
-from core.worker.builder import Assembled, WorkerContext, assemble
+from core.worker.builder import assemble
 from core.worker.process import Announce, run_worker
 from decode.role import DecodeHandler
 
@@ -19,9 +18,6 @@ def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: 
         KVFerryError: it cannot start.
     """
     has_connector = role == "decode" or set(config.connector.names) != {"p2p"}  # p2p alone needs a prefill worker to read from
-    build_connector = connector_builder(config.connector.name) if has_connector else None
-
-    def put_together(context: WorkerContext) -> Assembled:
-        return assemble(context, DecodeHandler, build_connector, build_ec_connector)
-
-    return run_worker(config, role, put_together, announce)
+    make_connector = connector_factory(config.connector.name) if has_connector else None
+    factories = make_connector, ec_connector_factory(config.ec_connector.name)
+    return run_worker(config, role, lambda context: assemble(context, DecodeHandler, *factories), announce)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from connectors.ec.registry import build_ec_connector
+from connectors.registry import ec_connector_factory
 from core.config import KVFerryConfig
+from core.connector import WorkerContext
+from core.ec_connector import ECContext
 from core.engine.build import apply_cpu_threads, device_of, dtype_of
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.errors import ConfigError
 from core.log import event
 from core.model.hub import resolve_model
 from core.model.image_encoder import load_image_encoder
-from core.worker.builder import Assembled, BuiltEncoder, WorkerContext
+from core.worker.builder import Assembled, BuiltEncoder
 from core.worker.process import Announce, run_worker
 from encode.engine import EncodeEngine
 from encode.metrics import EncodeMetrics
@@ -42,18 +44,19 @@ def put_together(context: WorkerContext) -> Assembled:
         ConfigError: the model sees no images, or ``ec_connector.name`` leaves no way to read the embeddings.
     """
     config = context.config
+    make_connector = ec_connector_factory(config.ec_connector.name)
     apply_cpu_threads(config.worker)
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     device = device_of(config.model)
     encoder = load_image_encoder(files, dtype_of(config.model, device), device)
     if encoder is None:
         raise ConfigError(f"model.name = {config.model.name}: it reads text only, an encode worker has nothing to do")
-    connector = build_ec_connector(context, encoder.model_fingerprint)
-    if connector is None:
+    if make_connector is None:
         raise ConfigError(
             "ec_connector.name = none: nobody could read what an encode worker computes; say p2p or shared, on all workers",
             param="ec_connector.name",
         )
+    connector = make_connector(ECContext(**vars(context), model_fingerprint=encoder.model_fingerprint))
     image_decode_thread = ImageDecodeThread(encoder)
     engine = EncodeEngine(
         encoder,

@@ -11,12 +11,11 @@ import importlib.util
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
 from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
-from connectors.registry import ENTRY_POINT_GROUP
+from connectors.registry import CONNECTORS, EC_CONNECTORS, NO_EC_CONNECTOR, find_entry_point
 from core.config import KVFerryConfig, KVStoreSection, RouterSection
 from core.engine.kv_sizing import size_kv_cache
 from core.errors import ConfigError
@@ -90,13 +89,12 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
 
 def check_connectors(config: KVFerryConfig) -> None:
     """Look for the connectors by name, and for the libraries that they, the store's tiers and traces need."""
-    known = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
     path = "connector.name" if config.connector.names == (config.connector.name,) else "connector.connectors"
     for name in config.connector.names:
-        if ":" not in name and name not in known:
-            raise ConfigError(
-                f"{path} = {name!r}: no such connector; known: {', '.join(sorted(known))}, or any module:factory", param=path
-            )
+        if ":" not in name:
+            find_entry_point(CONNECTORS, name, path)
+    if config.ec_connector.name != NO_EC_CONNECTOR and ":" not in config.ec_connector.name:
+        find_entry_point(EC_CONNECTORS, config.ec_connector.name, "ec_connector.name")
     transports = {"connector.transports": config.connector.transports} if "p2p" in config.connector.names else {}
     if config.ec_connector.name == "p2p":
         transports["ec_connector.transports"] = config.ec_connector.transports

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from connectors.ec.registry import build_ec_connector
-from connectors.registry import connector_builder
+from connectors.registry import connector_factory, ec_connector_factory
 from core.config import KVFerryConfig
-from core.worker.builder import Assembled, WorkerContext, assemble
+from core.worker.builder import assemble
 from core.worker.process import Announce, run_worker
 from prefill.role import PrefillHandler
 
@@ -16,9 +15,5 @@ def run(config: KVFerryConfig, announce: Announce) -> int:
     Raises:
         KVFerryError: it cannot start.
     """
-    build_connector = connector_builder(config.connector.name)
-
-    def put_together(context: WorkerContext) -> Assembled:
-        return assemble(context, PrefillHandler, build_connector, build_ec_connector)
-
-    return run_worker(config, "prefill", put_together, announce)
+    factories = connector_factory(config.connector.name), ec_connector_factory(config.ec_connector.name)
+    return run_worker(config, "prefill", lambda context: assemble(context, PrefillHandler, *factories), announce)

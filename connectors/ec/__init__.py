@@ -1,6 +1,5 @@
 """EC connectors: they carry the embeddings of images from the worker that computes them to the workers that need them.
 
-registry                   connectors by name, and their interface
 chunks                     the cut of embeddings into chunks of one size, and the seal of each chunk
 chunk_cache                which chunks of host memory hold which embeddings
 memory                     that memory and its seals

@@ -15,7 +15,6 @@ from connectors.ec.jobs import FetchingMetadata, Source
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches
 from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
-from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
@@ -29,7 +28,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from core.config import ConnectorSection
-from core.ec_connector import EmbeddingsLayout
+from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
 
 _RENEWALS_PER_LEASE = 6
@@ -46,6 +45,8 @@ class P2PECConnector(ECConnector):
 
     def __init__(self, context: ECContext, create: TransportFactory = create_transport) -> None:
         self._context = context
+        self._settings = context.config.ec_connector
+        self._is_producer = context.role == "encode"
         self._create = create
         self._layout: ChunkLayout | None = None
         self._memory: ChunkMemory | None = None
@@ -55,9 +56,9 @@ class P2PECConnector(ECConnector):
         self.scheduler = FetchingScheduler(
             self.name,
             context.clock,
-            context.config.transfer_deadline_s,
+            self._settings.transfer_deadline_s,
             self._locate,
-            is_consumer=not context.is_encoder,
+            is_consumer=not self._is_producer,
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
         self._alarm = WakeupTimer(context.clock, self.worker.wake)
@@ -123,7 +124,7 @@ class P2PECConnector(ECConnector):
     def _on_layout(self, embeddings: EmbeddingsLayout) -> None:
         context = self._context
         layout = self._layout = ChunkLayout(embeddings, context.model_fingerprint)
-        memory = self._memory = ChunkMemory(layout, context.config.memory_bytes, context.incarnation)
+        memory = self._memory = ChunkMemory(layout, self._settings.memory_bytes, context.incarnation)
         self.scheduler.bind(layout, memory.num_chunks)
         identity = WorkerIdentity(
             engine_id=context.engine_id,
@@ -134,16 +135,16 @@ class P2PECConnector(ECConnector):
         )
         host = AgentHost(
             identity=identity,
-            is_producer=context.is_encoder,
+            is_producer=self._is_producer,
             report=self._on_report,
             fail=self.worker.fail,
             metrics=P2PMetrics(context.metrics, _METRICS_KIND),
             name_load=lambda identifier: {"item": identifier[:_SHOWN_DIGITS]},
         )
         self._driver = P2PDriver(_driver_settings(context), host, self._create)
-        if context.is_encoder:
+        if self._is_producer:
             terms = OfferTerms(
-                engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * context.config.lease_s)
+                engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * self._settings.lease_s)
             )
             self._offers = ProducedEmbeddings(memory, terms, context.ids, self._grant)
         self.worker.bind(memory.rows, self._submit, self._offers)
@@ -181,7 +182,7 @@ class P2PECConnector(ECConnector):
 
 
 def _driver_settings(context: ECContext) -> DriverSettings:
-    config = context.config
+    config, worker = context.config.ec_connector, context.config.worker
     section = ConnectorSection(
         transports=config.transports,
         kv_verify="digest",
@@ -193,10 +194,10 @@ def _driver_settings(context: ECContext) -> DriverSettings:
     )
     return DriverSettings(
         transfer=transfer_settings(section),
-        control_address=context.control_address,
-        data_port=context.data_port if context.is_encoder else 0,
+        control_address=worker.control_address,
+        data_port=worker.data_port if context.role == "encode" else 0,
         keys=context.keys,
-        advertise_host=context.advertise_host,
+        advertise_host=worker.advertise_host,
         clock=context.clock,
         ids=context.ids,
     )

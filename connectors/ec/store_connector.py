@@ -17,14 +17,13 @@ from connectors.ec.jobs import FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches, publish_store
 from connectors.ec.mover import NAME, EmbeddingHolder, EmbeddingTransfer, Order, StoreReport
-from connectors.ec.registry import ECConnector, ECContext
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.store_offers import StoreOffers, pass_on
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.tier.thread import TierThread
-from core.ec_connector import EmbeddingsLayout
+from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from kvstore.base import BlockStore
 from kvstore.client import connect_store
 
@@ -42,6 +41,8 @@ class StoreECConnector(ECConnector):
 
     def __init__(self, context: ECContext, open_store: OpenStore | None = None) -> None:
         self._context = context
+        self._settings = context.config.ec_connector
+        self._is_producer = context.role == "encode"
         self._open_store = open_store or connect_to_store
         self._layout: ChunkLayout | None = None
         self._memory: ChunkMemory | None = None
@@ -51,9 +52,9 @@ class StoreECConnector(ECConnector):
         self.scheduler = FetchingScheduler(
             self.name,
             context.clock,
-            context.config.transfer_deadline_s,
+            self._settings.transfer_deadline_s,
             lambda feature, announced: StoreSource(),
-            is_consumer=not context.is_encoder,
+            is_consumer=not self._is_producer,
         )
         self.worker = FetchingWorker(to_bytes, to_tensor, self._on_layout)
         self._alarm = WakeupTimer(context.clock, self.worker.wake)
@@ -79,7 +80,7 @@ class StoreECConnector(ECConnector):
         self._thread.start()
         self._alarm.start()
         publish_store(context.metrics, mover, lambda: self.num_saving_bytes)
-        if not context.is_encoder:
+        if not self._is_producer:
             publish_fetches(context.metrics, self.scheduler)
 
     async def stop(self) -> None:
@@ -96,10 +97,10 @@ class StoreECConnector(ECConnector):
     def _on_layout(self, embeddings: EmbeddingsLayout) -> None:
         context = self._context
         layout = self._layout = ChunkLayout(embeddings, context.model_fingerprint)
-        num_bytes = layout.chunk_bytes if context.is_encoder else context.config.memory_bytes  # it fetches nothing
+        num_bytes = layout.chunk_bytes if self._is_producer else self._settings.memory_bytes  # a producer fetches nothing
         memory = self._memory = ChunkMemory(layout, num_bytes, context.incarnation)
         self.scheduler.bind(layout, memory.num_chunks)
-        self._offers = StoreOffers(layout, context.config.memory_bytes, self._order)
+        self._offers = StoreOffers(layout, self._settings.memory_bytes, self._order)
         self.worker.bind(memory.rows, self._submit, self._offers)
 
     def _submit(self, metadata: FetchingMetadata) -> None:
@@ -124,9 +125,9 @@ def connect_to_store(context: ECContext, chunk_bytes: int) -> BlockStore:
     Raises:
         ConfigError: its address cannot be used.
     """
-    config = context.kvstore
-    if context.config.kvstore_address:
-        config = msgspec.structs.replace(config, address=context.config.kvstore_address)
+    config = context.config.kvstore
+    if context.config.ec_connector.kvstore_address:
+        config = msgspec.structs.replace(config, address=context.config.ec_connector.kvstore_address)
     client = connect_store(config, f"{context.engine_id}-ec", chunk_bytes, context.clock, context.ids, context.keys)
     client.wait_until_connected(CONNECT_TIMEOUT_S)
     return client

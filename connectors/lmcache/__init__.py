@@ -3,17 +3,3 @@
 Nothing of LMCache is imported: the server runs from an environment of its own, and this is a client of its ZeroMQ port. What
 makes its answers safe to use is not the server but the seal that travels with every block (``connectors.lmcache.staging``).
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from connectors.registry import Connector, ConnectorContext
-
-
-def make_connector(context: ConnectorContext) -> Connector:
-    """Build the connector of a worker (entry point ``kvferry.connectors`` → ``lmcache``)."""
-    from connectors.lmcache.connector import LMCacheConnector
-
-    return LMCacheConnector(context)

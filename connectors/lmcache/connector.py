@@ -36,7 +36,7 @@ from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Sta
 from connectors.lmcache.wire import Namespace
 from connectors.lmcache.worker import LMCacheMPConnectorWorker
 from connectors.load_ended import LoadEnded
-from connectors.registry import Connector, ConnectorContext
+from core.connector import Connector, ConnectorContext
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, KVFerryError
 from core.ids import new_hex_id
@@ -59,7 +59,7 @@ class LMCacheConnector(Connector):
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
-        self._settings = context.config.lmcache
+        self._settings = context.config.connector.lmcache
         self.scheduler = LMCacheMPConnectorScheduler(
             context.ids,
             context.clock,
@@ -316,7 +316,7 @@ class LMCacheConnector(Connector):
             windows=tuple(window_of(group.spec) for group in self.scheduler.groups),
             lookup_timeout_s=settings.lookup_timeout_s,
             request_timeout_s=settings.request_timeout_s,
-            transfer_deadline_s=self._context.config.transfer_deadline_s,
+            transfer_deadline_s=self._context.config.connector.transfer_deadline_s,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             retry_interval_s=settings.retry_interval_s,
         )

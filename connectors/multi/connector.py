@@ -15,7 +15,8 @@ import msgspec
 
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
-from connectors.registry import Connector, ConnectorContext, connector_factory
+from connectors.registry import connector_factory
+from core.connector import Connector, ConnectorContext
 from core.errors import ConfigError
 from core.wire.kv import KVHandoff
 
@@ -37,7 +38,7 @@ class MultiConnector(Connector):
         Raises:
             ConfigError: there is no such connector, or they do not go together.
         """
-        names = context.config.connectors
+        names = context.config.connector.connectors
         check_names(names)
         return cls([connector_factory(name)(_own_context(context, name)) for name in names])
 
@@ -122,4 +123,5 @@ def check_names(names: Sequence[str]) -> None:
 
 def _own_context(context: ConnectorContext, name: str) -> ConnectorContext:
     """Return the context of one part: as if it were configured alone."""
-    return replace(context, config=msgspec.structs.replace(context.config, name=name, connectors=()))
+    connector = msgspec.structs.replace(context.config.connector, name=name, connectors=())
+    return replace(context, config=msgspec.structs.replace(context.config, connector=connector))

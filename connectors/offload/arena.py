@@ -5,10 +5,10 @@ Owns what the settings mean for it. Everything else is ``connectors.tier`` and `
 
 from __future__ import annotations
 
-from connectors.registry import ConnectorContext
 from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierSettings
 from core.config import KVStoreSection
+from core.connector import ConnectorContext
 from core.errors import ConfigError, Full
 from kvstore.base import BlockStore
 from kvstore.build import make_embedded_store
@@ -19,7 +19,9 @@ NAME = "offload"
 def offload_connector(context: ConnectorContext) -> TierConnector:
     """Return the connector; its arena is allocated when it starts."""
     settings = TierSettings(
-        name=NAME, load_timeout_s=context.config.transfer_deadline_s, is_lazy=context.config.offload.mode == "lazy"
+        name=NAME,
+        load_timeout_s=context.config.connector.transfer_deadline_s,
+        is_lazy=context.config.connector.offload.mode == "lazy",
     )
     return TierConnector(context, settings, lambda: open_arena(context))
 
@@ -30,7 +32,7 @@ def open_arena(context: ConnectorContext) -> BlockStore:
     Raises:
         ConfigError: it does not hold one block, or the host does not have the memory.
     """
-    section = context.config.offload
+    section = context.config.connector.offload
     arena = KVStoreSection(
         memory_bytes=section.memory_bytes, huge_pages=section.huge_pages, eviction=section.eviction, max_pinned_share=1.0
     )

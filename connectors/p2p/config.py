@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from connectors.p2p.settings import DriverSettings, TransferSettings
-from connectors.registry import ConnectorContext
 from core.config import ConnectorSection
+from core.connector import ConnectorContext
 
 
 def transfer_settings(section: ConnectorSection) -> TransferSettings:
@@ -17,10 +17,10 @@ def transfer_settings(section: ConnectorSection) -> TransferSettings:
 def driver_settings(context: ConnectorContext) -> DriverSettings:
     """Return the driver's settings on the worker that ``context`` describes."""
     return DriverSettings(
-        transfer=transfer_settings(context.config),
-        control_address=context.control_address,
-        data_port=context.data_port,
-        advertise_host=context.advertise_host,
+        transfer=transfer_settings(context.config.connector),
+        control_address=context.config.worker.control_address,
+        data_port=context.config.worker.data_port,
+        advertise_host=context.config.worker.advertise_host,
         keys=context.keys,
         clock=context.clock,
         ids=context.ids,

@@ -17,7 +17,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.registry import Connector, ConnectorContext
+from core.connector import Connector, ConnectorContext
 from core.ids import router_id
 from core.wire.kv import KVHandoff
 
@@ -38,7 +38,7 @@ class P2PConnector(Connector):
         )
         self.scheduler = P2PConnectorScheduler(
             self._identity,
-            lease_ms=int(1000 * context.config.lease_s),
+            lease_ms=int(1000 * context.config.connector.lease_s),
             ids=context.ids,
             grant=lambda grant: self.driver.call_soon(self._on_grant, grant),
         )

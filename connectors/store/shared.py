@@ -6,9 +6,9 @@ and later: the client goes on trying.
 
 from __future__ import annotations
 
-from connectors.registry import ConnectorContext
 from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierSettings
+from core.connector import ConnectorContext
 from core.errors import ConfigError, Full
 from kvstore.base import BlockStore
 from kvstore.build import make_embedded_store
@@ -22,7 +22,9 @@ CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts w
 def store_connector(context: ConnectorContext) -> TierConnector:
     """Return the connector; its store is opened when it starts."""
     settings = TierSettings(
-        name=NAME, load_timeout_s=context.config.transfer_deadline_s, saves_output=context.config.store.save_decode_cache
+        name=NAME,
+        load_timeout_s=context.config.connector.transfer_deadline_s,
+        saves_output=context.config.connector.store.save_decode_cache,
     )
     return TierConnector(context, settings, lambda: open_store(context))
 
@@ -35,13 +37,13 @@ def open_store(context: ConnectorContext) -> BlockStore:
         ConnectorUnavailable: a library that it needs is missing.
     """
     block_bytes = context.layout.block_bytes
-    if not context.kvstore.address:
+    if not context.config.kvstore.address:
         try:
-            store = make_embedded_store(context.kvstore, block_bytes, context.clock, context.ids)
+            store = make_embedded_store(context.config.kvstore, block_bytes, context.clock, context.ids)
         except Full as error:
             raise ConfigError(f"kvstore.memory_bytes: {error}", param="kvstore.memory_bytes") from None
         register_store_metrics(context.metrics, store.machine, store.workers)
         return store
-    client = connect_store(context.kvstore, context.engine_id, block_bytes, context.clock, context.ids, context.keys)
+    client = connect_store(context.config.kvstore, context.engine_id, block_bytes, context.clock, context.ids, context.keys)
     client.wait_until_connected(CONNECT_TIMEOUT_S)
     return client

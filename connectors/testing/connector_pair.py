@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Protocol
 
 from connectors.testing.connector_engine import ConnectorEngine, small_layout
-from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.connector import Connector
 from core.request import Request
 from core.wire.kv import KVHandoff
 from core.wire.messages import Role
@@ -25,37 +24,10 @@ UNTOUCHED = 0xA5
 PROMPT = list(range(100, 200))  # three full blocks and a part of one
 
 
-class HostedConnector(Protocol):
-    """What the suite needs of a connector (``connectors.registry.Connector`` has it)."""
-
-    @property
-    def scheduler(self) -> KVConnectorScheduler:
-        """The side inside the scheduler."""
-
-    @property
-    def worker(self) -> KVConnectorWorker:
-        """The side beside the runner."""
-
-    async def start(self) -> None:
-        """Start what runs in the event loop."""
-
-    async def stop(self) -> None:
-        """End it."""
-
-    def expect(self, handoff: KVHandoff) -> None:
-        """Prepare for a request that may load this handoff."""
-
-    def num_leased_blocks(self) -> int:
-        """Return how many blocks are held for readers."""
-
-    def num_saving_blocks(self) -> int:
-        """Return how many blocks are held until they are copied elsewhere."""
-
-
 class Side:
     """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
 
-    def __init__(self, role: Role, connector: HostedConnector) -> None:
+    def __init__(self, role: Role, connector: Connector) -> None:
         self.connector = connector
         self.engine = ConnectorEngine(
             connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, INCARNATIONS[role]

@@ -22,7 +22,8 @@ import pytest
 import pytest_asyncio
 
 from connectors.testing.connector_engine import small_layout
-from connectors.testing.connector_pair import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, HostedConnector, Pair, Side
+from connectors.testing.connector_pair import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
+from core.connector import Connector
 from core.kv.spec import ceil_div
 from core.request import RequestStatus
 from core.wire.messages import Role
@@ -40,10 +41,10 @@ class ConnectorConformance:
     holds_until_read: ClassVar[bool] = True
 
     @abstractmethod
-    def make_connector(self, role: Role, patience_s: float) -> HostedConnector:
+    def make_connector(self, role: Role, patience_s: float) -> Connector:
         """Return a new connector that is not started. A load in which nothing happens for ``patience_s`` must fail."""
 
-    def num_loading_blocks(self, connector: HostedConnector) -> int:
+    def num_loading_blocks(self, connector: Connector) -> int:
         """Return how many blocks a transfer may still write, if the connector can tell."""
         return 0
 

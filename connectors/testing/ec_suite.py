@@ -15,7 +15,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ import pytest_asyncio
 from connectors.testing.ec_engine import LAYOUT, ECEngine, Image, identifier_of
 from core.clock import SystemClock
 from core.config import ECConnectorSection
-from core.ec_connector import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
+from core.ec_connector import ECConnector, EmbeddingsLayout
 from core.errors import EncoderInputMissing, Full
 from core.request import Request
 from core.wire.media import ECSource
@@ -45,26 +45,10 @@ async def poll_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
             await asyncio.sleep(0.001)
 
 
-class HostedECConnector(Protocol):
-    """What the suite needs of a connector (``connectors.ec.registry.ECConnector`` has it)."""
-
-    scheduler: ECConnectorScheduler
-    worker: ECConnectorWorker
-
-    async def start(self) -> None:
-        """Start what runs in the event loop."""
-
-    async def stop(self) -> None:
-        """End it."""
-
-    def num_leased_chunks(self) -> int:
-        """Return how much is held for readers."""
-
-
 class ECSide:
     """A connector beside an engine without a model."""
 
-    def __init__(self, connector: HostedECConnector, layout: EmbeddingsLayout = LAYOUT) -> None:
+    def __init__(self, connector: ECConnector, layout: EmbeddingsLayout = LAYOUT) -> None:
         self.connector = connector
         self.engine = ECEngine(connector.scheduler, connector.worker, layout)
 
@@ -85,7 +69,7 @@ class ECConformance:
     announces: ClassVar[bool] = True
 
     @abstractmethod
-    def make_connector(self, name: str, is_encoder: bool, settings: ECConnectorSection) -> HostedECConnector:
+    def make_connector(self, name: str, is_encoder: bool, settings: ECConnectorSection) -> ECConnector:
         """Return a new connector that is not started, for the worker ``name``."""
 
     def damage(self, encoder: ECSide, image: Image) -> None:

@@ -32,9 +32,9 @@ import pytest
 import pytest_asyncio
 
 from connectors.testing.connector_engine import MemoryPool, call_if_open
-from connectors.testing.connector_pair import HostedConnector
 from core.clock import SystemClock
 from core.config import SchedulerSection
+from core.connector import Connector
 from core.engine.core import EngineCore
 from core.errors import fallback_reason
 from core.kv.hashing import BlockHasher
@@ -79,7 +79,7 @@ class Answer:
 class StaleReferenceWorker:
     """An engine around a ``HashModel``, with a connector. Make it in the event loop in which it is used."""
 
-    def __init__(self, worker: SuiteWorker, connector: HostedConnector) -> None:
+    def __init__(self, worker: SuiteWorker, connector: Connector) -> None:
         self.connector = connector
         self.memory = MemoryPool(NUM_BLOCKS, worker.layout, worker.incarnation)
         model = HashModel(NUM_BLOCKS, BLOCK_SIZE, connector.worker, region=self.memory.region)
@@ -195,7 +195,7 @@ class StaleReferenceSuite:
     """The five cases, and what makes them mean something: a reference that is right is used."""
 
     @abstractmethod
-    def make_connector(self, worker: SuiteWorker) -> HostedConnector:
+    def make_connector(self, worker: SuiteWorker) -> Connector:
         """Return a new connector that is not started."""
 
     @pytest_asyncio.fixture

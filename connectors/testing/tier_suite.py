@@ -21,7 +21,8 @@ import pytest
 import pytest_asyncio
 
 from connectors.testing.connector_engine import ConnectorEngine
-from connectors.testing.connector_pair import BLOCK_SIZE, FINGERPRINT, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, HostedConnector
+from connectors.testing.connector_pair import BLOCK_SIZE, FINGERPRINT, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED
+from core.connector import Connector
 from core.request import Request
 
 FULL_BLOCKS = len(PROMPT) // BLOCK_SIZE
@@ -31,7 +32,7 @@ _GARBAGE = 0x5C
 class TierWorker:
     """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
 
-    def __init__(self, name: str, connector: HostedConnector) -> None:
+    def __init__(self, name: str, connector: Connector) -> None:
         self.connector = connector
         self.engine = ConnectorEngine(connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, len(name))
         self.engine.checks_content = True
@@ -115,14 +116,14 @@ class TierConformance:
     is_shared: ClassVar[bool] = False
 
     @abstractmethod
-    def make_connector(self, name: str) -> HostedConnector:
+    def make_connector(self, name: str) -> Connector:
         """Return a new connector that is not started, for the worker ``name``; its arena holds at least 64 blocks."""
 
-    def damage(self, connector: HostedConnector, num_blocks: int) -> None:
+    def damage(self, connector: Connector, num_blocks: int) -> None:
         """Change a byte in each of the first blocks of what the tier holds, in the order in which they were stored."""
         pytest.skip("the tier's bytes cannot be reached")
 
-    async def lose_store(self, connector: HostedConnector) -> None:
+    async def lose_store(self, connector: Connector) -> None:
         """Take the tier away from a connector that has started."""
         pytest.skip("the tier is a part of the worker")
 

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 
 from connectors.pool_access import open_pool
-from connectors.registry import Connector, ConnectorContext
 from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.metrics import publish_tier
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
+from core.connector import Connector, ConnectorContext
 from core.errors import ConnectorUnavailable
 from core.kv.pool_region import KVPoolRegion
 from core.log import event
@@ -40,11 +40,6 @@ class TierConnector(Connector):
         self._unpin: Callable[[], None] | None = None
         self.scheduler = TierConnectorScheduler(settings, context.layout, context.clock, self._opened, self._watch)
         self.worker = TierConnectorWorker(settings.name, self._submit)
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """None: this connector makes no handoffs."""
-        return ()
 
     def num_saving_blocks(self) -> int:
         """Return the number of blocks pinned for saves."""

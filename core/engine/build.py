@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import torch
@@ -21,9 +21,9 @@ from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
 from core.config import ConnectorSection, KVFerryConfig, ModelSection, SchedulerSection, WorkerSection
-from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.connector import Connector, KVConnectorWorker
 from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
-from core.ec_connector import ECConnectorScheduler, ECConnectorWorker
+from core.ec_connector import ECConnector
 from core.engine.core import EngineCore
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
 from core.engine.cuda.device_memory import measure, pool_bytes, run_largest_step, run_widest_decode
@@ -53,20 +53,6 @@ from core.wire.kv import KVLayoutInfo
 logger = logging.getLogger(__name__)
 
 
-class ConnectorSides(Protocol):
-    """What the engine uses of a connector (``connectors.registry.Connector`` has it)."""
-
-    scheduler: KVConnectorScheduler
-    worker: KVConnectorWorker
-
-
-class ECConnectorSides(Protocol):
-    """What the engine uses of an EC connector (``connectors.ec.registry.ECConnector`` has it)."""
-
-    scheduler: ECConnectorScheduler
-    worker: ECConnectorWorker
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """The engine and the properties that its worker reports to routers and peers."""
@@ -79,6 +65,8 @@ class BuiltEngine:
     pool: KVPool  # open until the process ends: peers know its memory file by number
     max_model_len: int  # tokens, prompt and output
     image_decode_thread: ImageDecodeThread | None = None  # of a model that sees images; not started
+    connector: Connector | None = None  # not started
+    ec_connector: ECConnector | None = None  # not started
 
     @property
     def layout(self) -> KVLayoutInfo:
@@ -94,8 +82,8 @@ class BuiltEngine:
 def build_engine(
     config: KVFerryConfig,
     clock: Clock,
-    connector_factory: Callable[[KVLayoutInfo, bytes], ConnectorSides] | None = None,
-    ec_connector_factory: Callable[[bytes], ECConnectorSides | None] | None = None,
+    connector_factory: Callable[[KVLayoutInfo, bytes], Connector] | None = None,
+    ec_connector_factory: Callable[[bytes], ECConnector | None] | None = None,
     *,
     incarnation: int = 0,
     has_readers: bool = False,
@@ -147,6 +135,8 @@ def build_engine(
         pool=pool,
         max_model_len=scheduler.max_model_len,
         image_decode_thread=encoder.image_decode_thread if encoder is not None else None,
+        connector=connector,
+        ec_connector=ec_connector,
     )
 
 
@@ -226,7 +216,7 @@ def _runner(
 
 
 def _encoder_parts(
-    section: SchedulerSection, image_encoder: ImageEncoder | None, connector: ECConnectorSides | None
+    section: SchedulerSection, image_encoder: ImageEncoder | None, connector: ECConnector | None
 ) -> tuple[EncoderRunner | None, EncoderInputs | None]:
     """Return what runs the encoder, and the scheduler's share of it; neither of a model that sees no images."""
     if image_encoder is None:

@@ -19,6 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
+from core.connector import Connector, WorkerContext
+from core.ec_connector import ECConnector
 from core.engine.build import apply_cpu_threads, device_of
 from core.engine.step_watch import FirstSteps
 from core.engine.thread import EngineThread
@@ -33,7 +35,6 @@ from core.release import package_version
 from core.request import EngineCoreOutput
 from core.tracing import open_tracer
 from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.key_rotation import keys_of
 from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed, Role
 from core.worker.actions import (
     Action,
@@ -46,7 +47,7 @@ from core.worker.actions import (
     SubmitAbort,
     SubmitAdd,
 )
-from core.worker.builder import Assembled, ConnectorBundle, ECConnectorBundle, WorkerContext, load_in_thread
+from core.worker.builder import Assembled, load_in_thread
 from core.worker.ops_http import OpsResponse, OpsServer
 from core.worker.registration import admission_limits, registration
 from core.worker.router_sockets import RouterSockets
@@ -81,10 +82,9 @@ class WorkerProcess:
             }
         )
         self._ops_address = ""
-        keys = keys_of(context.config.security)
-        self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=keys)
-        self._connector: ConnectorBundle | None = None
-        self._ec_connector: ECConnectorBundle | None = None
+        self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=context.keys)
+        self._connector: Connector | None = None
+        self._ec_connector: ECConnector | None = None
         self._engine: EngineThread | None = None
         self._state: WorkerState | None = None
         self._traces = WorkerTraces(context.tracer, context.engine_id)

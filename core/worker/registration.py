@@ -9,10 +9,11 @@ import os
 import time
 from pathlib import Path
 
+from core.connector import WorkerContext
 from core.release import package_version
 from core.wire.messages import Register, RegisterEncoder
 from core.worker.actions import AdmissionLimits
-from core.worker.builder import Assembled, BuiltEncoder, WorkerContext
+from core.worker.builder import Assembled, BuiltEncoder
 
 
 def registration(context: WorkerContext, assembled: Assembled, ops_address: str) -> Register | RegisterEncoder:

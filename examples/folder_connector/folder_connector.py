@@ -28,9 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from connectors.registry import Connector, ConnectorContext
 from core.clock import Clock
-from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.connector import Connector, ConnectorContext, KVConnectorScheduler, KVConnectorWorker
 from core.errors import (
     ConfigError,
     ConnectorUnavailable,
@@ -186,7 +185,7 @@ class FolderScheduler(KVConnectorScheduler):
             layout=context.layout,
             groups=(GroupBlocks(group_id=0, block_ids=tuple(kept), generations=generations, block_hashes=hashes),),
             num_tokens=request.num_prompt_tokens,
-            lease_ms=int(1000 * context.config.lease_s),
+            lease_ms=int(1000 * context.config.connector.lease_s),
         )
 
     def _block_hashes(self, request: Request, num_tokens: int) -> tuple[bytes, ...]:
@@ -398,18 +397,18 @@ class FolderConnector(Connector):
     """Both sides, and the clearing of the folder."""
 
     def __init__(self, context: ConnectorContext) -> None:
-        folder = context.config.extra.get("folder")
+        folder = context.config.connector.extra.get("folder")
         if not isinstance(folder, str) or not folder:
             raise ConfigError("connector.extra.folder: a folder that all workers see is needed", param="connector.extra.folder")
         if context.layout.num_groups != 1:
             raise ConnectorUnavailable("the folder connector is for models whose layers are all alike")
         self._folder = Path(folder)
-        self._lease_s = context.config.lease_s
+        self._lease_s = context.config.connector.lease_s
         self._is_producer = context.role == "prefill"
         self._probe = self._folder / f"{file_of(self._folder, context.engine_id).stem}.now"
         self._clearing: asyncio.Task[None] | None = None
         self.scheduler = FolderScheduler(context)
-        self.worker: FolderWorker = FolderWorker(self._folder, context.config.transfer_deadline_s, context.clock)
+        self.worker: FolderWorker = FolderWorker(self._folder, context.config.connector.transfer_deadline_s, context.clock)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import TransportSettings, create_transport
 from connectors.p2p.transport.interface import PeerId, ReadResult, Transport
-from connectors.registry import Connector, ConnectorContext
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
+from core.connector import Connector, ConnectorContext
 from core.request import KVConnectorOutput
 
 _LOOK_AGAIN_S = 0.02
@@ -22,7 +22,7 @@ _LOOK_AGAIN_S = 0.02
 
 def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker."""
-    stem = Path(context.config.extra["gray"]) / context.engine_id
+    stem = Path(context.config.connector.extra["gray"]) / context.engine_id
     hang, blackhole = stem.with_suffix(".hang"), stem.with_suffix(".blackhole")
 
     def create(name: str, settings: TransportSettings) -> Transport:

@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import TransportSettings, create_transport
 from connectors.p2p.transport.interface import Transport
 from connectors.p2p.transport.nixl import NixlTransport
-from connectors.registry import ConnectorContext
+from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
-from core.clock import SystemClock
 from core.config import ConnectorSection
 from core.ids import RandomIds
 from core.wire.kv import KVVerify
@@ -31,18 +29,13 @@ class P2PStaleReferences(StaleReferenceSuite):
     kv_verify: ClassVar[KVVerify] = "auto"
 
     def make_connector(self, worker: SuiteWorker) -> P2PConnector:
-        context = ConnectorContext(
-            role=worker.role,
+        context = connector_context(
+            worker.role,
             engine_id=f"{worker.role}-{worker.incarnation}",
             incarnation=worker.incarnation,
             model_fingerprint=worker.model_fingerprint,
             layout=worker.layout,
-            config=ConnectorSection(transports=(self.transport,), kv_verify=self.kv_verify),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+            connector=ConnectorSection(name="test", transports=(self.transport,), kv_verify=self.kv_verify),
         )
         return P2PConnector(context, self.create)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
+from connectors.testing.contexts import worker_context
 from core.config import load_config
 from core.ec_connector import EmbeddingsLayout
 from core.errors import ConfigError
-from core.ids import RandomIds
 from core.testing.clock import FakeClock
 from core.wire.messages import RegisterEncoder
-from core.worker.builder import WorkerContext
 from core.worker.registration import admission_limits, registration
 from encode import worker
 from encode.role import EncodeHandler
@@ -31,15 +30,8 @@ def put_together(monkeypatch):
 
     def put(*assignments: str, sees: bool = True):
         monkeypatch.setattr(worker, "load_image_encoder", lambda files, dtype, device: encoder if sees else None)
-        context = WorkerContext(
-            config=load_config(assignments=["model.served_name=tiny", *assignments]),
-            role="encode",
-            engine_id="e0",
-            incarnation=7,
-            clock=FakeClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-        )
+        config = load_config(assignments=["model.served_name=tiny", *assignments])
+        context = replace(worker_context("encode", engine_id="e0", incarnation=7), config=config, clock=FakeClock())
         return context, worker.put_together(context)
 
     return put

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 
-from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from connectors.testing.connector_suite import ConnectorConformance
-from core.clock import SystemClock
-from core.config import load_config
+from connectors.testing.contexts import connector_context
+from core.config import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
-from core.ids import SeededIds
 from kvferry.local import LocalCluster
 
 
@@ -59,22 +56,8 @@ class Peer:
 @pytest.fixture
 def context(folder):
     def make(role, **settings):
-        overrides = {"connector.extra": {"folder": str(folder)}} | {
-            f"connector.{key}": value for key, value in settings.items()
-        }
-        return ConnectorContext(
-            role=role,
-            engine_id=f"{role}-0",
-            incarnation=1,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=load_config(overrides=overrides).connector,
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=SeededIds(1),
-            metrics=CollectorRegistry(),
-        )
+        section = ConnectorSection(name="folder", **({"extra": {"folder": str(folder)}} | settings))
+        return connector_context(role, connector=section)
 
     return make
 

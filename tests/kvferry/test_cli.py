@@ -67,6 +67,7 @@ def test_help_of_serve_tells_the_defaults():
         (["serve", "--dtype", "int3"], "model.dtype = 'int3': "),
         (["serve", "--prefill", "0"], "at least one of each is needed"),
         (["prefill", "--model", "no-such-model", "--set", "connector.name=x"], "connector.name = 'x': no such connector"),
+        (["serve", "--set", "ec_connector.name=x"], "ec_connector.name = 'x': no such connector; known: p2p, shared"),
     ],
 )
 def test_wrong_setting_is_one_clear_line_and_exit_code_2(arguments, hint):

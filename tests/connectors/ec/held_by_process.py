@@ -10,27 +10,20 @@ import asyncio
 import sys
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
-from connectors.ec.registry import ECContext
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import LAYOUT, Image, embed
-from core.clock import SystemClock
-from core.config import ECConnectorSection
-from core.ids import RandomIds
+from core.config import ECConnectorSection, WorkerSection
 
 
 async def hold(transport: str, incarnation: int, control_address: str, image: Image) -> None:
-    context = ECContext(
-        is_encoder=True,
+    context = ec_context(
+        "encode",
         engine_id="encoder",
         incarnation=incarnation,
-        model_fingerprint=b"model",
-        config=ECConnectorSection(name="p2p", transports=(transport,), memory_bytes=16 << 20),
-        control_address=control_address,
-        clock=SystemClock(),
-        ids=RandomIds(),
-        metrics=CollectorRegistry(),
+        ec_connector=ECConnectorSection(name="p2p", transports=(transport,), memory_bytes=16 << 20),
+        worker=WorkerSection(control_address=control_address),
     )
     connector = P2PECConnector(context)
     connector.worker.register_caches(LAYOUT)

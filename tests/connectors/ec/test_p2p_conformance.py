@@ -6,15 +6,12 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
-from connectors.ec.registry import ECContext
 from connectors.p2p.transport.factory import create_transport
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_suite import ECConformance
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.clock import SystemClock
-from core.ids import RandomIds
 
 INCARNATIONS = {"encoder": 7, "reader": 8}
 
@@ -23,16 +20,9 @@ class P2PConformance(ECConformance):
     transport: ClassVar[str]
 
     def make_connector(self, name, is_encoder, settings):
-        settings = msgspec.structs.replace(settings, name="p2p", transports=(self.transport,), handshake_timeout_s=2.0)
-        context = ECContext(
-            is_encoder=is_encoder,
-            engine_id=name,
-            incarnation=INCARNATIONS.get(name, 9),
-            model_fingerprint=b"model",
-            config=settings,
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+        settings = msgspec.structs.replace(settings, name="test", transports=(self.transport,), handshake_timeout_s=2.0)
+        context = ec_context(
+            "encode" if is_encoder else "prefill", engine_id=name, incarnation=INCARNATIONS.get(name, 9), ec_connector=settings
         )
         return P2PECConnector(context, self.create)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.p2p_adapter import decode_held, encode_held
-from connectors.ec.registry import ECContext
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import Image
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
+from core.config import WorkerSection
 from core.errors import EngineDead, Full
-from core.ids import RandomIds
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -29,17 +28,14 @@ async def new_side(fabric):
     sides = []
 
     async def make(name, incarnation, *, late_bytes=False, address=ANY, model_fingerprint=b"model", **changed):
-        settings = msgspec.structs.replace(SETTINGS, name="p2p", transports=("inproc",), **changed)
-        context = ECContext(
-            is_encoder=name == "encoder",
+        settings = msgspec.structs.replace(SETTINGS, name="test", transports=("inproc",), **changed)
+        context = ec_context(
+            "encode" if name == "encoder" else "prefill",
             engine_id=name,
             incarnation=incarnation,
             model_fingerprint=model_fingerprint,
-            config=settings,
-            control_address=address,
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+            ec_connector=settings,
+            worker=WorkerSection(control_address=address),
         )
         connector = P2PECConnector(context, lambda name, settings: InprocTransport(fabric, late_bytes))
         connector.metrics = context.metrics

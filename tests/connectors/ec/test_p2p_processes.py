@@ -10,15 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.p2p_adapter import decode_held
-from connectors.ec.registry import ECContext
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import Image
 from connectors.testing.ec_suite import SETTINGS, ECSide, poll_until
-from core.clock import SystemClock
-from core.ids import RandomIds
 from core.wire.media import ECSource
 
 OWNER = Path(__file__).with_name("held_by_process.py")
@@ -71,16 +68,7 @@ async def reader(transport):
     settings = msgspec.structs.replace(
         SETTINGS, name="p2p", transports=(transport,), transfer_deadline_s=DEADLINE_S, handshake_timeout_s=DEADLINE_S
     )
-    context = ECContext(
-        is_encoder=False,
-        engine_id="reader",
-        incarnation=99,
-        model_fingerprint=b"model",
-        config=settings,
-        clock=SystemClock(),
-        ids=RandomIds(),
-        metrics=CollectorRegistry(),
-    )
+    context = ec_context("prefill", engine_id="reader", incarnation=99, ec_connector=settings)
     side = await ECSide(P2PECConnector(context)).start()
     yield side
     assert not side.connector.scheduler.num_wanted_chunks

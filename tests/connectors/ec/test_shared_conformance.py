@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
-from connectors.ec.registry import ECContext
 from connectors.ec.store_connector import StoreECConnector
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_suite import CHUNK_BYTES, ECConformance
 from core.clock import SystemClock
 from core.config import KVStoreSection
@@ -44,15 +43,10 @@ class TestOnThisHost(ECConformance):
             self.server.stop()
 
     def make_connector(self, name, is_encoder, settings):
-        context = ECContext(
-            is_encoder=is_encoder,
+        context = ec_context(
+            "encode" if is_encoder else "prefill",
             engine_id=name,
-            incarnation=1,
-            model_fingerprint=b"model",
-            config=msgspec.structs.replace(settings, name="shared"),
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+            ec_connector=msgspec.structs.replace(settings, name="shared"),
             kvstore=self.config,
         )
         return StoreECConnector(context)

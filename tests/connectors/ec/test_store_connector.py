@@ -6,12 +6,11 @@ import asyncio
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.ec.jobs import FetchingMetadata
-from connectors.ec.registry import ECContext
 from connectors.ec.store_connector import StoreECConnector
 from connectors.testing import ec_engine
+from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import Image, embed
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from core.clock import SystemClock
@@ -54,15 +53,10 @@ async def new_side():
     sides = []
 
     async def make(name, config, **changed):
-        context = ECContext(
-            is_encoder=name == "encoder",
+        context = ec_context(
+            "encode" if name == "encoder" else "prefill",
             engine_id=name,
-            incarnation=1,
-            model_fingerprint=b"model",
-            config=msgspec.structs.replace(SETTINGS, name="shared", **changed),
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+            ec_connector=msgspec.structs.replace(SETTINGS, name="shared", **changed),
             kvstore=config,
         )
         side = ECSide(StoreECConnector(context))

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
 
 from connectors.lmcache.connector import LMCacheConnector
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
@@ -30,8 +29,8 @@ from connectors.lmcache.wire import (
     register_call,
     store_call,
 )
-from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import call_if_open
+from connectors.testing.contexts import connector_context
 from core.clock import SystemClock
 from core.config import ConnectorSection, LMCacheSection, SchedulerSection
 from core.constants import HASH_BLOCK_SIZE
@@ -78,18 +77,13 @@ class HashEngine:
     ) -> None:
         self.attentions = attentions
         self.connector = LMCacheConnector(
-            ConnectorContext(
-                role="decode",
+            connector_context(
+                "decode",
                 engine_id=f"engine-{incarnation}",
                 incarnation=incarnation,
                 model_fingerprint=fingerprint,
                 layout=hash_model_layout(BLOCK_SIZE, len(attentions)),
-                config=ConnectorSection(name="lmcache", lmcache=settings, transfer_deadline_s=5.0),
-                control_address="tcp://127.0.0.1:0",
-                advertise_host="",
-                clock=SystemClock(),
-                ids=RandomIds(),
-                metrics=CollectorRegistry(),
+                connector=ConnectorSection(name="lmcache", lmcache=settings, transfer_deadline_s=5.0),
             )
         )
         self.model = HashModel(num_blocks, BLOCK_SIZE, self.connector.worker, incarnation=incarnation, attentions=attentions)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.multi.connector import MultiConnector
 from connectors.offload.arena import offload_connector
 from connectors.p2p.connector import P2PConnector
-from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
-from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
 from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.clock import SystemClock
 from core.config import ConnectorSection, KVStoreSection, OffloadSection
-from core.ids import RandomIds
 
 ARENA_BYTES = 4 << 20
 
@@ -26,23 +22,15 @@ class TestWithTiers(ConnectorConformance):
         self.fabric = InprocFabric()
 
     def make_connector(self, role, patience_s):
-        context = ConnectorContext(
-            role=role,
-            engine_id=f"{role}-0",
-            incarnation=INCARNATIONS[role],
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(
+        context = connector_context(
+            role,
+            connector=ConnectorSection(
+                name="test",
                 transports=("inproc",),
                 transfer_deadline_s=patience_s,
                 handshake_timeout_s=patience_s,
                 offload=OffloadSection(memory_bytes=ARENA_BYTES),
             ),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
             kvstore=KVStoreSection(memory_bytes=ARENA_BYTES),
         )
         p2p = P2PConnector(context, lambda name, settings: InprocTransport(self.fabric))

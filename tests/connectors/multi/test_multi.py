@@ -10,8 +10,7 @@ import pytest
 from connectors.multi.connector import MultiConnector
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import LayerwiseMultiConnectorWorker, MultiConnectorWorker, multi_connector_worker
-from connectors.registry import Connector
-from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConnectorUnavailable
 from core.request import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorkerMetadata, SchedulerOutput
 from core.wire.messages import ErrorInfo, TransferUsage

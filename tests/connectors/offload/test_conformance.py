@@ -7,33 +7,22 @@ from functools import partial
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from connectors.offload.arena import offload_connector
-from connectors.registry import ConnectorContext
-from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
+from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import TierConformance, TierWorker
-from core.clock import SystemClock
 from core.config import ConnectorSection, OffloadSection
-from core.ids import RandomIds
 from tests.support.delayed_device import DelayedDevice
 
 
 @pytest.fixture
 def context():
     def make(**settings):
-        return ConnectorContext(
-            role="decode",
+        return connector_context(
+            "decode",
             engine_id="decode-0",
             incarnation=5,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(offload=OffloadSection(**{"memory_bytes": 4 << 20, **settings})),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
+            connector=ConnectorSection(offload=OffloadSection(**{"memory_bytes": 4 << 20, **settings})),
         )
 
     return make

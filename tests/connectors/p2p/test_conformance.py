@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
-from connectors.registry import ConnectorContext
-from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
 from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.clock import SystemClock
 from core.config import ConnectorSection
-from core.ids import RandomIds
 
 
 class P2PConformance(ConnectorConformance):
@@ -23,19 +19,7 @@ class P2PConformance(ConnectorConformance):
 
     def make_connector(self, role, patience_s):
         settings = {"transports": (self.transport,), "transfer_deadline_s": patience_s, "handshake_timeout_s": patience_s}
-        context = ConnectorContext(
-            role=role,
-            engine_id=f"{role}-0",
-            incarnation=INCARNATIONS[role],
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(**settings),  # not load_config: it knows no "inproc"
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-        )
+        context = connector_context(role, connector=ConnectorSection(name="test", **settings))
         return P2PConnector(context, self.create)
 
     def create(self, name, settings):

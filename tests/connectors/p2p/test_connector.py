@@ -5,7 +5,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.p2p.actions import PeerFailed, PeerOpened
 from connectors.p2p.config import transfer_settings
@@ -14,14 +13,12 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.settings import agent_settings
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
-from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import MemoryPool
-from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
+from connectors.testing.connector_pair import LAYOUT
+from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.clock import SystemClock
-from core.config import ConnectorSection
+from core.config import ConnectorSection, WorkerSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
-from core.ids import RandomIds
 from core.wire.kv import LeaseRenew, LeaseState
 from core.wire.pairing import STAGING_BYTES
 
@@ -36,18 +33,12 @@ def never(name, settings):
 
 
 def context_of(role="prefill", address="tcp://127.0.0.1:0", transports=("shm", "tcp")):
-    return ConnectorContext(
-        role=role,
+    return connector_context(
+        role,
         engine_id="prefill-0",
         incarnation=1,
-        model_fingerprint=FINGERPRINT,
-        layout=LAYOUT,
-        config=ConnectorSection(transports=transports),
-        control_address=address,
-        advertise_host="",
-        clock=SystemClock(),
-        ids=RandomIds(),
-        metrics=CollectorRegistry(),
+        connector=ConnectorSection(name="test", transports=transports),
+        worker=WorkerSection(control_address=address),
     )
 
 

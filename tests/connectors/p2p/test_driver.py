@@ -15,10 +15,9 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
-from connectors.registry import ConnectorContext
 from connectors.testing.connector_engine import MemoryPool
-from connectors.testing.connector_pair import FINGERPRINT, LAYOUT
-from core.clock import SystemClock
+from connectors.testing.connector_pair import LAYOUT
+from connectors.testing.contexts import connector_context
 from core.config import ConnectorSection
 from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id
@@ -43,19 +42,7 @@ class Started:
         self.transports = []
         self.woken = asyncio.Event()
         self.pool = MemoryPool(8, LAYOUT)
-        context = ConnectorContext(
-            role=role,
-            engine_id=f"{role}-0",
-            incarnation=1,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(transports=("tcp",)),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=self.metrics,
-        )
+        context = connector_context(role, incarnation=1, connector=ConnectorSection(transports=("tcp",)), metrics=self.metrics)
         self.connector = P2PConnector(context, self._create)
         self.connector.worker.register_kv_caches(self.pool.region)
         self.connector.worker.set_wakeup(self.woken.set)

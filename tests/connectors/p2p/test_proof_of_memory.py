@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.shm import TOKEN_BYTES, ShmMetadata, ShmTransport
-from connectors.registry import ConnectorContext
-from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
-from core.clock import SystemClock
+from connectors.testing.connector_pair import PROMPT, Pair, Side
+from connectors.testing.contexts import connector_context
 from core.config import ConnectorSection
-from core.ids import RandomIds
 
 
 class LyingTransport(ShmTransport):
@@ -42,19 +39,7 @@ async def make_pair():
 
     async def make(lies):
         for role in ("prefill", "decode"):
-            context = ConnectorContext(
-                role=role,
-                engine_id=f"{role}-0",
-                incarnation=INCARNATIONS[role],
-                model_fingerprint=FINGERPRINT,
-                layout=LAYOUT,
-                config=ConnectorSection(transports=("shm", "tcp")),
-                control_address="tcp://127.0.0.1:0",
-                advertise_host="",
-                clock=SystemClock(),
-                ids=RandomIds(),
-                metrics=CollectorRegistry(),
-            )
+            context = connector_context(role, connector=ConnectorSection(transports=("shm", "tcp")))
 
             def create(name, settings, role=role):
                 is_liar = name == "shm" and role == "prefill"

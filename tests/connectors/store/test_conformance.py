@@ -7,15 +7,14 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
-from connectors.registry import ConnectorContext
 from connectors.store import shared
 from connectors.store.shared import store_connector
-from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from connectors.testing.connector_pair import PROMPT
+from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import TierConformance, TierWorker
 from core.clock import SystemClock
-from core.config import ConnectorSection, KVStoreSection
+from core.config import KVStoreSection
 from core.ids import RandomIds
 from kvstore import client as kvstore_client
 from kvstore.build import machine_options
@@ -23,20 +22,7 @@ from kvstore.server import StoreServer
 
 
 def make_context(name, kvstore):
-    return ConnectorContext(
-        role="prefill",
-        engine_id=name,
-        incarnation=5,
-        model_fingerprint=FINGERPRINT,
-        layout=LAYOUT,
-        config=ConnectorSection(),
-        control_address="tcp://127.0.0.1:0",
-        advertise_host="",
-        clock=SystemClock(),
-        ids=RandomIds(),
-        metrics=CollectorRegistry(),
-        kvstore=kvstore,
-    )
+    return connector_context("prefill", engine_id=name, incarnation=5, kvstore=kvstore)
 
 
 def never(error):

@@ -8,17 +8,14 @@ import time
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
+from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.nixl import installed_module
-from connectors.registry import connector_builder
-from core.clock import SystemClock
-from core.config import load_config
-from core.ids import RandomIds
+from connectors.testing.contexts import connector_context
+from core.config import ConnectorSection
 from core.kv.seals import decode_seal
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
-from core.worker.builder import WorkerContext
 
 PROMPTS = [list(range(3, 40)), [7] * 16, list(range(100, 195))]
 NUM_TOKENS = 12
@@ -30,19 +27,11 @@ class Worker:
     """An engine and its connector, stepped in the event loop's thread."""
 
     def __init__(self, role, build_tiny, transport, **settings):
-        overrides = {"connector.transports": [transport], "worker.control_address": "tcp://127.0.0.1:0"}
-        context = WorkerContext(
-            config=load_config(overrides=overrides),
-            role=role,
-            engine_id=role,
-            incarnation=5,  # as ``build_tiny`` says of itself
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-        )
+        section = ConnectorSection(transports=(transport,))
 
         def build(layout, fingerprint):
-            self.connector = connector_builder("connectors.p2p:make_connector")(context, layout, fingerprint)
+            model = {"layout": layout, "model_fingerprint": fingerprint, "incarnation": 5}  # that of ``build_tiny``
+            self.connector = P2PConnector(connector_context(role, **model, connector=section))
             return self.connector
 
         self.built = build_tiny(build, has_readers=role == "prefill", connector__transports=[transport], **settings)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -14,14 +15,12 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from prometheus_client import CollectorRegistry
 
-from core.clock import SystemClock
+from connectors.testing.contexts import worker_context
 from core.config import load_config
 from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import ConfigError
-from core.ids import SeededIds
 from core.release import package_version
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
@@ -41,7 +40,7 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
-from core.worker.builder import Assembled, WorkerContext
+from core.worker.builder import Assembled
 from core.worker.process import WorkerProcess
 from core.worker.role import EngineFacts
 from decode.role import DecodeHandler
@@ -187,15 +186,7 @@ def make_worker(router, journal):
     def make(assemble=None, settings=(), gate=None):
         address = f"worker.router_addresses=['{router.address}']"
         config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
-        context = WorkerContext(
-            config=config,
-            role="decode",
-            engine_id="w0",
-            incarnation=7,
-            clock=SystemClock(),
-            ids=SeededIds(0),
-            metrics=CollectorRegistry(),
-        )
+        context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config)
         built = SimpleNamespace(
             engine=ScriptedEngine(journal, gate),
             model_fingerprint=b"f",

@@ -17,9 +17,8 @@ from typing import Any
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import TransportSettings, create_transport
 from connectors.p2p.transport.interface import PeerId, ReadResult, RowRegion, Transport
-from connectors.registry import Connector, ConnectorContext
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
-from core.connector import KVConnectorWorker
+from core.connector import Connector, ConnectorContext, KVConnectorWorker
 from core.errors import KVFerryError, PeerUnreachable, TransferError
 
 _LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
@@ -27,13 +26,13 @@ _LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
 
 def make_connector(context: ConnectorContext) -> Connector:
     """Build the connector of a worker."""
-    desk = FaultDesk(Path(context.config.extra["faults"]), context.role, context.engine_id)
+    desk = FaultDesk(Path(context.config.connector.extra["faults"]), context.role, context.engine_id)
 
     def create(name: str, settings: TransportSettings) -> Transport:
         return CommandedTransport(create_transport(name, settings), desk, made.end_deadlines)
 
-    made = (BoastfulConnector if context.config.extra.get("boastful_leases") else CommandedConnector)(context, create)
-    hang_on_command(made.worker, Path(context.config.extra["faults"]) / f"{context.engine_id}.hang")
+    made = (BoastfulConnector if context.config.connector.extra.get("boastful_leases") else CommandedConnector)(context, create)
+    hang_on_command(made.worker, Path(context.config.connector.extra["faults"]) / f"{context.engine_id}.hang")
     return made
 
 

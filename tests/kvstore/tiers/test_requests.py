@@ -2,15 +2,12 @@
 
 import pytest
 import redis
-from prometheus_client import CollectorRegistry
 
-from connectors.registry import ConnectorContext
 from connectors.store.shared import store_connector
-from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
+from connectors.testing.connector_pair import PROMPT
+from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import FULL_BLOCKS, TierWorker
-from core.clock import SystemClock
-from core.config import ConnectorSection, KVStoreSection
-from core.ids import RandomIds
+from core.config import KVStoreSection
 from core.kv.seals import SEAL_BYTES
 from kvstore.segment_file import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.tiers.redis_tier import PREFIX
@@ -20,19 +17,8 @@ class Worker(TierWorker):
     """A worker with a store of its own."""
 
     def __init__(self, name, **settings):
-        self.context = ConnectorContext(
-            role="prefill",
-            engine_id=name,
-            incarnation=5,
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
-            metrics=CollectorRegistry(),
-            kvstore=KVStoreSection(memory_bytes=4 << 20, **settings),
+        self.context = connector_context(
+            "prefill", engine_id=name, incarnation=5, kvstore=KVStoreSection(memory_bytes=4 << 20, **settings)
         )
         super().__init__(name, store_connector(self.context))
 

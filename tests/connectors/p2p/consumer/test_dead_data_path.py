@@ -12,11 +12,9 @@ from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.tcp_client import TcpTransport
 from connectors.p2p.transport.tcp_server import TcpMetadata
-from connectors.registry import ConnectorContext
-from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT, PROMPT, Pair, Side
-from core.clock import SystemClock
+from connectors.testing.connector_pair import PROMPT, Pair, Side
+from connectors.testing.contexts import connector_context
 from core.config import ConnectorSection
-from core.ids import RandomIds
 from core.wire.sockets import join_tcp, split_tcp
 from tests.support.tcp_proxy import TcpProxy
 
@@ -50,23 +48,15 @@ class World:
         self.num_loads = 0
 
     def context(self, role, transports):
-        return ConnectorContext(
-            role=role,
-            engine_id=f"{role}-0",
-            incarnation=INCARNATIONS[role],
-            model_fingerprint=FINGERPRINT,
-            layout=LAYOUT,
-            config=ConnectorSection(
+        return connector_context(
+            role,
+            connector=ConnectorSection(
                 transports=transports,
                 transfer_deadline_s=10 * TIMEOUT_S,
                 transfer_stall_s=1.0,
                 transport_retry_s=0.1,
                 transport_retry_max_s=0.2,
             ),
-            control_address="tcp://127.0.0.1:0",
-            advertise_host="",
-            clock=SystemClock(),
-            ids=RandomIds(),
             metrics=self.registries[role],
         )
 

@@ -1,58 +1,24 @@
-"""Which EC connector the settings mean, and which settings mean none."""
+"""Which settings of EC connectors are refused, and when."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from connectors.ec.p2p import P2PECConnector
-from connectors.ec.registry import build_ec_connector
-from connectors.ec.store_connector import StoreECConnector
-from core.clock import SystemClock
+from connectors.registry import ec_connector_factory
+from connectors.testing.contexts import ec_context
 from core.config import load_config
 from core.ec_connector import EmbeddingsLayout
 from core.errors import ConfigError, ConnectorUnavailable
-from core.ids import RandomIds
 
 
 def build(role, *assignments):
-    host = SimpleNamespace(
-        config=load_config(None, assignments),
-        role=role,
-        engine_id="worker",
-        incarnation=1,
-        clock=SystemClock(),
-        ids=RandomIds(),
-        metrics=CollectorRegistry(),
-    )
-    return build_ec_connector(host, b"model")
-
-
-def test_none_is_the_default():
-    assert build("prefill") is None
-
-
-@pytest.mark.parametrize(
-    ("role", "name", "kind"),
-    [
-        ("encode", "p2p", P2PECConnector),
-        ("prefill", "p2p", P2PECConnector),
-        ("decode", "p2p", P2PECConnector),
-        ("encode", "shared", StoreECConnector),
-        ("prefill", "shared", StoreECConnector),
-        ("aggregated", "shared", StoreECConnector),
-    ],
-)
-def test_connector_of_a_name(role, name, kind):
-    connector = build(role, f"ec_connector.name={name}", "kvstore.address=tcp://127.0.0.1:9")
-    assert isinstance(connector, kind)
-    assert connector.name == name
+    config = load_config(None, assignments)
+    return ec_connector_factory(config.ec_connector.name)(replace(ec_context(role), config=config))
 
 
 @pytest.mark.parametrize(
     ("assignments", "param"),
     [
-        (["ec_connector.name=disk"], "ec_connector.name"),
         (["ec_connector.name=p2p", "ec_connector.transports=[driver-pigeon]"], "ec_connector.transports"),
         (["ec_connector.name=shared"], "ec_connector.kvstore_address"),
         (["ec_connector.name=shared", "ec_connector.kvstore_address=here"], "ec_connector.kvstore_address"),
