@@ -17,6 +17,7 @@ from itertools import chain, islice
 
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
+from core.sched.queue import priority_key
 from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import next_chunk
 from core.sched.state import SchedulerState, Step
@@ -203,13 +204,13 @@ def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool
 
 
 def _blocks_to_grow(state: SchedulerState, step: Step) -> int:
-    """Return how many more blocks the running requests, and the oldest holders for the free slots, take at most."""
+    """Return how many more blocks the running requests, and the holders that are next for the free slots, take at most."""
     num_free_slots = state.config.max_num_seqs - len(state.running)
-    oldest_holders = islice(reversed(step.holders), num_free_slots)
+    holders = sorted(step.holders, key=priority_key) if state.config.policy == "priority" else reversed(step.holders)
     return sum(
         _blocks_for(state, min(request.num_prompt_tokens + request.max_tokens, state.max_model_len))
         - _blocks_for(state, request.num_computed_tokens)
-        for request in chain(state.running, oldest_holders)
+        for request in chain(state.running, islice(holders, num_free_slots))
     )
 
 

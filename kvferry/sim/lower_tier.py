@@ -29,7 +29,7 @@ class SimLowerTier(DictTier):
         self._on_lost_read = on_lost_read
         self._fails_until: dict[Fault, float] = {}
         self._announced: set[bytes] = set()  # blocks that have vanished, and that nobody has missed yet
-        self._lost: set[bytes] = set()  # all that have vanished, or could not be read
+        self._lost: set[bytes] = set()  # all that have vanished, could not be read, or found no room
 
     def fail(self, kind: Fault, seconds: float) -> None:
         """Be full or unreadable for so long, or lose at once all that is here."""
@@ -40,7 +40,12 @@ class SimLowerTier(DictTier):
 
     def knows(self, key: bytes) -> bool | None:
         """Look into the index, unless it has to be asked."""
-        return super().knows(key) or key in self._announced if self._is_disk else None
+        if not self._is_disk:
+            return None
+        is_known = super().knows(key) or key in self._announced
+        if not is_known and key in self._lost:
+            self._on_lost_read()
+        return is_known
 
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
         """Look; a server that fails says nothing.
@@ -81,6 +86,7 @@ class SimLowerTier(DictTier):
             Unavailable: a server has no room.
         """
         if self._has(Fault.TIER_FULL):
+            self._lost.add(key)
             failure = self._failure("full_saves")
             if self._is_disk:
                 return False

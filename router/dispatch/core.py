@@ -209,8 +209,8 @@ class RouterCore:
         """Handle what is due: silent workers, deadlines, renewals. Call it several times per heartbeat."""
         changes = self.membership.on_timer(now)
         if self.membership.pauses.lateness_s:
-            self.dispatcher.on_pause(self.membership.pauses.lateness_s)
-            self.wait_estimates.on_pause(self.membership.pauses.lateness_s)
+            self.dispatcher.on_pause(self.membership.pauses.lateness_s, now)
+            self.wait_estimates.on_pause(self.membership.pauses.lateness_s, now)
         return self._after(changes, now) + self._resolve(self.dispatcher.on_timer(now), now)
 
     # ---- steps -------------------------------------------------------------------------------------------------------

@@ -260,11 +260,11 @@ class Dispatcher:
             request.blamed = [key for key in request.blamed if key != member.key]
         return self.place_waiting(now)
 
-    def on_pause(self, lateness_s: float) -> None:
-        """Extend deadlines by a pause of the router of this many seconds, except those that clients set."""
-        self._waiting.exclude_pause(lateness_s)
+    def on_pause(self, lateness_s: float, now: float) -> None:
+        """Extend deadlines by a pause of the router of this many seconds that ends now, except those that clients set."""
+        self._waiting.exclude_pause(lateness_s, now)
         for request in self._requests.values():
-            request.extend(lateness_s)
+            request.extend(min(lateness_s, now - request.arrival))  # less for those that came while the pause ended
 
     def on_timer(self, now: float) -> list[DispatchAction]:
         """End requests at their deadline, renew the leases of handoffs, and place waiting requests."""

@@ -86,10 +86,10 @@ class WaitEstimates:
         for request_id in queue.prompts if queue is not None else ():
             del self._places[request_id]
 
-    def on_pause(self, lateness_s: float) -> None:
-        """Exclude a pause of the router of this many seconds from the workers' pace."""
+    def on_pause(self, lateness_s: float, now: float) -> None:
+        """Exclude a pause of the router of this many seconds that ends now from the workers' pace."""
         for queue in self._queues.values():
-            queue.since += lateness_s
+            queue.since = min(now, queue.since + lateness_s)
 
     def wait_s(self, worker: WorkerKey, now: float) -> float:
         """Return how many seconds a new prompt would wait at a worker; 0 without history."""

@@ -51,7 +51,7 @@ class Waiting:
             retry_after_s=self._restarts.retry_after_s(now),
         )
 
-    def exclude_pause(self, lateness_s: float) -> None:
-        """Exclude a pause of the router of this many seconds from the waits."""
+    def exclude_pause(self, lateness_s: float, now: float) -> None:
+        """Exclude a pause of the router of this many seconds that ends now from the waits."""
         for request in self._requests.values():
-            request.waits_since += lateness_s
+            request.waits_since = min(now, request.waits_since + lateness_s)

@@ -521,6 +521,17 @@ def test_more_loads_begin_where_blocks_suffice_for_all(make_world, remote):
     assert len(loading(world)) == 12
 
 
+def test_loads_ahead_leave_room_for_those_that_run_next_by_priority(make_world, remote):
+    world = make_world(with_connector=True, max_num_seqs=2, num_blocks=24, policy="priority")
+    for name, priority, max_tokens in (("long1", 5, 160), ("long2", 5, 160), ("a", 0, 16), ("b", 0, 16), ("c", 9, 16)):
+        world.script.remote[name] = remote(32)
+        world.add(name, 32, max_tokens=max_tokens, priority=priority)
+        if name == "long2":
+            world.step()
+    world.step()
+    assert loading(world) == ["a", "b", "long1", "long2", "c"], "c: 2 blocks, and 2 x 1 to grow"
+
+
 def test_request_taken_over_counts_no_more_loaded_prompt_tokens_than_it_has(loading_world, load):
     prompt, output = loading_world.prompt(40), loading_world.expected(loading_world.prompt(40), 30)
     request = load("a", prompt, 64, output_token_ids=output[:30], max_tokens=40)

@@ -44,6 +44,16 @@ def test_a_live_worker_that_comes_by_many_connections_costs_no_retry(make_bench,
     bench.assert_idle()
 
 
+def test_a_request_that_comes_while_a_pause_ends_has_its_usual_time(make_bench):
+    bench = pair_decoding(make_bench)
+    freeze(bench, 40.0)
+    bench.submit("r2")
+    deadline_ms = bench.generated("p0").deadline_ms
+    bench.tick(bench.now + 50.5)
+    assert deadline_ms == 50_000
+    assert bench.ended.keys() == {"r1", "r2"}
+
+
 @LENGTHS
 def test_a_worker_that_gave_up_its_silent_router_costs_no_retry(make_bench, seconds):
     bench = pair_decoding(make_bench)
