@@ -245,6 +245,8 @@ class FetchingScheduler(ECConnectorScheduler):
             mismatch = LayoutMismatch(f"embeddings of {item.num_embeds} rows are here, of {feature.num_embeds} are needed")
             return self._give_up(request, wishes, identifier, mismatch)
         if item is not None and item.is_here:
+            if not item.wanted_by:  # requests before this one that have given it up can load it from the next step on
+                self._metadata.wake_at = self._clock.now()
             self._want(request, wishes, item)
             if isinstance(wishes.sources.get(identifier), PeerSource):
                 self._release_of(wishes, identifier)

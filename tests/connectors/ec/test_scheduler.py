@@ -129,6 +129,19 @@ def test_lease_is_released_once_its_fetch_is_over(desk):
     assert not desk.scheduler.has_cache_item(A.identifier), "it may be evicted at any time from now on"
 
 
+def test_it_asks_for_a_step_once_when_an_item_that_is_here_can_be_loaded_again(desk):
+    first, second = request_of("r", [A], [source(A, "e/1")]), request_of("s", [A, B], [source(B, "e/2")])
+    desk.ask(first)
+    desk.orders()
+    desk.end(A)
+    desk.scheduler.request_finished(first)
+    desk.orders()
+    assert not desk.ask(second)
+    assert desk.orders().wake_at == desk.clock.now()
+    assert not desk.ask(second)
+    assert desk.orders().wake_at == desk.clock.now() + 10
+
+
 def test_it_asks_for_a_step_while_it_has_orders_even_without_requests(desk):
     request = request_of("r", [A], [source(A, "e/1")])
     desk.ask(request)
