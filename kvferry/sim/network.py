@@ -306,7 +306,11 @@ class Link:
         self._queue: deque[bytes] = deque()
         self._is_closed = False
         self._num_attempts = 0
-        process.call_later(network.delay_s(), self._connect)
+        delay_s = network.delay_s()
+        server = network.server_at(address)
+        if delay_s > _LATE_S and server is not None:
+            network.troubles.note(Kind.LATE, [process.name, server.process.name], delay_s)
+        process.call_later(delay_s, self._connect)
         if on_lost is not None:
             process.call_later(HANDSHAKE_TIMEOUT_S, self._give_up)
 
