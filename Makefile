@@ -30,7 +30,7 @@ demo: install
 	$(BIN)/kvferry demo
 
 test: install-test install-lmcache check-tools
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=25
 
 test-full: install-test install-lmcache check-tools
 	$(BIN)/python -m pytest -n 2 --full

@@ -28,7 +28,7 @@ from tests.support.redis_server import RedisServer, redis_executable
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and most tests need neither
     from transformers import PreTrainedModel
 
-pytest_plugins = ["tests.support.watchdog", "tests.support.side_by_side"]
+pytest_plugins = ["tests.support.watchdog", "tests.support.side_by_side", "tests.support.cpu_seconds"]
 
 MODEL = "smollm2-135m"
 NEAR_TIE = 1e-3  # a token may differ where the oracle's two best logits are closer than this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.support.side_by_side import scope_of
 ROOT = Path(__file__).parents[1]
 COMMAND = [  # pytest with the settings of this suite
     *(sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"),
-    *("-p", "tests.support.watchdog", "-p", "tests.support.side_by_side"),
+    *("-p", "tests.support.watchdog", "-p", "tests.support.side_by_side", "-p", "tests.support.cpu_seconds"),
 ]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}  # where the plugins are
 IN_PYTHON = """
@@ -26,6 +27,17 @@ import time
 
 def test_hangs():
     time.sleep(1000)
+"""
+BUSY = """
+import subprocess
+import sys
+
+LOOP = "import time\\nwhile time.process_time() < 2.0: pass"
+
+
+def test_works():
+    exec(LOOP)
+    subprocess.run([sys.executable, "-c", LOOP], check=True)
 """
 OUTSIDE_PYTHON = """
 import ctypes
@@ -172,6 +184,15 @@ def test_tests_that_run_alone_run_behind_all_others_and_are_counted_with_them(tm
     assert result.returncode == 0, result.stdout
     assert "83 passed" in result.stdout.splitlines()[-1]
     assert len(list(state.glob("ran-*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_run_tells_its_cpu_seconds_with_those_of_its_workers_and_their_children(tmp_path):
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    command = [*COMMAND, "--rootdir", str(tmp_path), str(tmp_path)]
+    for arguments in ([], ["-n", "2"]):
+        printed = run_to_end([*command, *arguments], tmp_path).stdout
+        assert int(re.search(r"^(\d+) CPU seconds$", printed, re.MULTILINE)[1]) >= 4, printed
 
 
 def test_whatever_starts_processes_runs_alone(request):
