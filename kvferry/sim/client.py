@@ -118,13 +118,12 @@ class Client:
         first, second, cost = report.first_token, report.second_token, report.cost
         if first is not None and second is not None:
             self._check_times(first, second)
-        most = self.plan.n * len(self.plan.prompt_token_ids)
-        if self.has_tier:
-            return  # whoever is preempted may load its output as well, each time
-        if cost.transferred_tokens > most or cost.recomputed_tokens > most:
-            self._complain(f"{self.plan.name}: {most} prompt tokens in all, told as {cost}")
         if cost.recomputed_tokens and not cost.fallback_reason:
             self._complain(f"{self.plan.name}: tokens were computed again for no reason: {cost}")
+        most = self.plan.n * len(self.plan.prompt_token_ids)
+        may_load_again = self.has_tier  # on each worker, and with its output after a preemption
+        if not may_load_again and (cost.transferred_tokens > most or cost.recomputed_tokens > most):
+            self._complain(f"{self.plan.name}: {most} prompt tokens in all, told as {cost}")
 
     def _check_times(self, first: FirstTokenTiming, second: SecondTokenTiming) -> None:
         parts = [first.encode_ms or 0.0, first.queue_ms, first.prefill_ms, first.relay_ms]

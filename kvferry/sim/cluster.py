@@ -66,7 +66,8 @@ class SimCluster:
         self.loop = EventLoop()
         self.workers: dict[str, SimWorker | SimEncoder] = {}
         self.routers: dict[str, SimRouter] = {}
-        self.clients = [Client(request, self.complain, has_tier=plan.tier is not None) for request in plan.requests]
+        has_tier = plan.tier is not None or plan.step_loads is not None
+        self.clients = [Client(request, self.complain, has_tier=has_tier) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         self.troubles = Troubles(lambda: self.loop.now)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat, self.troubles, may_drop)

@@ -31,6 +31,7 @@ class Fault(StrEnum):
     STALL = "stall"  # reads that stop half-way; where cancelling does nothing, their bytes come late
     READ_ERROR = "read_error"  # reads that end in an error, or cannot be posted
     CORRUPT = "corrupt"  # bytes that arrive wrong
+    STEP_LOAD = "step_load"  # workers with a connector that loads within a step, and sometimes brings garbage
     # processes
     CRASH = "crash"  # a worker dies, and starts again as a new process at the same address
     ROUTER_CRASH = "router_crash"
@@ -66,7 +67,7 @@ class Fault(StrEnum):
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
 TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT)
+_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT, Fault.STEP_LOAD)
 CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in _DRAWN_APART)
 _GRAY_SHARE = 0.4  # of runs with faults
 

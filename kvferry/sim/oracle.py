@@ -266,6 +266,12 @@ def has_another_layout(case: Case) -> bool:
     return any(owners - {order} for role, order in orders if role == "decode")
 
 
+def load_in_its_step_was_bad(case: Case) -> bool:
+    """One of its workers loaded garbage for it within a step."""
+    names = case.path.names | {case.client.plan.name}
+    return bool(case.troubles.find({Kind.BAD_LOAD}, names, case.path.submitted_at, case.at))
+
+
 def store_was_in_trouble(case: Case) -> bool:
     """The store that it was to load from, or keeps its blocks in, did not answer, lost something, or was full."""
     tier = case.plan.tier
@@ -313,7 +319,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
     "no_prefill": (prefill_was_away,),
     "layout": (has_another_layout,),
-    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away),
+    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away, load_in_its_step_was_bad),
 }
 
 # What a client that wants to be told is told of a load → why its KV was not used.

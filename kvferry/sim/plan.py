@@ -37,6 +37,7 @@ from kvferry.sim.faults import (
 )
 from kvferry.sim.image_plan import ImagePlan, draw_images
 from kvferry.sim.slow_reading import SEND_TIMEOUT_S, Reading, draw_slow_readers
+from kvferry.sim.step_loads import StepLoadPlan, draw_step_loads
 from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 
 MODEL = "hash-model"
@@ -146,6 +147,7 @@ class ClusterPlan:
     tier: TierPlan | None = None
     images: ImagePlan | None = None
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
+    step_loads: StepLoadPlan | None = None
     encoders: tuple[WorkerPlan, ...] = ()
 
     @property
@@ -183,7 +185,7 @@ class ClusterPlan:
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}, on {worker.host}")
             if worker.kv_order != "NHD":
                 lines[-1] += f", layout {worker.kv_order}"
-        lines += [str(part) for part in (self.tier, self.images, self.embedding_store) if part is not None]
+        lines += [str(part) for part in (self.tier, self.images, self.embedding_store, self.step_loads) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 
 
@@ -241,16 +243,12 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     images = draw_images(seed)
     if images is not None:
         requests = tuple(_show_images(images, request, shape.attentions) for request in requests)
-    slow_clients = None if chosen is None else Fault.SLOW_CLIENT in frozenset(chosen)
-    requests = draw_slow_readers(seed, requests, is_wanted=slow_clients)
+    requests = draw_slow_readers(seed, requests, is_wanted=_is_wanted(Fault.SLOW_CLIENT, chosen))
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
     # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
     connector = config.connector
     faults.reads.corrupts_data = all(verifies_digests(connector.kv_verify, name) for name in connector.transports)
-    if any(request.reading is not None for request in requests):
-        config = replace_struct(config, router=replace_struct(config.router, send_timeout_s=SEND_TIMEOUT_S))
-        faults.add(frozenset({Fault.SLOW_CLIENT}), [])
     if has_other_layout:
         faults.add(frozenset({Fault.LAYOUT}), [])
     if tier is not None:
@@ -266,6 +264,8 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     if images is not None and images.connector == "shared" and (tier is None or tier.name != "store"):
         embedding_store = draw_embedding_store(seed, chosen, [worker.engine_id for worker in (*workers, *encoders)])
         faults.add(frozenset(), embedding_store.draw_events(moments))  # which are no cause of any error
+    step_loads = draw_step_loads(seed, is_wanted=_is_wanted(Fault.STEP_LOAD, chosen))
+    faults.add(_kinds_drawn_apart(requests, step_loads), [])
     return ClusterPlan(
         seed=seed,
         config=config,
@@ -280,8 +280,20 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
         tier=tier,
         images=images,
         embedding_store=embedding_store,
+        step_loads=step_loads,
         encoders=encoders,
     )
+
+
+def _is_wanted(kind: Fault, chosen: Collection[Fault] | None) -> bool | None:
+    """Return None for a kind that the seed decides."""
+    return None if chosen is None else kind in frozenset(chosen)
+
+
+def _kinds_drawn_apart(requests: tuple[RequestPlan, ...], step_loads: StepLoadPlan | None) -> frozenset[Fault]:
+    has_slow_clients = any(request.reading is not None for request in requests)
+    drawn = {Fault.SLOW_CLIENT: has_slow_clients, Fault.STEP_LOAD: step_loads is not None}
+    return frozenset(kind for kind, is_drawn in drawn.items() if is_drawn)
 
 
 def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ...]) -> KVFerryConfig:
@@ -314,6 +326,7 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
         router=RouterSection(
             heartbeat_interval_s=0.5,
             heartbeat_timeout_s=3.0,
+            send_timeout_s=SEND_TIMEOUT_S,
             request_timeout_s=random.uniform(0.5, 4.0) if Fault.DEADLINE in kinds else 300.0,
         ),
     )

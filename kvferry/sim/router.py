@@ -97,14 +97,14 @@ class SimRouter:
         self._perform(actions)
 
     def _abort(self, client: Client) -> None:
-        slow = self._slow.get(client.plan.name)
-        if client in self._wait_for_route:
+        slow, is_waiting = self._slow.get(client.plan.name), client in self._wait_for_route
+        if is_waiting:
             self._wait_for_route.remove(client)
             del self._clients[client.plan.name]
+        if is_waiting or (slow is not None and not slow.is_closed):
             client.end(Cancelled.code, "the client left", self.host.loop.now)
-        elif slow is not None and not slow.is_closed:
+        if slow is not None:
             slow.close()
-            client.end(Cancelled.code, "the client left", self.host.loop.now)
         self._end_request(client)
 
     def _end_request(self, client: Client) -> None:

@@ -23,6 +23,7 @@ from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
 from kvferry.sim.connector import SimConnector
 from kvferry.sim.host import Host
+from kvferry.sim.step_loads import StepLoads
 from kvferry.sim.store import SimEmbeddedStore, SimStoreClientBase
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.tier_thread import SimTierThread
@@ -124,13 +125,13 @@ class SimTier:
         self.worker.wake()
 
 
-def scheduler_side(p2p: SimConnector | None, tier: SimTier | None) -> KVConnectorScheduler | None:
-    """Return the scheduler side of both, of one, or none."""
-    sides: Sequence[KVConnectorScheduler] = [part.scheduler for part in (p2p, tier) if part is not None]
+def scheduler_side(parts: Sequence[SimConnector | SimTier | StepLoads]) -> KVConnectorScheduler | None:
+    """Return the scheduler side of all, of one, or none. They are asked in this order."""
+    sides: Sequence[KVConnectorScheduler] = [part.scheduler for part in parts]
     return MultiConnectorScheduler(sides) if len(sides) > 1 else next(iter(sides), None)
 
 
-def worker_side(p2p: SimConnector | None, tier: SimTier | None) -> KVConnectorWorker | None:
-    """Return the worker side of both, of one, or none."""
-    sides: Sequence[KVConnectorWorker] = [part.worker for part in (p2p, tier) if part is not None]
+def worker_side(parts: Sequence[SimConnector | SimTier | StepLoads]) -> KVConnectorWorker | None:
+    """Return the worker side of all, of one, or none."""
+    sides: Sequence[KVConnectorWorker] = [part.worker for part in parts]
     return multi_connector_worker(sides) if len(sides) > 1 else next(iter(sides), None)

@@ -34,6 +34,7 @@ class Kind(StrEnum):
     STALLED = "stalled"  # a read of one process's memory by another
     FAILED = "failed"  # such a read
     CORRUPTED = "corrupted"  # such a read, or what a process holds
+    BAD_LOAD = "bad_load"  # a load of a worker for a request, within a step, that brought garbage
     STORE = "store"  # a store refuses, loses or delays what it is asked, or holds little
 
 

@@ -42,8 +42,9 @@ from kvferry.sim.images import SimImages, draw_decode_s
 from kvferry.sim.late_hash_model import LateHashModel
 from kvferry.sim.open_embeddings import open_embeddings
 from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.step_loads import StepLoads
 from kvferry.sim.stores import SimStores
-from kvferry.sim.tier import scheduler_side, worker_side
+from kvferry.sim.tier import SimTier, scheduler_side, worker_side
 from kvferry.sim.timing_checks import TimingChecks
 from kvferry.sim.worker_protocol import FINGERPRINT, SimWorkerProtocol
 from prefill.role import PrefillHandler
@@ -78,7 +79,8 @@ class SimWorker(SimWorkerProtocol):
         self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
         self.tier = stores.open_tier(host, self._layout, ids_seed)
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
-        self._connector_worker = worker_side(self.connector, self.tier)
+        self._connectors = self._list_connectors(plan, ids_seed)
+        self._connector_worker = worker_side(self._connectors)
         self.images = self._make_images(plan.images)
         self.model = self._make_model(plan)
         core = self._make_engine(config, plan.images)
@@ -136,7 +138,7 @@ class SimWorker(SimWorkerProtocol):
             "pinned_blocks": self.checks.num_pinned,
             "compared_times": self._times.num_compared,
         }
-        for part in (self.connector, self.tier, self.embeddings):
+        for part in (*self._connectors, self.embeddings):
             happened |= part.count_what_happened() if part is not None else {}
         return happened
 
@@ -154,6 +156,14 @@ class SimWorker(SimWorkerProtocol):
     def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
         address = self.spec.control_address if self.spec.role == "prefill" else ""
         return SimConnector(self.host, self._identity(), config.connector, ids, address)
+
+    def _list_connectors(self, plan: ClusterPlan, seed: int) -> list[SimConnector | SimTier | StepLoads]:
+        """Return the connectors of KV in the order in which they are asked."""
+        found: list[SimConnector | SimTier | StepLoads] = [part for part in (self.connector, self.tier) if part is not None]
+        if plan.step_loads is None:
+            return found
+        loads = StepLoads(self.host, plan.step_loads, plan.attentions, self.spec.block_size, seed)
+        return [loads, *found] if plan.step_loads.is_first else [*found, loads]
 
     def _make_embeddings(self, plan: ClusterPlan, seed: int, stores: SimStores) -> Embeddings | None:
         if plan.images is None or not plan.images.connector:
@@ -187,7 +197,7 @@ class SimWorker(SimWorkerProtocol):
             watermark=config.cache.watermark,
             seals=self.model.seals,
         )
-        connector = scheduler_side(self.connector, self.tier)
+        connector = scheduler_side(self._connectors)
         encoder: EncoderInputs | None = None
         if images is not None:
             ec_connector = self.embeddings.scheduler if self.embeddings is not None else None
