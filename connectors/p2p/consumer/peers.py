@@ -135,15 +135,17 @@ class Peers:
         self._ask(_OpenHandshake(peer_id, deadline, self._offered_to(peer_id), last_lease_question))
         return True
 
-    def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int) -> bool:
+    def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int, now: float) -> bool:
         """Ask again if a lease question was answered that was asked after the handshake; False if none was.
 
-        A connection keeps the order of messages, so that the answer to the handshake is lost. The deadline stays.
+        A connection keeps the order of messages, so that the answer to the handshake is lost. The peer lives, and the repetition
+        has the whole time: the time that a lost answer took is not that of a load which has come since.
         """
         handshake = self._handshakes.get(address)
         if handshake is None or answered_lease_question <= handshake.after_lease_question:
             return False
-        self._ask(replace(handshake, after_lease_question=last_lease_question))
+        deadline = now + self._terms.handshake_timeout_s
+        self._ask(replace(handshake, deadline=deadline, after_lease_question=last_lease_question))
         return True
 
     def _ask(self, handshake: _OpenHandshake) -> None:

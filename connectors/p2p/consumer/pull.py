@@ -416,7 +416,7 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
-        if self._peers.repeat_lost_handshake(address, state.number, self.leases.last_question):
+        if self._peers.repeat_lost_handshake(address, state.number, self.leases.last_question, now):
             self._counts.handshakes += 1
         going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}

@@ -157,6 +157,17 @@ def test_lost_handshake_is_repeated_when_a_later_question_is_answered(pull):
     assert pull.reads_of("b")
 
 
+def test_repeated_handshake_has_the_whole_time_again(pull):
+    pull.start("a")
+    pull.tick(4)
+    pull.start("b", transfer_id="u")
+    pull.grant(60_000, "u")
+    pull.tick(4)
+    assert pull.failed == {}
+    pull.tick(1)
+    assert pull.failed == {"a": "peer_lost", "b": "peer_lost"}
+
+
 def test_load_after_a_failed_handshake_tries_again(pull):
     pull.start("a")
     pull.tick(5)
