@@ -31,16 +31,34 @@ def exit_on_signals() -> None:
 
 @contextlib.contextmanager
 def handled_signals(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
-    """Have the event loop call ``handler`` for each signal; afterwards the signals do what they did before."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        loop.add_signal_handler(number, handler)
+    """Have the event loop call ``handler`` for each signal; afterwards the signals do what they did before.
+
+    ``loop.remove_signal_handler`` restores the kernel's default first, by which a signal in that moment would end the process
+    with another exit code than 0. Here one handler replaces the other.
+    """
+    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def on_readable() -> None:
+        for number in os.read(readable, 64):
+            if number in SIGNALS:
+                handler()
+
+    loop.add_reader(readable, on_readable)
+    wakeup_fd_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)  # written to whatever thread gets the signal
+    before = {number: signal.signal(number, _leave_to_loop) for number in SIGNALS}
     try:
         yield
     finally:
         for number in SIGNALS:
-            loop.remove_signal_handler(number)
             signal.signal(number, before[number])
+        signal.set_wakeup_fd(wakeup_fd_before)
+        loop.remove_reader(readable)
+        os.close(readable)
+        os.close(writable)
+
+
+def _leave_to_loop(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: the interpreter has written the signal's number to the wakeup descriptor."""
 
 
 def exit_process(code: int) -> NoReturn:
