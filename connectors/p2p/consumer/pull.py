@@ -403,10 +403,13 @@ class PullProtocol:
     # ---- reads and leases --------------------------------------------------------------------------------------------
 
     def _on_read_ended(self, read: ReadEnded, now: float, ended_at: float) -> None:
+        late_from = self._quarantine.open_peer_of(read.read_id)
         load = self._reads.end(read.read_id)
         if load is not None:
             self._stalls.begin_again(load.owner, now)
             self._reader.on_read_ended(load, read, now, ended_at)
+        elif late_from is not None and isinstance(read.error, PeerUnreachable):
+            self._on_read_failed(late_from, read.error, now)  # else the next load would find out
 
     def _offer_room(self, now: float) -> None:
         """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""

@@ -69,6 +69,11 @@ class Quarantine:
         self._count(heir, len(read.local_rows))
         return ()
 
+    def open_peer_of(self, read_id: int) -> PeerId | None:
+        """Return the peer of a late read; None of other reads, and once the peer is fenced."""
+        read = self._reads.get(read_id)
+        return read.peer if read is not None and read.fence_at < math.inf else None
+
     def fence(self, peer: PeerId) -> None:
         """Note that a peer is being fenced: what is in here of it becomes terminal by itself."""
         for read in self._reads.values():

@@ -35,6 +35,21 @@ def test_request_that_has_less_time_than_a_transfer_gets_its_own_deadline(pull, 
     assert ClosePeer(PeerId(address, 1)) in pull.tick(28.0)
 
 
+def test_connection_that_breaks_after_the_end_of_its_load_is_closed(pull, address):
+    pull.start(deadline=pull.now + 2.0)
+    pull.accept()
+    pull.grant()
+    pull.tick(2.0)
+    first = pull.endable[0]
+    assert ClosePeer(PeerId(address, 1)) in pull.end_read(first, PeerUnreachable("the connection has failed"))
+    pull.end_reads(PeerUnreachable("the peer was removed"))
+    assert not pull.quarantined
+    pull.start("b", transfer_id="u")
+    pull.accept()
+    pull.grant(60_000, "u")
+    assert pull.reads_of("b"), "it is opened again"
+
+
 def test_request_that_has_more_time_than_a_transfer_waits_no_longer_than_that(pull):
     pull.start(deadline=pull.now + 500.0)
     pull.accept()
@@ -223,7 +238,7 @@ def test_open_reads_are_cancelled_when_their_load_is_over(pull):
 def test_quarantined_reads_that_end_badly_say_nothing_more(pull):
     pull.start_reading(num_rows=5)
     pull.abort()
-    assert pull.end_read(1, PeerUnreachable("first")) == [QuarantineEnded((0, 1))]
+    assert pull.end_read(1, TransferError("first")) == [QuarantineEnded((0, 1))]
     assert pull.open_peers
     assert pull.end_read(2, TransferError("second")) == [QuarantineEnded((2, 3))]
     assert pull.failed == {}
