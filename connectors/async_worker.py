@@ -1,17 +1,16 @@
-"""The worker side of a connector whose own threads do the work: connectors p2p, tier and LMCache share it.
+"""The worker side of a connector whose own threads do the work.
 
 Owns the queue of reports from the connector's threads to the engine thread, the wakeup of the engine and the error that ended
-the connector. Every connector reports the end of a load; its other reports and its step messages are its own.
+the connector.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded, SendingEnded
 from core.connector import KVConnectorWorker
 from core.errors import EngineDead
 from core.kv.pool_region import KVPoolRegion
@@ -50,7 +49,8 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
         if self._death is not None:
             raise EngineDead(f"{self._name} has died: {self._death!r}")
         output = KVConnectorOutput()
-        self._tell(self._drain(), output)
+        while self._reports:
+            self.add_report(self._reports.popleft(), output)
         return output
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -72,13 +72,12 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
         self._death = error
         self._wakeup()
 
-    @abstractmethod
-    def _tell(self, reports: Iterator[ReportT], output: KVConnectorOutput) -> None:
-        """Put all reports, in their order, into the step's output."""
-
-    def _drain(self) -> Iterator[ReportT]:
-        while self._reports:
-            yield self._reports.popleft()
+    def add_report(self, report: ReportT, output: KVConnectorOutput) -> None:
+        """Put a report into the step's output. Overridden for reports other than these two."""
+        if isinstance(report, SendingEnded):
+            output.finished_sending.add(report.request_id)
+        elif isinstance(report, LoadEnded):
+            add_load_ended(report, output)
 
 
 def _no_wakeup() -> None:

@@ -19,7 +19,7 @@ from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
-from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
+from connectors.p2p.actions import LeaseGrant, Report
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.host_id import host_id
@@ -27,6 +27,7 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
+from connectors.reports import SendingEnded
 from core.config import ConnectorSection
 from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature

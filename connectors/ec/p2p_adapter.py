@@ -10,10 +10,10 @@ import msgspec
 
 from connectors.ec.chunks import CHUNK_EMBEDS, ChunkLayout, num_chunks, rows_in_chunk
 from connectors.ec.jobs import ChunksFreed, Fetch, FetchEnded, FetchingMetadata, PeerSource, Report
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import HandoffRef, PullRequest, QuarantineEnded, row_units
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import LayoutMismatch, ProtocolError
 from core.kv.seals import ExpectedSeal
 from core.wire.limits import BlockId, Name, Positive, Text, Unsigned64

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
 from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
 from connectors.lmcache.wire import TokenSpan
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.errors import KVFerryError
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorMetadata

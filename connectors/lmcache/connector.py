@@ -35,7 +35,7 @@ from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Staging, sweep_segments
 from connectors.lmcache.wire import Namespace
 from connectors.lmcache.worker import LMCacheMPConnectorWorker
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.connector import Connector, ConnectorContext
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, KVFerryError

@@ -18,7 +18,7 @@ from connectors.lmcache.actions import LoadPages, TakePages
 from connectors.lmcache.pending_requests import PendingRequests
 from connectors.lmcache.sessions import ServerSessions
 from connectors.lmcache.wire import is_done, retrieve_call
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.errors import KVFerryError, NotFound, PeerUnreachable, TransferTimeout, fallback_reason
 from core.wire.messages import ErrorInfo, TransferUsage
 

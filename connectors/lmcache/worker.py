@@ -6,16 +6,16 @@ copy of some MiB per chunk. Everything else runs in the event loop and on the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from connectors.async_worker import ReportingWorker, add_load_ended
+from connectors.async_worker import ReportingWorker
 from connectors.lmcache.actions import LMCacheMPConnectorMetadata, SavePages
 from connectors.lmcache.staging import Bytes
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.kv.pool_region import KVPoolRegion
-from core.request import KVConnectorMetadata, KVConnectorOutput
+from core.request import KVConnectorMetadata
 
 
 class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
@@ -55,7 +55,3 @@ class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
                 staging.rows[page, : staging.block_bytes] = self.rows[move.block_id]
         if saves:
             self._submit_copied(saves)
-
-    def _tell(self, reports: Iterator[LoadEnded], output: KVConnectorOutput) -> None:
-        for ended in reports:
-            add_load_ended(ended, output)

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded, SendingEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal
 from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
@@ -300,13 +300,6 @@ class QuarantineEnded:
     """No read can write these quarantined blocks any more."""
 
     block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendingEnded:
-    """Producer: the lease on the blocks of this request has ended."""
-
-    request_id: str
 
 
 # ---- state machine → log ---------------------------------------------------------------------------------------------

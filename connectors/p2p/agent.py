@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import Action, ConsumerStep, HandoffRef, LeaseGrant, Refusal, TransferEvent
 from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.producer.handoff_producer import HandoffProducer
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import AgentSettings
+from connectors.reports import LoadEnded
 from core.clock import Clock
 from core.wire.kv import ControlMessage
 from core.wire.messages import ErrorInfo, TransferUsage

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -27,7 +26,6 @@ from connectors.p2p.actions import (
     Reply,
     Report,
     SendControl,
-    SendingEnded,
     TransferEvent,
     TransportBroken,
     TransportRestored,
@@ -47,6 +45,7 @@ from connectors.p2p.transport.factory import (
     open_transports,
 )
 from connectors.p2p.transport.interface import regions_of
+from connectors.reports import LoadEnded, SendingEnded
 from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
 from core.kv.pool_region import KVPoolRegion
 from core.log import event

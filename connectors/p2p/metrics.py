@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.errors import FALLBACK_REASONS, fallback_reason
 from core.metrics import PREFIX, read_gauge, start_at_zero
 from core.wire.messages import TransferUsage

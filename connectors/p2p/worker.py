@@ -5,11 +5,10 @@ Never blocks and decides nothing: loads are run by ``P2PAgent`` in the event loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from connectors.async_worker import ReportingWorker, add_load_ended
-from connectors.load_ended import LoadEnded
-from connectors.p2p.actions import QuarantineEnded, Report, SendingEnded
+from connectors.async_worker import ReportingWorker
+from connectors.p2p.actions import QuarantineEnded, Report
 from connectors.p2p.metadata import P2PConnectorMetadata
 from core.request import KVConnectorMetadata, KVConnectorOutput
 
@@ -27,15 +26,12 @@ class P2PConnectorWorker(ReportingWorker[Report]):
         if not metadata.is_empty():
             self._submit(metadata)
 
-    def _tell(self, reports: Iterator[Report], output: KVConnectorOutput) -> None:
-        for report in reports:
-            match report:
-                case SendingEnded():
-                    output.finished_sending.add(report.request_id)
-                case QuarantineEnded():
-                    _end_quarantine(report, output)
-                case LoadEnded():
-                    add_load_ended(report, output)
+    def add_report(self, report: Report, output: KVConnectorOutput) -> None:
+        """Put a report into the step's output."""
+        if isinstance(report, QuarantineEnded):
+            _end_quarantine(report, output)
+        else:
+            super().add_report(report, output)
 
 
 def _end_quarantine(ended: QuarantineEnded, output: KVConnectorOutput) -> None:

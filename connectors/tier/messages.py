@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.request import KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.key import StoreKey
 

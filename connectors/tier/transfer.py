@@ -24,8 +24,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from connectors.load_ended import LoadEnded
 from connectors.pool_access import PoolAccess
+from connectors.reports import LoadEnded
 from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from core.clock import Clock
 from core.digest import BlockDigester

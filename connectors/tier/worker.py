@@ -6,10 +6,10 @@ the end of a step need no handling here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from connectors.async_worker import ReportingWorker, add_load_ended
-from connectors.load_ended import LoadEnded
+from connectors.async_worker import ReportingWorker
+from connectors.reports import LoadEnded
 from connectors.tier.messages import Report, SaveEnded, SavesAreSlow, TierConnectorMetadata, TierConnectorWorkerMetadata
 from core.request import KVConnectorMetadata, KVConnectorOutput
 
@@ -27,17 +27,13 @@ class TierConnectorWorker(ReportingWorker[Report]):
         if not metadata.is_empty():
             self._submit(metadata)
 
-    def _tell(self, reports: Iterator[Report], output: KVConnectorOutput) -> None:
-        saved: list[int] = []
-        is_slow = False
-        for report in reports:
-            match report:
-                case SaveEnded():
-                    saved += report.block_ids
-                    is_slow = False
-                case SavesAreSlow():
-                    is_slow = True
-                case LoadEnded():
-                    add_load_ended(report, output)
-        if saved or is_slow:
-            output.worker_meta = TierConnectorWorkerMetadata(tuple(saved), is_slow)
+    def add_report(self, report: Report, output: KVConnectorOutput) -> None:
+        """Put a report into the step's output; a save that ends after saves were slow ends the slowness."""
+        if isinstance(report, LoadEnded):
+            super().add_report(report, output)
+            return
+        meta = output.worker_meta
+        saved = meta.saved_block_ids if isinstance(meta, TierConnectorWorkerMetadata) else ()
+        if isinstance(report, SaveEnded):
+            saved += report.block_ids
+        output.worker_meta = TierConnectorWorkerMetadata(saved, is_slow=isinstance(report, SavesAreSlow))

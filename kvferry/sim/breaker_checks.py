@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -24,6 +23,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.consumer.load import Load
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import TransferTimeout
 
 

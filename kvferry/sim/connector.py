@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import Action, Report
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reports import LoadEnded
 from core.config import ConnectorSection
 from core.ids import IdSource
 from kvferry.sim.driver import SimDriver, WriteWatch

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -27,7 +26,6 @@ from connectors.p2p.actions import (
     Reply,
     Report,
     SendControl,
-    SendingEnded,
     TokenCopy,
     TransferCommand,
     TransferEvent,
@@ -42,6 +40,7 @@ from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.factory import TransportSettings, open_transports
 from connectors.p2p.transport.interface import regions_of
+from connectors.reports import LoadEnded, SendingEnded
 from core.config import ConnectorSection
 from core.digest import BlockDigester
 from core.ids import IdSource

@@ -16,8 +16,9 @@ from connectors.ec.memory import ChunkMemory
 from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
-from connectors.p2p.actions import LeaseGrant, Report, SendingEnded
+from connectors.p2p.actions import LeaseGrant, Report
 from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.reports import SendingEnded
 from core.config import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.metadata import P2PConnectorMetadata
+from connectors.reports import LoadEnded
 from core.clock import Clock
 from core.request import EngineCoreOutput, SchedulerOutput
 from core.wire.messages import PrefillDone, TransferUsage

@@ -199,15 +199,15 @@ def start_reads_that_outlast_their_leases(patch: Patch) -> None:
 
 
 def release_the_lease_with_its_first_reader(patch: Patch) -> None:
-    real = P2PConnectorScheduler._drop_reader
+    real = P2PConnectorScheduler.end_use
 
-    def drop_reader(self, request_id):
+    def end_use(self, request_id):
         ref = self._refs[request_id]
         real(self, request_id)
         if ref in self._readers:
-            self._next.releases.append(ref)
+            self.step.releases.append(ref)
 
-    patch(P2PConnectorScheduler, "_drop_reader", drop_reader)
+    patch(P2PConnectorScheduler, "end_use", end_use)
 
 
 # ---- requests between workers ------------------------------------------------------------------------------------------

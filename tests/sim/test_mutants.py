@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+import connectors.async_worker
 import connectors.p2p.consumer.verification
 import connectors.p2p.worker
 import core.sched.load_failures
@@ -190,12 +191,12 @@ def report_no_open_rows(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = connectors.p2p.worker.add_load_ended
+    real = connectors.async_worker.add_load_ended
 
     def add_load_ended(ended, output):
         real(dataclasses.replace(ended, error=None, invalid_block_ids=()), output)
 
-    patch(connectors.p2p.worker, "add_load_ended", add_load_ended)
+    patch(connectors.async_worker, "add_load_ended", add_load_ended)
 
 
 def keep_the_tokens_of_failed_loads(patch: Patch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-import connectors.tier.worker
-from connectors.load_ended import LoadEnded
+import connectors.async_worker
+from connectors.reports import LoadEnded
 from connectors.tier.save_planner import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
 from core.engine.core import EngineCore
@@ -45,12 +45,12 @@ def use_what_a_store_gives_unverified(patch: Patch) -> None:
 
 
 def believe_failed_loads(patch: Patch) -> None:
-    real = connectors.tier.worker.add_load_ended
+    real = connectors.async_worker.add_load_ended
 
     def add_load_ended(ended, output):
         real(LoadEnded(ended.request_id, ended.usage), output)
 
-    patch(connectors.tier.worker, "add_load_ended", add_load_ended)
+    patch(connectors.async_worker, "add_load_ended", add_load_ended)
 
 
 def keep_for_ever_what_is_saved(patch: Patch) -> None:

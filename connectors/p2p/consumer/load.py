@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import PullRequest, TokenCopy
 from connectors.p2p.consumer.verification import SealCheck, SealTerms
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.wire.messages import ErrorInfo, TransferUsage
 
 

@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     AskProgress,
@@ -49,6 +48,7 @@ from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import KVFerryError, PeerUnreachable, StaleBlock, TransferTimeout
 from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, LeaseState
 from core.wire.messages import ErrorInfo

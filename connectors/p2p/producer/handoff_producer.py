@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from connectors.p2p.actions import Action, LeaseGrant, Reply, SendingEnded
+from connectors.p2p.actions import Action, LeaseGrant, Reply
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
+from connectors.reports import SendingEnded
 from core.clock import Clock
 from core.errors import ProtocolError
 from core.wire.kv import ControlError, ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState

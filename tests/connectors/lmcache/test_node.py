@@ -30,7 +30,7 @@ from connectors.lmcache.pending_requests import LMCacheSettings
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Namespace, Operation, TokenSpan
-from connectors.load_ended import LoadEnded
+from connectors.reports import LoadEnded
 from core.errors import ConnectorUnavailable, CorruptBlock, PeerUnreachable
 from core.ids import RandomIds, SeededIds
 from core.testing.clock import FakeClock

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CancelRead,
@@ -28,6 +27,7 @@ from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.testing.clock import FakeClock

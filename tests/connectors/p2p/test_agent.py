@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, Reply, SendControl, SendingEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant, Reply, SendControl
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import SendingEnded
 from core.testing.clock import FakeClock
 from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
 

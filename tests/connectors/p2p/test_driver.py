@@ -8,13 +8,13 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import HandoffRef, PeerFenced, PullRequest, Refusal, SendControl, row_units
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
+from connectors.reports import LoadEnded
 from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context

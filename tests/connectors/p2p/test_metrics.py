@@ -3,8 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.metrics import P2PMetrics
+from connectors.reports import LoadEnded
 from core.wire.messages import ErrorInfo, TransferUsage
 
 

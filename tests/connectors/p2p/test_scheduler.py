@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from connectors.load_ended import LoadEnded
-from connectors.p2p.actions import HandoffRef, LeaseGrant, SendingEnded
+from connectors.p2p.actions import HandoffRef, LeaseGrant
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reports import LoadEnded, SendingEnded
 from connectors.testing.connector_engine import ConnectorEngine, small_layout
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from connectors.load_ended import LoadEnded
-from connectors.p2p.actions import HandoffRef, QuarantineEnded, SendingEnded
+from connectors.p2p.actions import HandoffRef, QuarantineEnded
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
+from connectors.reports import LoadEnded, SendingEnded
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
 from core.wire.messages import ErrorInfo, TransferUsage

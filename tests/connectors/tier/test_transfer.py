@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.pool_access import open_pool
+from connectors.reports import LoadEnded
 from connectors.tier import transfer as mover_module
 from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from connectors.tier.transfer import BLOCKS_PER_TURN, TierTransfer

@@ -2,7 +2,6 @@
 
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     CloseControl,
     ClosePeer,
@@ -11,6 +10,7 @@ from connectors.p2p.actions import (
     PostRead,
 )
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import ConnectorUnavailable, LayoutMismatch, PeerUnreachable, TransferError
 from core.wire.kv import (
     ControlError,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import PostRead, PostSealRead, SendControl
+from connectors.reports import LoadEnded
 from core.errors import TransferError
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
 

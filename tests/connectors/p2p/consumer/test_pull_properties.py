@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import ClosePeer, PeerFailed, PostRead, PostSealRead, SendControl
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
+from connectors.reports import LoadEnded
 from core.errors import PeerUnreachable, TransferError
 from core.kv.seals import BROKEN, ExpectedSeal
 from core.wire.kv import ControlError, HandshakeRefused, LeaseRenew, LeaseState

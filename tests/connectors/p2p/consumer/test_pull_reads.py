@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead, QuarantineEnded
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from core.errors import PeerUnreachable, TransferError
 
 

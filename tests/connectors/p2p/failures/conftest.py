@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     Action,
     CloseControl,
@@ -33,6 +32,7 @@ from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
+from connectors.reports import LoadEnded
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from connectors.p2p.actions import PullRequest, SendingEnded
+from connectors.p2p.actions import PullRequest
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import SendingEnded
 from core.wire.kv import Handshake
 
 

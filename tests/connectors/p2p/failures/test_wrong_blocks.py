@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from connectors.p2p.actions import (
-    SendingEnded,
-)
 from connectors.p2p.producer.handshake import HandshakeResponder
+from connectors.reports import SendingEnded
 from core.wire.kv import Handshake
 
 # ---- leases and reuse

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from connectors.p2p.actions import LeaseGrant, Reply, SendingEnded
+from connectors.p2p.actions import LeaseGrant, Reply
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.transport.interface import regions_of
+from connectors.reports import SendingEnded
 from connectors.testing.inproc_transport import InprocTransport
 from core.digest import BlockDigester
 from core.kv.seals import ExpectedSeal

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from connectors.load_ended import LoadEnded
 from connectors.p2p.actions import (
     CloseControl,
     HandoffRef,
@@ -36,6 +35,7 @@ from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, regions_of
+from connectors.reports import LoadEnded
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.digest import BlockDigester

@@ -1,4 +1,4 @@
-"""How a load ends: the report of connectors p2p, tier and LMCache to the engine."""
+"""How loads and saves of a request end: what the threads of a connector report to its worker side."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ class LoadEnded:
     invalid_block_ids: tuple[int, ...] = ()
     quarantined_block_ids: tuple[int, ...] = ()
     peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendingEnded:
+    """No reader needs the blocks of a finished request any more; they are free."""
+
+    request_id: str

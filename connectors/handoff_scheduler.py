@@ -1,0 +1,224 @@
+"""The scheduler side of connectors that hand the KV of a prompt from a prefill to a decode worker.
+
+Producer: a request that was computed for a reader keeps its blocks when it ends well, and a ``KVHandoff`` describes them.
+Consumer: a request with a handoff is offered its tokens once; blocks that are local hits already are not loaded.
+Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from core.connector import KVConnectorScheduler
+from core.errors import KVFerryError, StaleBlock
+from core.ids import IdSource, new_hex_id
+from core.kv.block import NULL_BLOCK_ID
+from core.kv.hashing import BlockHasher
+from core.kv.manager import KVCacheBlocks, KVCacheManager
+from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput
+from core.wire.kv import GroupBlocks, KVHandoff
+from core.wire.pairing import KVHolder, check_compatible
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+StepT = TypeVar("StepT", bound=KVConnectorMetadata)
+
+
+class HandoffOwner(KVHolder, Protocol):
+    """What a handoff says of the worker that holds its blocks (``ConnectorContext`` has it)."""
+
+    @property
+    def incarnation(self) -> int:
+        """Number of this start of the worker."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A handoff that has not been used yet. ``refusal`` is why it must not be loaded.
+
+    ``block_hashes`` are this worker's own, of its own prompt, at the ends of the owner's blocks that the handoff covers.
+    """
+
+    handoff: KVHandoff
+    block_hashes: tuple[bytes, ...] = ()
+    refusal: KVFerryError | None = None
+
+
+class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
+    """Both halves; the requests decide which one works. A connector derives it and implements the four abstract methods.
+
+    They write orders into ``step``, the next message to the worker side, a dataclass that ``new_step`` makes empty. Orders
+    leave with the next engine step.
+    """
+
+    converts_blocks = False  # True if the worker side loads blocks of another size than its own
+    control_address = ""  # in every handoff: where readers reach this worker, if they do
+
+    def __init__(self, owner: HandoffOwner, new_step: Callable[[], StepT], *, lease_ms: int, ids: IdSource) -> None:
+        self.step = new_step()
+        self._new_step = new_step
+        self._owner = owner
+        self._lease_ms = lease_ms
+        self._ids = ids
+        self._hasher = BlockHasher(owner.model_fingerprint)
+        self._manager: KVCacheManager | None = None
+        self._offers: dict[str, Offer] = {}  # by request id, until they are used or dropped
+        self._loading: set[str] = set()
+
+    # ---- what a connector does ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_save(self, request_id: str, handoff: KVHandoff) -> None:
+        """Make the blocks of a handoff readable. They are kept until ``finished_sending`` has the request."""
+
+    @abstractmethod
+    def start_load(self, request: Request, offer: Offer, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """Load the last ``num_tokens`` tokens of a handoff into the request's blocks.
+
+        Raises:
+            StaleBlock: the handoff lacks a block that is needed; ``refuse_load`` follows.
+        """
+
+    @abstractmethod
+    def refuse_load(self, request_id: str, error: KVFerryError) -> None:
+        """Report a load as failed without trying it."""
+
+    @abstractmethod
+    def abort_load(self, request_id: str) -> None:
+        """End a load that is not wanted any more. Its blocks are kept until ``finished_recving`` has the request."""
+
+    def end_use(self, request_id: str) -> None:
+        """Learn that a request needs its handoff no more: it was loaded, is not needed, or the request has ended."""
+
+    # ---- both halves -------------------------------------------------------------------------------------------------
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The engine's block tables."""
+        assert self._manager is not None, "bind_kv_cache_manager comes before any request"
+        return self._manager
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Keep the manager, for the generations of blocks."""
+        self._manager = manager
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Ship the orders since the last step."""
+        step, self.step = self.step, self._new_step()
+        return step
+
+    def has_pending_push_work(self) -> bool:
+        """True while an order waits for a step to take it along."""
+        return self.step != self._new_step()
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
+        """Keep and describe the prompt's blocks, if they were computed for a reader; end what the request loads itself."""
+        if self._offers.pop(request.request_id, None) is not None:
+            self.end_use(request.request_id)
+        elif request.request_id in self._loading:
+            self.abort_load(request.request_id)
+        is_computed = request.num_computed_tokens >= request.num_prompt_tokens and any(block_ids)
+        if not request.needs_handoff or request.status not in _ENDED_WELL or not is_computed:
+            return False, None
+        handoff = self._describe(request)
+        self.start_save(request.request_id, handoff)
+        return True, handoff
+
+    # ---- consumer ----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Check the request's handoff, if it has one."""
+        if request.kv_handoff is not None:
+            self._offers[request.request_id] = self._check_offer(request, request.kv_handoff)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Offer the rest of the handoff, once. A refused one is offered too: its load fails and is treated as such."""
+        offer = self._offers.get(request.request_id)
+        if offer is None:
+            return 0, False
+        num_tokens = request.num_prompt_tokens if offer.refusal else offer.handoff.num_tokens
+        count = max(0, num_tokens - num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Load the blocks that are not local hits; without any, the handoff is of no more use."""
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
+            return
+        if not num_external_tokens:
+            self.end_use(request.request_id)
+            return
+        self._loading.add(request.request_id)
+        try:
+            if offer.refusal is not None:
+                raise offer.refusal
+            self.start_load(request, offer, blocks, num_external_tokens)
+        except KVFerryError as error:
+            self.refuse_load(request.request_id, error)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Let go of the handoffs of loads that have ended."""
+        for request_id in sorted(output.finished_recving & self._loading):
+            self._loading.discard(request_id)
+            self.end_use(request_id)
+
+    def _check_offer(self, request: Request, handoff: KVHandoff) -> Offer:
+        """Compare what a handoff says with what this worker knows itself, before anything is asked of its owner."""
+        layout = self._owner.layout
+        try:
+            check_compatible(self._owner, handoff.model_fingerprint, handoff.layout, converts_blocks=self.converts_blocks)
+            if not 0 < handoff.num_tokens <= request.num_prompt_tokens:
+                raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
+            if len(handoff.groups) != layout.num_groups:
+                raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {layout.num_groups}")
+            hashes = self._block_end_hashes(request, handoff.num_tokens, handoff.layout.block_size)
+            for group_id, group in enumerate(handoff.groups):
+                if group.block_hashes != hashes[group.first_block :]:
+                    raise StaleBlock(f"the handoff's block hashes in group {group_id} are not those of the prompt")
+        except KVFerryError as error:
+            return Offer(handoff, refusal=error)
+        return Offer(handoff, hashes)
+
+    # ---- producer ----------------------------------------------------------------------------------------------------
+
+    def _describe(self, request: Request) -> KVHandoff:
+        """Describe what the token after the prompt attends to; the request keeps that until it is saved, and no more."""
+        num_tokens = request.num_prompt_tokens
+        self.manager.remove_skipped_blocks(request)
+        block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, num_tokens)
+        hashes = self._block_end_hashes(request, num_tokens, self._owner.layout.block_size)
+        self.manager.seal_partial_block(request, num_tokens, hashes[-1])
+        return KVHandoff(
+            transfer_id=new_hex_id(self._ids, "kv-"),
+            engine_id=self._owner.engine_id,
+            incarnation=self._owner.incarnation,
+            control_address=self.control_address,
+            model_fingerprint=self._owner.model_fingerprint,
+            layout=self._owner.layout,
+            groups=tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids)),
+            num_tokens=num_tokens,
+            lease_ms=self._lease_ms,
+        )
+
+    def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...]) -> GroupBlocks:
+        """Name the blocks from the first one on that the group has not given up."""
+        blocks, end = self.manager.block_pool.blocks, len(hashes)
+        first = next((position for position in range(end) if ids[position] != NULL_BLOCK_ID), end)
+        return GroupBlocks(
+            group_id=group_id,
+            first_block=first,
+            block_ids=tuple(ids[first:end]),
+            generations=tuple(blocks[block_id].generation for block_id in ids[first:end]),
+            block_hashes=hashes[first:],
+        )
+
+    def _block_end_hashes(self, request: Request, num_tokens: int, block_size: int) -> tuple[bytes, ...]:
+        """Return the chain value at the end of each block that holds the first ``num_tokens`` tokens."""
+        ends = [min(end, num_tokens) for end in range(block_size, num_tokens + block_size, block_size)]
+        return tuple(
+            self._hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys) for end in ends
+        )
