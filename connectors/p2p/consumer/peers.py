@@ -138,8 +138,8 @@ class Peers:
     def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int, now: float) -> bool:
         """Ask again if a lease question was answered that was asked after the handshake; False if none was.
 
-        A connection keeps the order of messages, so that the answer to the handshake is lost. The peer lives, and the repetition
-        has the whole time: the time that a lost answer took is not that of a load which has come since.
+        A connection keeps the order of messages, so the answer to the handshake is lost. The peer lives, and the repetition has
+        the whole time: the time that a lost answer took is not that of a load which has come since.
         """
         handshake = self._handshakes.get(address)
         if handshake is None or answered_lease_question <= handshake.after_lease_question:
